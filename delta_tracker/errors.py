@@ -1,0 +1,210 @@
+"""Typed errors: what went wrong, with the offender as an attribute, and the next step.
+
+Every error of the library derives from :class:`DeltaTrackerError`. An error that is raised has changed nothing:
+no cursor moved, no row was applied, no entry was committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def _listed(names: Iterable[object]) -> str:
+    """``names`` as readable text, ``none`` when there are none."""
+    return ", ".join(repr(name) for name in names) or "none"
+
+
+class DeltaTrackerError(Exception):
+    """Base of all errors of the library.
+
+    Args:
+        problem: what went wrong, naming the offender.
+        remedy: the next step for the one who reads it.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}. {remedy}.")
+        self.problem = problem
+        self.remedy = remedy
+
+
+class InvalidArgumentError(DeltaTrackerError, ValueError):
+    """An argument has a value that the call cannot serve; ``argument`` and ``value`` hold it."""
+
+    def __init__(self, argument: str, value: object, remedy: str) -> None:
+        super().__init__(f"{argument}={value!r} cannot be used", remedy)
+        self.argument = argument
+        self.value = value
+
+
+class MissingExtraError(DeltaTrackerError, ImportError):
+    """A package that this feature needs is not installed; ``package`` and ``extra`` name it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"the package {package!r} is not installed", f"Install it with: pip install 'delta_tracker[{extra}]'"
+        )
+        self.package = package
+        self.extra = extra
+
+
+# Tracking
+
+
+class NoShardedModuleError(DeltaTrackerError, ValueError):
+    """The model has no sharded embedding module to track; ``found`` lists the embedding-like modules it has."""
+
+    def __init__(self, found: Iterable[str]) -> None:
+        self.found = tuple(found)
+        super().__init__(
+            f"the model has no sharded EmbeddingCollection to track; embedding modules found: {_listed(self.found)}",
+            "Wrap the model in torchrec's DistributedModelParallel (or shard it) before tracking it",
+        )
+
+
+class UnsupportedTableError(DeltaTrackerError, ValueError):
+    """A table is sharded or computed in a way that the tracker cannot follow; ``table`` and ``reason`` say which."""
+
+    def __init__(self, table: str, reason: str) -> None:
+        super().__init__(
+            f"table {table!r} cannot be tracked: {reason}",
+            "Change its sharding plan, or name it in fqns_to_skip to train it untracked",
+        )
+        self.table = table
+        self.reason = reason
+
+
+class UnknownConsumerError(DeltaTrackerError, LookupError):
+    """A consumer that the tracker does not have; ``known`` lists those it has."""
+
+    def __init__(self, consumer: str | None, known: Iterable[str]) -> None:
+        self.consumer = consumer
+        self.known = tuple(known)
+        problem = (
+            "no consumer was named and the tracker has several"
+            if consumer is None
+            else f"the tracker has no consumer {consumer!r}"
+        )
+        super().__init__(f"{problem}; known consumers: {_listed(self.known)}", "Pass one of the known names")
+
+
+class StaleDeltaError(DeltaTrackerError, RuntimeError):
+    """A delta that is no longer its consumer's open read: committed, aborted, or replaced by a newer read."""
+
+    def __init__(self, consumer: str) -> None:
+        super().__init__(
+            f"this delta is not the open read of consumer {consumer!r} any more",
+            "Its rows are not lost: call get_delta(commit=False) again and commit the new delta",
+        )
+        self.consumer = consumer
+
+
+class DetachedError(DeltaTrackerError, RuntimeError):
+    """The tracker was detached from its model and records nothing any more."""
+
+    def __init__(self) -> None:
+        super().__init__("the tracker is detached from its model", "Build a new ModelDeltaTracker")
+
+
+# Stream
+
+
+class StreamError(DeltaTrackerError):
+    """Base of the errors of a stream: storage, log, parts, publisher and predictor."""
+
+
+class StorageError(StreamError, OSError):
+    """The store at ``url`` cannot be reached, read or written."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(
+            f"the store {url} cannot be used: {reason}",
+            "Check the url, its permissions and free space; nothing was published or applied",
+        )
+        self.url = url
+        self.reason = reason
+
+
+class FencedError(StreamError, RuntimeError):
+    """A newer generation owns the stream; this publisher published nothing and never can again."""
+
+    def __init__(self, generation: int, owner: int, version: int) -> None:
+        super().__init__(
+            f"publisher of generation {generation} is fenced: generation {owner} holds version {version}",
+            "Stop this trainer, or build a new Publisher to take the stream over",
+        )
+        self.generation = generation
+        self.owner = owner
+        self.version = version
+
+
+class PublishError(StreamError, RuntimeError):
+    """Nothing was published because a rank failed; its rows stay pending. ``rank`` and ``reason`` say which."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(
+            f"nothing was published: rank {rank} failed with {reason}",
+            "Mend the cause there and publish again; no row was lost",
+        )
+        self.rank = rank
+        self.reason = reason
+
+
+class MalformedError(StreamError, ValueError):
+    """A manifest or part does not follow the format; ``path`` and ``reason`` say where."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(
+            f"{path} is malformed: {reason}",
+            "Do not serve from it: publish a new snapshot, and check who else writes to this stream",
+        )
+        self.path = path
+        self.reason = reason
+
+
+class CorruptPartError(StreamError, ValueError):
+    """A part is missing, truncated or differs from what its manifest says; nothing of its version was applied."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(
+            f"part {path} is corrupt: {reason}", "Publish a new snapshot, then build a new Predictor: it starts there"
+        )
+        self.path = path
+        self.reason = reason
+
+
+class MissingVersionError(StreamError, LookupError):
+    """A version in the middle of the log is gone; nothing beyond it was applied. ``head`` is the newest version."""
+
+    def __init__(self, version: int, head: int) -> None:
+        super().__init__(
+            f"version {version} is missing while the stream goes on to version {head}",
+            "Publish a new snapshot, then build a new Predictor: it starts there",
+        )
+        self.version = version
+        self.head = head
+
+
+class NoSnapshotError(StreamError, LookupError):
+    """The stream at ``url`` has no snapshot that a predictor could start from."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"the stream {url} has no snapshot yet", "Call Publisher.snapshot() on the trainer, then sync() again"
+        )
+        self.url = url
+
+
+class TableMismatchError(StreamError, ValueError):
+    """A table of the predictor's model differs from the stream's; nothing was applied."""
+
+    def __init__(self, table: str, expected: str, found: str, known: Iterable[str] = ()) -> None:
+        self.table = table
+        self.expected = expected
+        self.found = found
+        self.known = tuple(known)
+        names = f"; the model has: {_listed(self.known)}" if self.known else ""
+        super().__init__(
+            f"table {table!r} is {expected} in the stream but {found} in the predictor's model{names}",
+            "Build the predictor's model with the trainer's table names, sizes and dtypes",
+        )

@@ -1,0 +1,142 @@
+"""Learn from autograd when rows are about to be written and when they are.
+
+A fused optimizer writes rows inside the backward of the kernel's autograd node. So the node's pre-hook is the last
+moment before the write, and its post-hook proves the write. A forward under ``no_grad`` has no node, an output that
+is dropped never runs it, and a second backward runs both hooks again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
+
+    from delta_tracker.sharding.discover import Kernel
+
+_logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# Names of FBGEMM's autograd nodes: SplitLookupFunction_<optimizer>_Op, SplitNoBagLookupFunction_..., with suffixes.
+_NODE_NAME = "LookupFunction"
+# Between the lookup and the kernel's output TorchRec puts at most a cast and a view.
+_MAX_DEPTH = 8
+
+
+class UpdateListener(Protocol):
+    """Who is told of updates. Called from the autograd thread; must not raise, wait for the device, or keep ``ids``
+    beyond :meth:`applied`."""
+
+    def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        """The rows ``ids`` (table FQN to ``[N]`` local ids, None for all) are about to be written."""
+
+    def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
+        """The rows opened under ``key`` are written."""
+
+
+class KernelHook:
+    """Watches one kernel. An exception never leaves it: it is logged once, counted, and costs precision, not rows.
+
+    Args:
+        kernel: what to watch.
+        listener: who is told.
+        keys: source of keys, shared by all hooks of a listener.
+    """
+
+    def __init__(self, kernel: Kernel, listener: UpdateListener, keys: itertools.count[int]) -> None:
+        self._kernel = kernel
+        self._listener = listener
+        self._keys = keys
+        self._handle: RemovableHandle = kernel.module.register_forward_hook(self._after_lookup)
+        self.num_errors = 0
+
+    def remove(self) -> None:
+        """Stop watching; backward passes of lookups made before go unseen."""
+        self._handle.remove()
+        self._listener = _Deaf()
+
+    def _after_lookup(self, module: object, args: tuple[Any, ...], output: Tensor) -> None:
+        del module
+        if not output.requires_grad:
+            return
+        ids = self._contained(lambda: self._ids_by_table(args[0]), otherwise=self._all_rows())
+        node = self._contained(lambda: _lookup_node(output), otherwise=None)
+        if node is None:
+            # Without the node nothing proves the write: every row stays open, which costs bytes and loses nothing.
+            output.register_hook(lambda _: self._opened(next(self._keys), self._all_rows()))
+            return
+        open_keys: list[int] = []
+
+        def before_write(grad_outputs: object) -> None:
+            del grad_outputs
+            open_keys.append(next(self._keys))
+            self._opened(open_keys[-1], ids)
+
+        def after_write(grad_inputs: object, grad_outputs: object) -> None:
+            del grad_inputs, grad_outputs
+            self._contained(lambda: self._listener.applied(open_keys.pop(), ids), otherwise=None)
+
+        node.register_prehook(before_write)
+        node.register_hook(after_write)
+
+    def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        def opened() -> bool:
+            self._listener.opened(key, ids)
+            return True
+
+        if not self._contained(opened, otherwise=False):
+            self._contained(lambda: self._listener.opened(key, self._all_rows()), otherwise=None)
+
+    def _all_rows(self) -> dict[str, Tensor | None]:
+        return {fqn: None for fqn, _ in self._kernel.slots if fqn is not None}
+
+    def _ids_by_table(self, features: Any) -> dict[str, Tensor | None]:  # noqa: ANN401  a KeyedJaggedTensor
+        """The ids of each tracked table, by position: the features of slot 0 come first, then those of slot 1, ..."""
+        values, lengths = features.values(), features.length_per_key()
+        ids: dict[str, Tensor | None] = {}
+        feature, begin = 0, 0
+        for fqn, num_features in self._kernel.slots:
+            end = begin + sum(lengths[feature : feature + num_features])
+            # Column shards of one table in one kernel look up the same ids: the first will do.
+            if fqn is not None and fqn not in ids:
+                ids[fqn] = values[begin:end]
+            feature, begin = feature + num_features, end
+        return ids
+
+    def _contained(self, action: Callable[[], _T], *, otherwise: _T) -> _T:
+        """The result of ``action``; ``otherwise`` if it raises: training must not feel the tracker's faults."""
+        try:
+            return action()
+        except Exception:  # noqa: BLE001  whatever it is, it is ours and must not reach the training step
+            self.num_errors += 1
+            if self.num_errors == 1:
+                tables = [fqn for fqn, _ in self._kernel.slots if fqn is not None]
+                _logger.exception("tracking of %s failed once; all its rows count as changed", tables)
+            return otherwise
+
+
+class _Deaf:
+    """Listener of a removed hook."""
+
+    def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        """Ignore it."""
+
+    def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
+        """Ignore it."""
+
+
+def _lookup_node(output: Tensor) -> Node | None:
+    """The autograd node whose backward writes the rows behind ``output``."""
+    node = output.grad_fn
+    for _ in range(_MAX_DEPTH):
+        if node is None or _NODE_NAME in node.name():
+            return node
+        node = next((upstream for upstream, _ in node.next_functions if upstream is not None), None)
+    return None

@@ -1,0 +1,63 @@
+"""What of torchrec the tracker touches, imported when a sharded model is first met.
+
+The attribute paths below are the same in torchrec 1.3 to 1.9; a difference between versions belongs in this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from delta_tracker.errors import MissingExtraError
+
+
+@dataclass(frozen=True, slots=True)
+class Torchrec:
+    """The classes of the installed torchrec that discovery looks for.
+
+    Args:
+        collections: sharded module class to the name of the attribute that holds its tables.
+        wrapper: ``DistributedModelParallel``.
+        fused_kernels: names of the compute kernels whose optimizer writes rows in the backward pass.
+    """
+
+    collections: dict[type[nn.Module], str]
+    wrapper: type[nn.Module]
+    fused_kernels: frozenset[str] = frozenset({"fused", "fused_uvm", "fused_uvm_caching"})
+
+
+def load_torchrec() -> Torchrec:
+    """Import torchrec.
+
+    Raises:
+        MissingExtraError: if torchrec or fbgemm is not installed.
+    """
+    try:
+        embedding = import_module("torchrec.distributed.embedding")
+        embeddingbag = import_module("torchrec.distributed.embeddingbag")
+        model_parallel = import_module("torchrec.distributed.model_parallel")
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
+    return Torchrec(
+        collections={
+            embedding.ShardedEmbeddingCollection: "embeddings",
+            embeddingbag.ShardedEmbeddingBagCollection: "embedding_bags",
+        },
+        wrapper=model_parallel.DistributedModelParallel,
+    )
+
+
+def table_configs(module: nn.Module) -> dict[str, Any]:
+    """Table name to config (``num_embeddings``, ``embedding_dim``, ``feature_names``) of a sharded collection."""
+    return dict(module._table_name_to_config)  # type: ignore[arg-type]  # noqa: SLF001
+
+
+def planned_blocks(module: nn.Module, table: str) -> set[tuple[int, int, int, int]] | None:
+    """``(row, column, rows, columns)`` of every shard in the plan of a table; None when the plan has no blocks."""
+    spec = getattr(module.module_sharding_plan[table], "sharding_spec", None)  # type: ignore[index]
+    if spec is None:
+        return None
+    return {(*shard.shard_offsets, *shard.shard_sizes) for shard in spec.shards}

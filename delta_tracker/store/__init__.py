@@ -1,0 +1,1 @@
+"""Which rows of a shard changed, kept in a fixed amount of memory."""
