@@ -106,6 +106,14 @@ class ModelDeltaTracker:
         """Faults inside hooks since the start; each was contained and made its tables count as wholly changed."""
         return sum(hook.num_errors for hook in self._hooks)
 
+    def resolve_consumer(self, consumer: str | None) -> str:
+        """The name of ``consumer``; None means the only one.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+        """
+        return self._cursors.resolve(consumer)
+
     def get_tracked_modules(self) -> dict[str, nn.Module]:
         """FQN to sharded embedding module."""
         return dict(self._found.modules)

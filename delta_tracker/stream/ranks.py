@@ -1,0 +1,54 @@
+"""What the ranks of a publisher tell each other: small JSON messages over a gloo group, never rows, never pickles."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+
+class Ranks:
+    """All ranks of the default process group, or this process alone where there is none.
+
+    Every method is a collective: all ranks call it, in the same order.
+
+    Args:
+        timeout: how long to wait for the slowest rank; after it the call raises on every other one.
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.world_size = dist.get_world_size() if is_distributed else 1
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if is_distributed else None
+
+    def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The messages of all ranks, by rank, the same everywhere.
+
+        Raises:
+            RuntimeError: if a rank died or did not answer in time.
+        """
+        if self._group is None:
+            return [message]
+        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = data
+        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self._group)
+        return [
+            json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
