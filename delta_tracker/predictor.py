@@ -190,9 +190,7 @@ class Predictor:
     def _apply(self, manifest: Manifest) -> None:
         """Read and check everything, then write."""
         check_targets(manifest, self._targets)
-        parts = [
-            decode(part, self._log.storage.read(part.name), manifest.tables) for part in manifest.parts
-        ]
+        parts = [decode(part, self._log.storage.read(part.name), manifest.tables) for part in manifest.parts]
         for part in parts:
             for rows in part:
                 self._write(rows)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError
@@ -215,7 +216,7 @@ def _delta_blocks(delta: Delta, fqn: str, shard: ShardSpec) -> list[Rows]:
         return []
     rows = (shard.row_offset, shard.row_offset + shard.num_rows)
     widths = [stop - start for start, stop in shard.columns]
-    pieces: tuple[Tensor, ...] = changed.values.split(widths, dim=1)
+    pieces: tuple[Tensor, ...] = torch.split(changed.values, widths, dim=1)
     return [
         Rows(Block(fqn, rows, columns, len(changed), whole=False), changed.global_ids, piece)
         for columns, piece in zip(shard.columns, pieces, strict=True)

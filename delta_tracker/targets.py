@@ -32,9 +32,7 @@ def find_targets(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(model, nn.Module)
         else model.items()
     )
-    targets = {
-        name.removesuffix(".weight"): tensor.detach() for name, tensor in named if tensor.dim() == _MATRIX_DIMS
-    }
+    targets = {name.removesuffix(".weight"): tensor.detach() for name, tensor in named if tensor.dim() == _MATRIX_DIMS}
     if not targets:
         raise InvalidArgumentError("model", type(model).__name__, "Pass a module or mapping with embedding tables")
     return targets

@@ -8,9 +8,9 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
+from typing import Self
 
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from delta_tracker.cursors import Cursors
 from delta_tracker.errors import DetachedError, InvalidArgumentError
@@ -168,9 +168,7 @@ class ModelDeltaTracker:
             self._position += 1
             for store in self._stores.values():
                 store.cut(self._position)
-            rows = {
-                fqn: self._read_table(fqn, start, with_values=with_values) for fqn in self._found.tables
-            }
+            rows = {fqn: self._read_table(fqn, start, with_values=with_values) for fqn in self._found.tables}
             batches = (first_batch, self._num_batches)
             delta = Delta(rows, consumer=name, start=start, stop=self._position, batches=batches)
             self._cursors.seal(delta)

@@ -40,24 +40,36 @@ class Spec:
 
     tables: list[Table]
     bag: bool = False
-    dense: bool = True
     kernel: str = "fused"
-    seed: int = 0
     features: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.features = list(dict.fromkeys(name for table in self.tables for name in table.features))
 
+    @classmethod
+    def every_sharding(cls, world_size: int, *, dtype: str = "FP32", **kwargs: object) -> Spec:
+        """Row-wise, table-wise and column-wise tables, with all column shards on one rank too, and a shared feature."""
+        last = world_size - 1
+        tables = [
+            Table("row", 17, "row", dtype=dtype),
+            Table("first", 10, "table:0", features=("first", "second"), dtype=dtype),
+            Table("last", 6, f"table:{last}", dtype=dtype),
+            Table("column", 9, f"column:0,{last}", dtype=dtype),
+            Table("stacked", 11, "column:0,0", dtype=dtype),
+            Table("shared", 17, "row", features=("row",), dtype=dtype),
+        ]
+        return cls(tables, **kwargs)
+
 
 class Model(nn.Module):
-    """Looks all features up and sums a linear layer (or the rows themselves) over what comes out."""
+    """Looks all features up in one collection, and sums a linear layer over what comes out."""
 
     def __init__(self, spec: Spec, device: str) -> None:
         super().__init__()
         kind, config = (
             (EmbeddingBagCollection, EmbeddingBagConfig) if spec.bag else (EmbeddingCollection, EmbeddingConfig)
         )
-        self.bag = spec.bag
+        self.is_bag = spec.bag
         self.ec = kind(
             device=torch.device(device),
             tables=[
@@ -71,12 +83,12 @@ class Model(nn.Module):
                 for table in spec.tables
             ],
         )
-        self.dense = nn.Linear(spec.tables[0].dim, 1) if spec.dense else None
+        self.dense = nn.Linear(spec.tables[0].dim, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         embedded = self.ec(features)
-        rows = embedded.values() if self.bag else torch.cat([jagged.values() for jagged in embedded.to_dict().values()]) if hasattr(embedded, "to_dict") else torch.cat([jagged.values() for jagged in embedded.values()])
-        return rows.sum() if self.dense is None or self.bag else self.dense(rows).sum()
+        rows = embedded.values() if self.is_bag else torch.cat([each.values() for each in embedded.values()])
+        return self.dense(rows.reshape(-1, self.dense.in_features)).sum()
 
 
 def _sharding(table: Table, kernel: str) -> object:
@@ -90,10 +102,9 @@ def _sharding(table: Table, kernel: str) -> object:
 
 def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
     """The model of ``spec``, sharded over all ranks as its tables say, with fused row-wise Adagrad."""
-    torch.manual_seed(spec.seed)
+    torch.manual_seed(0)
     model = Model(spec, "meta")
-    if model.dense is not None:
-        model.dense = nn.Linear(spec.tables[0].dim, 1)
+    model.dense = nn.Linear(spec.tables[0].dim, 1)
     apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, model.ec.parameters(), {"lr": learning_rate})
     world_size = dist.get_world_size()
     sharder = EmbeddingBagCollectionSharder() if spec.bag else EmbeddingCollectionSharder()
@@ -114,7 +125,7 @@ def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
     )
 
 
-def batch(spec: Spec, generator: torch.Generator, size: int = 4, max_length: int = 3) -> KeyedJaggedTensor:
+def batch(spec: Spec, generator: torch.Generator, size: int = 3, max_length: int = 2) -> KeyedJaggedTensor:
     """Random ids for every feature: ``size`` bags of up to ``max_length`` ids."""
     rows = {name: table.rows for table in spec.tables for name in table.features}
     lengths = torch.randint(0, max_length + 1, (len(spec.features) * size,), generator=generator)

@@ -117,8 +117,8 @@ def _serve() -> None:
     """Body of a rank: answer each line of standard input with a line on what was standard output."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
-    import torch
-    from torch import distributed as dist
+    import torch  # noqa: PLC0415  the pool itself needs no torch
+    from torch import distributed as dist  # noqa: PLC0415
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=_GROUP_TIMEOUT_SECONDS))
@@ -128,7 +128,7 @@ def _serve() -> None:
         try:
             case = getattr(importlib.import_module(module), function)
             answer = {"result": case(dist.get_rank(), dist.get_world_size(), **order["kwargs"])}
-        except Exception:
+        except Exception:  # noqa: BLE001  it goes to the test
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

@@ -102,6 +102,11 @@ def test_random_schedules_agree_with_the_reference(seed: int, delete_on_read: bo
     assert all(count > 0 for kind, count in schedule.num_reads.items() if kind != "empty"), schedule.num_reads
 
 
+def _run_seeds(store: type[SegmentStore]) -> None:
+    for seed in range(20):
+        run_random(seed, store(NUM_ROWS))
+
+
 class _NoRemark(SegmentStore):
     def cut(self, position: int) -> None:
         held, self._open = self._open, {}
@@ -154,8 +159,7 @@ class _DeletesTooMuch(SegmentStore):
 )
 def test_the_reference_catches_a_broken_store(mutant: type[SegmentStore]) -> None:
     with pytest.raises(AssertionError):
-        for seed in range(20):
-            run_random(seed, mutant(NUM_ROWS))
+        _run_seeds(mutant)
 
 
 def test_a_shard_without_rows_takes_everything() -> None:

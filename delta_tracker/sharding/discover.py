@@ -19,7 +19,6 @@ from delta_tracker.errors import NoShardedModuleError, UnsupportedTableError
 from delta_tracker.sharding.versions import Torchrec, load_torchrec, planned_blocks, table_configs
 from delta_tracker.types import ShardSpec, TableSpec
 
-
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -156,7 +155,7 @@ def _kernels(
 ) -> Iterator[tuple[Kernel, list[tuple[str, _Place]]]]:
     for lookup in module._lookups:  # type: ignore[union-attr]  # noqa: SLF001
         inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
-        for emb_module in inner._emb_modules:  # type: ignore[union-attr]  # noqa: SLF001
+        for emb_module in inner._emb_modules:  # noqa: SLF001
             configs = emb_module.config.embedding_tables
             tracked = [fqn_of.get(config.name) for config in configs]
             kernel = Kernel(
@@ -168,10 +167,14 @@ def _kernels(
                 if fqn is None:
                     continue
                 if config.compute_kernel.value not in torchrec.fused_kernels or config.local_metadata is None:
-                    raise UnsupportedTableError(fqn, f"its compute kernel is {config.compute_kernel.value!r}, not fused")
+                    raise UnsupportedTableError(
+                        fqn, f"its compute kernel is {config.compute_kernel.value!r}, not fused"
+                    )
                 block = (*config.local_metadata.shard_offsets, *config.local_metadata.shard_sizes)
                 if tuple(weights[slot].shape) != block[2:]:
-                    raise UnsupportedTableError(fqn, f"its weight is {tuple(weights[slot].shape)}, its shard {block[2:]}")
+                    raise UnsupportedTableError(
+                        fqn, f"its weight is {tuple(weights[slot].shape)}, its shard {block[2:]}"
+                    )
                 blocks.append((fqn, _Place(kernel, slot, block, weights[slot].device)))
             yield kernel, blocks
 

@@ -31,8 +31,7 @@ _MAX_DEPTH = 8
 
 
 class UpdateListener(Protocol):
-    """Who is told of updates. Called from the autograd thread; must not raise, wait for the device, or keep ``ids``
-    beyond :meth:`applied`."""
+    """Who is told of updates, from the autograd thread. Must not wait for the device."""
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         """The rows ``ids`` (table FQN to ``[N]`` local ids, None for all) are about to be written."""
@@ -70,7 +69,9 @@ class KernelHook:
         node = self._contained(lambda: _lookup_node(output), otherwise=None)
         if node is None:
             # Without the node nothing proves the write: every row stays open, which costs bytes and loses nothing.
-            output.register_hook(lambda _: self._opened(next(self._keys), self._all_rows()))
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: self._opened(next(self._keys), self._all_rows())
+            )
             return
         open_keys: list[int] = []
 
@@ -114,7 +115,8 @@ class KernelHook:
         """The result of ``action``; ``otherwise`` if it raises: training must not feel the tracker's faults."""
         try:
             return action()
-        except Exception:  # noqa: BLE001  whatever it is, it is ours and must not reach the training step
+        except Exception:
+            # Whatever it is, it is ours and must not reach the training step.
             self.num_errors += 1
             if self.num_errors == 1:
                 tables = [fqn for fqn, _ in self._kernel.slots if fqn is not None]

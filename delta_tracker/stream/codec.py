@@ -70,9 +70,7 @@ def encode(rows: Sequence[Rows], name: str) -> tuple[Part, list[memoryview]]:
     end = 0
     for key, tensor in named:
         begin, end = end, end + tensor.nbytes
-        header[key] = {
-            "dtype": _dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]
-        }
+        header[key] = {"dtype": _dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % _ALIGNMENT)
     buffers = [memoryview(len(head).to_bytes(_SIZE_BYTES, "little") + head)]
@@ -99,7 +97,7 @@ def decode(part: Part, data: NDArray[np.uint8] | None, tables: Mapping[str, Tabl
         raise CorruptPartError(part.name, "it does not exist")
     if len(data) != part.num_bytes:
         raise CorruptPartError(part.name, f"it has {len(data)} bytes instead of {part.num_bytes}")
-    if xxhash.xxh3_128_hexdigest(memoryview(data)) != part.xxh3:
+    if xxhash.xxh3_128_hexdigest(data.data) != part.xxh3:
         raise CorruptPartError(part.name, f"its xxh3 is not {part.xxh3}")
     try:
         tensors = _read_layout(data, _expected(part, tables))
@@ -139,9 +137,7 @@ def _read_layout(
     for key, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         dtype, shape = expected[key]
         num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        wanted = {
-            "dtype": _dtype_name(dtype), "shape": list(shape), "data_offsets": [position, position + num_bytes]
-        }
+        wanted = {"dtype": _dtype_name(dtype), "shape": list(shape), "data_offsets": [position, position + num_bytes]}
         if entry != wanted:
             raise ValueError(f"its tensor {key} is {entry} instead of {wanted}")
         span = data[start + position : start + position + num_bytes]
@@ -168,4 +164,4 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return flat.numpy().data

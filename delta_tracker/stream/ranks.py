@@ -43,9 +43,7 @@ class Ranks:
         padded[: len(data)] = data
         gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
         dist.all_gather(gathered, padded, group=self._group)
-        return [
-            json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)
-        ]
+        return [json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)]
 
     def close(self) -> None:
         """Leave the group."""

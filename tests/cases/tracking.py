@@ -1,0 +1,358 @@
+"""Cases for a tracker on a real sharded model; each runs on every rank."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from delta_tracker import ModelDeltaTracker
+from delta_tracker.errors import DeltaTrackerError
+from tests.models import Spec, Table, batch, shard
+
+
+def rows_of(tracker: ModelDeltaTracker) -> dict[str, torch.Tensor]:
+    return {fqn: tracker.read_rows(fqn) for fqn in tracker.tables}
+
+
+def differing(before: torch.Tensor, now: torch.Tensor) -> list[int]:
+    return (now != before).any(dim=1).nonzero().flatten().tolist() if now.numel() else []
+
+
+def exact(rank: int, world_size: int, spec: dict[str, Any]) -> dict[str, int]:
+    """Every delta holds exactly the rows whose bytes changed, with their values."""
+    model_spec = Spec.every_sharding(world_size, **spec)
+    model = shard(model_spec)
+    num_rows = dict.fromkeys(("changed", "read"), 0)
+    with ModelDeltaTracker(model) as tracker:
+        generator = torch.Generator().manual_seed(rank)
+        for number in range(6):
+            before = rows_of(tracker)
+            model(batch(model_spec, generator)).backward()
+            tracker.step()
+            delta = tracker.get_delta(with_values=True)
+            assert delta.batches == (number, number + 1)
+            assert list(delta) == list(tracker.tables)
+            for fqn, now in rows_of(tracker).items():
+                changed = delta[fqn]
+                assert changed.ids.dtype == torch.int64
+                assert changed.ids.tolist() == differing(before[fqn], now), fqn
+                assert torch.equal(changed.values, now[changed.ids]), fqn
+                assert changed.values.dtype == tracker.tables[fqn].dtype
+                assert torch.equal(changed.global_ids, changed.ids + tracker.shards[fqn].row_offset)
+                num_rows["changed"] += len(differing(before[fqn], now))
+                num_rows["read"] += len(changed)
+        assert tracker.get_delta().num_rows == 0
+        assert tracker.num_hook_errors == 0
+    return num_rows
+
+
+class _Copy:
+    """A consumer's copy of the rows, which takes every committed read."""
+
+    def __init__(self, tracker: ModelDeltaTracker, name: str) -> None:
+        self.tracker, self.name = tracker, name
+        self.rows = rows_of(tracker)
+        self.open: Any = None
+        self.allowed: dict[str, set[int]] = {fqn: set() for fqn in tracker.tables}
+
+    def read(self, extra: dict[str, set[int]]) -> None:
+        """Read without committing; nothing that differs may be missing, nothing may be in it without a reason."""
+        delta = self.tracker.get_delta(self.name, commit=False, with_values=True)
+        for fqn, now in rows_of(self.tracker).items():
+            needed, found = set(differing(self.rows[fqn], now)), set(delta[fqn].ids.tolist())
+            assert needed <= found, (fqn, needed, found)
+            assert found <= needed | self.allowed[fqn] | extra[fqn], (fqn, found, needed, self.allowed[fqn])
+        self.open = delta, {fqn: set(rows) for fqn, rows in extra.items()}
+
+    def commit(self) -> None:
+        delta, extra = self.open
+        self.tracker.commit(delta)
+        for fqn, changed in delta.items():
+            if self.rows[fqn].numel():
+                self.rows[fqn][changed.ids] = changed.values
+        # Rows that were open at this cut may come again; any other row must change first.
+        self.allowed, self.open = extra, None
+
+    def abort(self) -> None:
+        self.tracker.abort(self.open[0])
+        self.open = None
+
+
+def schedule(rank: int, world_size: int, seed: int, num_events: int, bag: bool) -> dict[str, int]:  # noqa: C901
+    """Forward, backward, eval, drop, step, read, commit and abort in random order, also reads inside the backward."""
+    spec = Spec.every_sharding(world_size, bag=bag)
+    model = shard(spec)
+    draw = random.Random(seed)  # the same events on every rank: they hold collectives
+    generator = torch.Generator().manual_seed(seed * 100 + rank)
+    names = ["a", "b"]
+    counts = dict.fromkeys(("reads between", "reads inside", "backwards"), 0)
+    with ModelDeltaTracker(model, names, auto_compact=bool(seed % 2)) as tracker:
+        copies = {name: _Copy(tracker, name) for name in names}
+        nothing: dict[str, set[int]] = {fqn: set() for fqn in tracker.tables}
+        pending: list[torch.Tensor] = []
+        opened = tracker.opened
+
+        def read_when_opened(key: int, ids: Any) -> None:
+            opened(key, ids)
+            tracker.opened = opened  # once per backward
+            counts["reads inside"] += 1
+            extra = {fqn: set(ids[fqn].tolist()) if fqn in ids else set() for fqn in tracker.tables}
+            copies["b"].read(extra)
+            copies["b"].commit()
+
+        for _ in range(num_events):
+            event = draw.choice(["forward", "backward", "backward inside", "eval", "drop", "step", "read", "abort"])
+            name = draw.choice(names)
+            inside = draw.random() < 0.5
+            if event == "forward" and len(pending) < 3:
+                pending.append(model(batch(spec, generator)))
+            elif event.startswith("backward") and pending:
+                loss = pending.pop(draw.randrange(len(pending)))
+                if event == "backward inside":
+                    tracker.opened = read_when_opened
+                loss.backward(retain_graph=inside)
+                if inside:
+                    loss.backward()
+                tracker.opened = opened
+                counts["backwards"] += 1
+            elif event == "eval":
+                with torch.no_grad():
+                    model(batch(spec, generator))
+            elif event == "drop" and pending:
+                pending.pop()
+            elif event == "step":
+                tracker.step()
+            elif event in ("read", "abort"):
+                counts["reads between"] += 1
+                copies[name].read(nothing)
+                getattr(copies[name], "commit" if event == "read" else "abort")()
+        for copy in copies.values():
+            copy.read(nothing)
+            copy.commit()
+            for fqn, now in rows_of(tracker).items():
+                assert torch.equal(copy.rows[fqn], now), fqn
+        assert tracker.num_hook_errors == 0
+    return counts
+
+
+def passes_that_update_nothing(rank: int, world_size: int) -> None:
+    """Evaluation, no_grad and a dropped output leave no trace; a second backward leaves one again."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        with torch.no_grad():
+            model(batch(spec, generator))
+        model.eval()
+        with torch.no_grad():
+            model(batch(spec, generator))
+        model.train()
+        model(batch(spec, generator))  # dropped
+        assert tracker.get_delta().num_rows == 0
+        loss = model(batch(spec, generator))
+        assert tracker.get_delta().num_rows == 0
+        loss.backward(retain_graph=True)
+        first = tracker.get_delta_ids()
+        loss.backward()
+        second = tracker.get_delta_ids()
+        assert sum(map(len, first.values()))
+        assert all(torch.equal(first[fqn], second[fqn]) for fqn in first)
+
+
+def out_of_range_ids(rank: int, world_size: int) -> None:
+    """FBGEMM updates row 0 for an id outside the table, so row 0 is what changed."""
+    spec = Spec([Table("t", 5, "table:0")])
+    model = shard(spec)
+    with ModelDeltaTracker(model) as tracker:
+        before = rows_of(tracker)
+        ids = torch.tensor([3, 99]) if rank == 0 else torch.tensor([3])
+        model(KeyedJaggedTensor(keys=["t"], values=ids, lengths=torch.tensor([len(ids)]))).backward()
+        (fqn,) = tracker.tables
+        changed = differing(before[fqn], tracker.read_rows(fqn))
+        assert tracker.get_delta_ids()[fqn].tolist() == changed
+        assert changed == ([0, 3] if rank == 0 else [])
+
+
+def failing_hook(rank: int, world_size: int) -> int:
+    """A fault of ours inside a hook: training goes on, every row of the table is pending."""
+    spec = Spec([Table("t", 5, "table:0")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        for hook in tracker._hooks:
+
+            def broken(features: object) -> object:
+                raise RuntimeError("boom")
+
+            hook._ids_by_table = broken
+        for _ in range(2):
+            model(batch(spec, generator, max_length=3)).backward()
+        (ids,) = tracker.get_delta_ids().values()
+        assert ids.tolist() == (list(range(5)) if rank == 0 else [])
+        assert tracker.get_delta().num_rows == 0, "the writes were proven, so nothing stays open"
+        return tracker.num_hook_errors
+
+
+def what_is_tracked(rank: int, world_size: int) -> dict[str, Any]:
+    """Names, features, modules, and tables left out."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tracker = ModelDeltaTracker(model, fqns_to_skip=["first", "ec.embeddings.row", "nonsense"])
+    model(batch(spec, torch.Generator().manual_seed(rank))).backward()
+    answer = {
+        "tables": list(tracker.tables),
+        "features": tracker.fqn_to_feature_names(),
+        "modules": {fqn: type(module).__name__ for fqn, module in tracker.get_tracked_modules().items()},
+        "warnings": [str(each.message) for each in caught],
+        "read": list(tracker.get_delta()),
+        "keys": [key.removesuffix(".weight") for key in model.state_dict() if "embeddings" in key],
+        "errors": tracker.num_hook_errors,
+    }
+    tracker.detach()
+    return answer
+
+
+def one_name_in_two_modules(rank: int, world_size: int) -> list[str]:
+    """The same table name under two owners is two tables; a model without dense parameters is tracked too."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = (
+                EmbeddingCollection(
+                    tables=[EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=rows, feature_names=["t"])],
+                    device=torch.device("meta"),
+                )
+                for rows in (4, 6)
+            )
+
+        def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+            return self.right(features)["t"].values().sum()
+
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: PLC0415
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise  # noqa: PLC0415
+    from torchrec.distributed.types import ShardingPlan  # noqa: PLC0415
+
+    model = Two()
+    plans = {
+        name: construct_module_sharding_plan(
+            getattr(model, name),
+            {"t": row_wise(compute_kernel="fused")},
+            sharder=EmbeddingCollectionSharder(),
+            local_size=world_size,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        for name in ("left", "right")
+    }
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=ShardingPlan(plans), sharders=[EmbeddingCollectionSharder()]
+    )
+    with ModelDeltaTracker(sharded) as tracker:
+        ids = torch.tensor([0, 5])
+        sharded(KeyedJaggedTensor(keys=["t"], values=ids, lengths=torch.tensor([2]))).backward()
+        delta = tracker.get_delta()
+        assert len(delta["left.embeddings.t"]) == 0
+        assert delta["right.embeddings.t"].global_ids.tolist() == ([0] if rank == 0 else [5])
+        return list(delta)
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    """What the constructor and the reads refuse, and what they say."""
+    spec = Spec([Table("t", 6, "row"), Table("u", 6, "row")])
+    model = shard(spec)
+
+    def message(action: Any) -> str:
+        try:
+            action()
+        except DeltaTrackerError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was raised"
+
+    tracker = ModelDeltaTracker(model, ["a", "b"])
+    loss = model(batch(spec, torch.Generator().manual_seed(rank)))
+    loss.backward()
+    before = tracker.get_delta("a", commit=False).num_rows
+    messages = {
+        "no module": message(lambda: ModelDeltaTracker(nn.Sequential(nn.Linear(2, 2), nn.EmbeddingBag(3, 2)))),
+        "unsharded": message(
+            lambda: ModelDeltaTracker(
+                nn.ModuleDict(
+                    {
+                        "ec": EmbeddingCollection(
+                            tables=[EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=4, feature_names=["t"])]
+                        )
+                    }
+                )
+            )
+        ),
+        "dense kernel": message(
+            lambda: ModelDeltaTracker(shard(Spec([Table("t", 6, "row")], bag=True, kernel="dense")))
+        ),
+        "consumers": message(lambda: ModelDeltaTracker(model, ["a", "a"])),
+        "no consumers": message(lambda: ModelDeltaTracker(model, [])),
+        "mode": message(lambda: ModelDeltaTracker(model, mode="id_only")),
+        "skip": message(lambda: ModelDeltaTracker(model, fqns_to_skip="ec")),
+        "unknown consumer": message(lambda: tracker.get_delta("c")),
+        "no consumer": message(tracker.get_delta),
+        "table": message(lambda: tracker.read_rows("ec.embeddings.x")),
+        "rewind": message(lambda: tracker.rewind("a")),
+    }
+    assert tracker.get_delta("a").num_rows == before, "an error moved a cursor"
+    assert tracker.num_hook_errors == 0
+    tracker.detach()
+    messages["detached"] = message(lambda: tracker.get_delta("a"))
+    return messages
+
+
+def detach_in_flight(rank: int, world_size: int) -> None:
+    """A graph made before detaching runs on untracked; two trackers on one model do not disturb each other."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    first, second = ModelDeltaTracker(model), ModelDeltaTracker(model)
+    loss = model(batch(spec, generator, size=8))
+    first.detach()
+    first.detach()
+    loss.backward()
+    assert second.get_delta().num_rows
+    model(batch(spec, generator, size=8)).backward()
+    assert second.get_delta().num_rows
+    assert second.num_hook_errors == 0
+    second.detach()
+    hooks = [module._forward_hooks for lookup in model.module.ec._lookups for module in lookup._emb_modules]
+    assert not any(hooks)
+
+
+def rewound(rank: int, world_size: int) -> None:
+    """With delete_on_read=False a consumer can start again; with True memory is given back after the last reader."""
+    spec = Spec([Table("t", 40, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model, ["a", "b"], delete_on_read=False) as tracker:
+        seen: set[int] = set()
+        for _ in range(3):
+            model(batch(spec, generator)).backward()
+            seen |= set(tracker.get_delta_ids("a")["ec.embeddings.t"].tolist())
+        assert set(tracker.get_delta_ids("b")["ec.embeddings.t"].tolist()) == seen
+        assert tracker.get_delta("a").num_rows == 0
+        tracker.rewind("a")
+        assert set(tracker.get_delta_ids("a")["ec.embeddings.t"].tolist()) == seen
+    with ModelDeltaTracker(model, ["a", "b"]) as tracker:
+        for name in ("a", "b", "a", "b"):
+            model(batch(spec, generator)).backward()
+            tracker.get_delta(name)
+        model(batch(spec, generator)).backward()
+        tracker.get_delta("a")
+        tracker.get_delta("b")
+        (store,) = tracker._stores.values()
+        assert store.num_bytes == 0

@@ -1,0 +1,120 @@
+"""The demo, tiny: it ends well, shows what it says, and notices when the predictor is not the trainer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.movielens.data import load_ratings
+from examples.movielens.processes import ProcessFailedError, Processes
+from examples.movielens.report import Predictions
+from examples.movielens.settings import Settings
+from examples.movielens.verify import TablesDifferError, compare, verify_run
+
+REPOSITORY = Path(__file__).parents[1]
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def python_m(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    out = tmp_path_factory.mktemp("demo") / "out"
+    return python_m("examples.movielens", "--out", str(out), "--ratings", "2500", "--batch", "32"), out
+
+
+def test_demo_ends_well_and_shows_its_findings(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    finished, out = demo
+    assert finished.returncode == 0, finished.stderr
+    for shown in ("bit for bit", "commit to applied", "log loss", "AUC", "1 snapshot", "16 deltas"):
+        assert shown in finished.stdout
+    assert (out / "log-loss.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_verify_fails_on_one_flipped_bit(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, out = demo
+    assert "bit for bit" in verify_run(Settings.load(out).work)
+    path = out / "work" / "predictor@ec.embeddings.movie.npy"
+    good = np.load(path)
+    bad = good.copy()
+    bad.view(np.uint32)[1000, 3] ^= 1
+    np.save(path, bad)
+    try:
+        finished = python_m("examples.movielens.verify", str(out))
+    finally:
+        np.save(path, good)
+    assert finished.returncode == 1
+    assert "ec.embeddings.movie differs in 1 of 1,682 rows" in finished.stderr
+    assert python_m("examples.movielens.verify", str(out)).returncode == 0
+
+
+def table(*rows: Sequence[float]) -> np.ndarray:
+    return np.array(rows, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("predictor", "problem"),
+    [
+        ({"a": table([1, 2], [3, 5])}, "a differs in 1 of 2 rows"),
+        ({"a": table([1, 2], [3, 4]), "b": table([0])}, "b is only in one"),
+        ({}, "a is only in one"),
+        ({"a": table([1, 2])}, r"a is \(2, 2\) float32 and \(1, 2\) float32"),
+        ({"a": table([1, 2], [3, 4]).astype(np.float64)}, "float64"),
+    ],
+)
+def test_compare_names_each_difference(predictor: dict[str, np.ndarray], problem: str) -> None:
+    trainer = {"a": table([1, 2], [3, 4])}
+    compare(trainer, {"a": table([1, 2], [3, 4])})
+    with pytest.raises(TablesDifferError, match=problem):
+        compare(trainer, predictor)
+
+
+def test_compare_is_about_bits() -> None:
+    compare({"a": table([np.nan])}, {"a": table([np.nan])})
+    with pytest.raises(TablesDifferError):
+        compare({"a": table([0.0])}, {"a": table([-0.0])})
+    with pytest.raises(TablesDifferError):
+        compare({}, {})
+
+
+def test_demo_leaves_a_folder_of_somebody_else_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    finished = python_m("examples.movielens", "--out", str(tmp_path))
+    assert finished.returncode == 1
+    assert "holds something else" in finished.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_ratings_are_in_time_order_and_inside_their_tables() -> None:
+    ratings = load_ratings(500)
+    assert list(ratings.table_rows)[:2] == ["user", "movie"]
+    assert ratings.ids.shape == (len(ratings.table_rows), 500)
+    for ids, num_rows in zip(ratings.ids, ratings.table_rows.values(), strict=True):
+        assert 0 <= int(ids.min()) <= int(ids.max()) < num_rows
+    assert (ratings.ids[:2, 0] + 1).tolist() == [259, 255]  # the oldest rating in the data set, four stars
+    assert ratings.labels[0] == 1
+
+
+def test_log_loss_is_the_textbook_one() -> None:
+    predictions = Predictions({"fresh": np.array([0.0, 2.0], np.float32)}, np.array([1.0, 0.0], np.float32))
+    probability = 1 / (1 + np.exp(-np.array([0.0, 2.0])))
+    expected = [-np.log(probability[0]), -np.log(1 - probability[1])]
+    np.testing.assert_allclose(predictions.losses("fresh"), expected, rtol=1e-6)
+
+
+def test_a_failing_child_ends_all_of_them(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailedError, match=r"(?s)bad one ended with code 1.*no module named") as failure:  # noqa: SIM117
+        with Processes(tmp_path, limit_seconds=60) as processes:
+            processes.start("endless", "http.server", "--bind", "127.0.0.1", "0")
+            processes.start("bad one", "no.such.module".replace(".", "_"))
+            list(processes.events())
+    assert "endless" not in str(failure.value)
