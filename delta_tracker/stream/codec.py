@@ -140,6 +140,8 @@ def _read_layout(
         wanted = {"dtype": _dtype_name(dtype), "shape": list(shape), "data_offsets": [position, position + num_bytes]}
         if entry != wanted:
             raise ValueError(f"its tensor {key} is {entry} instead of {wanted}")
+        if start + position + num_bytes > len(data):
+            raise ValueError(f"its tensor {key} ends beyond its {len(data)} bytes")
         span = data[start + position : start + position + num_bytes]
         tensors[key] = torch.from_numpy(span).view(dtype).view(shape)
         position += num_bytes

@@ -161,7 +161,7 @@ def part_from_json(entry: Any) -> Part:  # noqa: ANN401  untrusted JSON
             num_rows=_count(block["num_rows"]),
             whole=_checked(block["whole"], lambda value: isinstance(value, bool)),
         )
-        for block in entry["blocks"]
+        for block in _list(entry["blocks"])
     )
     return Part(
         name=_checked(entry["name"], lambda value: _matches(_PART_NAME, value)),
@@ -188,7 +188,7 @@ def _parse(entry: Any) -> Manifest:  # noqa: ANN401  untrusted JSON
         created=_checked(entry["created"], lambda value: type(value) in (int, float) and value >= 0),
         pending_rows=_count(entry["pending_rows"]),
         tables=tables,
-        parts=tuple(part_from_json(part) for part in entry["parts"]),
+        parts=tuple(part_from_json(part) for part in _list(entry["parts"])),
     )
     _check_blocks(manifest)
     return manifest
@@ -234,6 +234,10 @@ def _checked(value: Any, is_good: Callable[[Any], bool]) -> Any:  # noqa: ANN401
 
 def _matches(pattern: re.Pattern[str], value: object) -> bool:
     return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _list(value: object) -> list[Any]:
+    return list(_checked(value, lambda found: isinstance(found, list)))
 
 
 def _string(value: object) -> str:

@@ -33,9 +33,10 @@ class Ranks:
         Raises:
             RuntimeError: if a rank died or did not answer in time.
         """
+        text = json.dumps(message)
         if self._group is None:
-            return [message]
-        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+            return [json.loads(text)]
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
         longest = max(int(size) for size in sizes)

@@ -1,0 +1,267 @@
+"""Predictor against real streams: in order, exact, refusing whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from delta_tracker import Predictor
+from delta_tracker.errors import (
+    CorruptPartError,
+    InvalidArgumentError,
+    MalformedError,
+    MissingVersionError,
+    NoSnapshotError,
+    StorageError,
+    TableMismatchError,
+)
+from delta_tracker.stream.storage import Storage
+from tests.streams import FQN, Writer
+
+_ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Writer:
+    return Writer(Storage(f"file://{tmp_path}", create=True))
+
+
+def test_it_equals_the_trainer_after_every_version(writer: Writer) -> None:
+    model = writer.model()
+    predictor = Predictor(model, writer.storage.url)
+    assert predictor.version is None
+    with pytest.raises(NoSnapshotError, match=r"Publisher\.snapshot"):
+        predictor.sync()
+    writer.snapshot()
+    for ids in ([0], [3, 19], list(range(20)), []):
+        manifest = writer.delta(ids)
+        assert predictor.sync() == manifest.version == predictor.version
+        assert predictor.manifest == manifest
+        assert torch.equal(model[FQN], writer.table)
+    before = model[FQN].clone()
+    assert predictor.sync() == predictor.version
+    assert torch.equal(model[FQN], before)
+
+
+def test_a_new_one_starts_at_the_newest_snapshot(writer: Writer) -> None:
+    writer.snapshot()
+    writer.delta([1])
+    newest = writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, writer.storage)
+    assert predictor.sync(limit=1) == newest.version
+    last = writer.delta([2])
+    writer = Writer(writer.storage)  # the next generation's claim is a version too
+    assert predictor.sync() == last.version + 1
+    with pytest.raises(InvalidArgumentError, match="limit"):
+        predictor.sync(limit=0)
+
+
+def test_limit_applies_one_version_at_a_time(writer: Writer) -> None:
+    first = writer.snapshot().version
+    for row in range(3):
+        writer.delta([row])
+    predictor = Predictor(writer.model(), writer.storage)
+    assert [predictor.sync(limit=1) for _ in range(5)] == [first, first + 1, first + 2, first + 3, first + 3]
+    assert predictor.sync(limit=7) == first + 3
+
+
+@pytest.mark.parametrize("kind", ["embedding", "bag", "nested", "buffer"])
+def test_torch_modules_receive_rows_in_place(writer: Writer, kind: str) -> None:
+    class Inner(nn.Module):
+        def __init__(self, table: nn.Module) -> None:
+            super().__init__()
+            self.embeddings = nn.ModuleDict({"t": table})
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.zeros(20, 4))
+
+    table = {"embedding": nn.Embedding, "nested": nn.Embedding, "bag": nn.EmbeddingBag}.get(kind)
+    module = Plain() if table is None else table(20, 4)
+    model = nn.ModuleDict({"ec": Inner(module)})
+    memory = module.weight.data_ptr()
+    writer.snapshot()
+    writer.delta([2, 5])
+    Predictor(model, writer.storage).sync()
+    assert torch.equal(module.weight, writer.table)
+    assert module.weight.data_ptr() == memory
+
+
+def test_half_precision_is_bit_exact(tmp_path: Path) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        writer = Writer(Storage(f"file://{tmp_path}/{dtype}", create=True), dtype=dtype)
+        model = writer.model()
+        writer.snapshot()
+        writer.delta([2, 5])
+        Predictor(model, writer.storage).sync()
+        assert torch.equal(model[FQN].view(torch.int16), writer.table.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ({FQN: torch.zeros(21, 4)}, "21 x 4 float32"),
+        ({FQN: torch.zeros(20, 5)}, "20 x 5 float32"),
+        ({FQN: torch.zeros(20, 4, dtype=torch.float16)}, "20 x 4 float16"),
+        ({"other": torch.zeros(20, 4)}, "missing"),
+    ],
+)
+def test_another_table_is_refused(writer: Writer, model: dict[str, torch.Tensor], found: str) -> None:
+    writer.snapshot()
+    predictor = Predictor(model, writer.storage)
+    with pytest.raises(TableMismatchError, match="20 x 4 float32 in the stream") as caught:
+        predictor.sync()
+    assert (caught.value.table, caught.value.found) == (FQN, found)
+    assert predictor.version is None
+    assert all(not tensor.any() for tensor in model.values())
+
+
+def test_a_model_without_tables_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="embedding tables"):
+        Predictor(nn.ReLU(), Storage("memory://"))
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, Path.unlink])
+def test_a_damaged_part_changes_nothing(writer: Writer, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, writer.storage)
+    good = predictor.sync()
+    before = model[FQN].clone()
+    part = writer.delta([1, 2]).parts[0]
+    damage(tmp_path / part.name)
+    for _ in range(2):
+        with pytest.raises(CorruptPartError, match=part.name):
+            predictor.sync()
+    assert predictor.version == good
+    assert torch.equal(model[FQN], before)
+    writer.snapshot()
+    again = Predictor(model, writer.storage)  # the remedy that the error names
+    again.sync()
+    assert torch.equal(model[FQN], writer.table)
+
+
+def test_a_missing_version_is_named_and_nothing_beyond_it_applied(writer: Writer, tmp_path: Path) -> None:
+    writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, writer.storage)
+    good = predictor.sync()
+    before = model[FQN].clone()
+    writer.delta([1])
+    last = writer.delta([2])
+    (tmp_path / "log" / f"{good + 1:020d}.json").unlink()
+    for _ in range(2):
+        with pytest.raises(MissingVersionError) as caught:
+            predictor.sync()
+        assert (caught.value.version, caught.value.head) == (good + 1, last.version)
+    assert predictor.version == good
+    assert torch.equal(model[FQN], before)
+
+
+def test_a_malformed_entry_is_named(writer: Writer, tmp_path: Path) -> None:
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage)
+    good = predictor.sync()
+    path = tmp_path / "log" / f"{good + 1:020d}.json"
+    path.write_text("{}")
+    with pytest.raises(MalformedError, match=path.name):
+        predictor.sync()
+    assert predictor.version == good
+
+
+def test_another_stream_in_the_same_place_is_refused(writer: Writer, tmp_path: Path) -> None:
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage)
+    good = predictor.sync()
+    entry = replace(writer.claim.head, stream="0" * 32, version=good + 1)
+    writer.storage.create(f"log/{good + 1:020d}.json", entry.to_json())
+    with pytest.raises(MalformedError, match="follows"):
+        predictor.sync()
+    assert predictor.version == good
+
+
+def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="missing"):
+        Predictor({FQN: torch.zeros(1, 1)}, f"file://{tmp_path}/missing")
+
+
+def test_follow_applies_in_the_background_and_readers_see_whole_rows(writer: Writer) -> None:
+    model = writer.model()
+    predictor = Predictor(model, writer.storage)
+    predictor.follow(poll_seconds=0.001)
+    with pytest.raises(InvalidArgumentError, match="already following"):
+        predictor.follow()
+    time.sleep(0.02)  # nothing there yet
+    writer.snapshot()
+    torn, versions, done = [], set(), threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            with predictor.reading() as version:
+                rows = model[FQN].clone()
+            versions.add(version)
+            torn.extend(row for row in rows if len(set(row.tolist())) > 1)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for value in range(30):
+        writer.table.fill_(value)
+        last = writer.snapshot()
+    deadline = time.monotonic() + 30
+    while predictor.version != last.version and time.monotonic() < deadline:
+        time.sleep(0.001)
+    done.set()
+    reader.join(30)
+    predictor.stop()
+    predictor.stop()
+    assert not torn
+    assert len(versions) > 1
+    assert torch.equal(model[FQN], writer.table)
+
+
+def test_an_error_in_the_background_reaches_the_caller(writer: Writer, tmp_path: Path) -> None:
+    part = writer.snapshot().parts[0]
+    _truncate(tmp_path / part.name)
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.follow(poll_seconds=0.001)
+    deadline = time.monotonic() + 30
+    while predictor.error is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert isinstance(predictor.error, CorruptPartError)
+    with pytest.raises(CorruptPartError):
+        predictor.stop()
+
+
+def test_a_predictor_needs_neither_torchrec_nor_fbgemm(writer: Writer, tmp_path: Path) -> None:
+    writer.snapshot()
+    program = f"""
+import sys
+sys.modules["torchrec"] = sys.modules["fbgemm_gpu"] = None  # an import of them raises
+import torch
+from delta_tracker import Predictor
+model = {{"{FQN}": torch.ones(20, 4)}}
+assert Predictor(model, "file://{tmp_path}").sync() == 1
+assert not model["{FQN}"].any()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)

@@ -1,0 +1,81 @@
+"""Publisher on real ranks, with a real predictor behind a real directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.storage import Storage
+from tests.ranks import RankFailureError, RankPool
+
+_CASES = "tests.cases.publishing"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/stream"
+
+
+@pytest.mark.parametrize("spec", [{}, {"bag": True}, {"dtype": "FP16"}, {"kernel": "fused_uvm_caching"}], ids=str)
+def test_the_predictor_equals_the_trainer_after_every_version(
+    two_ranks: RankPool, url: str, spec: dict[str, Any]
+) -> None:
+    for answer in two_ranks.run(f"{_CASES}:equal", url=url, spec=spec):
+        assert answer["kinds"] == ["snapshot", "delta", "delta", "snapshot", "delta", "delta"]
+        assert answer["version"] == 7
+        assert answer["batches"] == [11, 12]
+        assert answer["rows"] > 0
+        assert answer["attempt"].startswith("InvalidArgumentError: publisher='closed'")
+
+
+def test_one_rank_publishes_too(one_rank: RankPool, url: str) -> None:
+    one_rank.run(f"{_CASES}:equal", url=url, spec={})
+
+
+@pytest.mark.parametrize(("broken_rank", "operation"), [(0, "put"), (1, "put"), (0, "create")])
+def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank: int, operation: str) -> None:
+    answers = two_ranks.run(f"{_CASES}:failing_rank", url=url, broken_rank=broken_rank, operation=operation)
+    for rank, messages in enumerate(answers):
+        for message in messages:
+            if rank == broken_rank:
+                assert message.startswith("StorageError: the store file://")
+            else:
+                assert message.startswith(f"PublishError: nothing was published: rank {broken_rank} failed with")
+            assert "No space left on device" in message
+
+
+def test_a_second_publisher_fences_the_first(two_ranks: RankPool, url: str) -> None:
+    for messages in two_ranks.run(f"{_CASES}:fenced", url=url):
+        for message in messages:
+            assert message.startswith("FencedError: publisher of generation 1 is fenced: generation 2")
+
+
+def test_ranks_at_different_batches_publish_nothing(two_ranks: RankPool, url: str) -> None:
+    for (message,) in two_ranks.run(f"{_CASES}:out_of_step", url=url):
+        assert "rank 1 failed with a cut at batch 1 while rank 0 cuts at batch 0" in message
+
+
+def test_a_store_that_a_rank_cannot_use_is_refused_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    answers = two_ranks.run(f"{_CASES}:unwritable", url=f"file://{tmp_path}")
+    for rank, (everywhere, on_one, consumer) in enumerate(answers):
+        assert everywhere.startswith("StorageError: the store file://")
+        assert on_one.startswith("StorageError" if rank == 1 else "PublishError: nothing was published: rank 1")
+        assert consumer.startswith("UnknownConsumerError")
+    assert not (tmp_path / "fine" / "log").exists()
+
+
+def test_a_kill_between_parts_and_commit_leaves_the_stream_as_it_was(two_ranks: RankPool, url: str) -> None:
+    doomed = RankPool(2)
+    with pytest.raises(RankFailureError, match="rank 0 died"):
+        doomed.run(f"{_CASES}:killed_before_commit", url=url)
+    log = StreamLog(Storage(url))
+    assert log.versions() == [0, 1]
+    named = {part.name for version in log.versions() for part in log.read(version).parts}
+    assert len(named) == 2
+    assert len(set(log.storage.names("parts")) - named) == 2, "the parts of the version that never was"
+    for answer in two_ranks.run(f"{_CASES}:equal", url=url, spec={}):
+        assert answer["version"] == 9  # a new claim, then seven versions, each equal
