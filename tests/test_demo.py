@@ -94,6 +94,21 @@ def test_demo_leaves_a_folder_of_somebody_else_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"batch": 31}, "batch=31 cannot be split"),
+        ({"batch": 0}, "batch=0 cannot be split"),
+        ({"every": 0}, "every=0 would never publish"),
+        ({"ratings": 99}, "ratings=99 are too few"),
+        ({"ratings": 100_001}, "ratings=100001 are more than there are"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tmp_path: Path, wrong: dict[str, int], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Settings(out=tmp_path, **wrong)
+
+
 def test_ratings_are_in_time_order_and_inside_their_tables() -> None:
     ratings = load_ratings(500)
     assert list(ratings.table_rows)[:2] == ["user", "movie"]

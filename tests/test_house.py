@@ -1,0 +1,106 @@
+"""The rules of the house: import order, file sizes, names, and nothing at import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import delta_tracker
+
+_ROOT = Path(__file__).parent.parent
+_PACKAGE = _ROOT / "delta_tracker"
+
+# A file imports only from what stands above it.
+_ORDER = [
+    "errors",
+    "types",
+    "cursors",
+    "store.segments",
+    "sharding.versions",
+    "sharding.discover",
+    "sharding.hooks",
+    "sharding.weights",
+    "tracker",
+    "stream.storage",
+    "stream.manifest",
+    "stream.codec",
+    "stream.log",
+    "stream.ranks",
+    "publisher",
+    "targets",
+    "predictor",
+]
+_MAX_LINES = 400
+_MODULES = {
+    ".".join(path.relative_to(_PACKAGE).with_suffix("").parts): path
+    for path in sorted(_PACKAGE.rglob("*.py"))
+    if path.name != "__init__.py"
+}
+
+
+def _imports(path: Path) -> set[str]:
+    """Names of the modules that a file imports, at the top or anywhere else."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def test_every_file_has_a_place_in_the_order() -> None:
+    assert sorted(_ORDER) == sorted(_MODULES)
+
+
+@pytest.mark.parametrize("name", _ORDER)
+def test_imports_run_one_way(name: str) -> None:
+    above = {f"delta_tracker.{other}" for other in _ORDER[: _ORDER.index(name)]}
+    ours = {module for module in _imports(_MODULES[name]) if module.split(".")[0] == "delta_tracker"}
+    assert ours <= above
+
+
+@pytest.mark.parametrize("name", [name for name in _ORDER if not name.startswith("sharding.")])
+def test_only_sharding_knows_torchrec(name: str) -> None:
+    assert not {module for module in _imports(_MODULES[name]) if module.split(".")[0] in ("torchrec", "fbgemm_gpu")}
+
+
+def test_package_files_only_gather_names() -> None:
+    for path in _PACKAGE.rglob("__init__.py"):
+        body = ast.parse(path.read_text()).body
+        assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body), path
+
+
+@pytest.mark.parametrize("path", sorted([*_PACKAGE.rglob("*.py"), *(_ROOT / "examples").rglob("*.py")]), ids=str)
+def test_no_file_is_too_long(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= _MAX_LINES
+
+
+def test_the_public_names() -> None:
+    assert delta_tracker.__all__ == [
+        "Delta",
+        "DeltaRows",
+        "ModelDeltaTracker",
+        "Predictor",
+        "Publisher",
+        "ShardSpec",
+        "TableSpec",
+        "TrackingMode",
+    ]
+    assert all(getattr(delta_tracker, name).__doc__ for name in delta_tracker.__all__)
+
+
+def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> None:
+    program = """
+import sys, threading
+import delta_tracker
+heavy = {"torchrec", "fbgemm_gpu", "matplotlib", "rich", "pyarrow", "safetensors"} & set(sys.modules)
+assert not heavy, heavy
+assert threading.active_count() == 1
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
