@@ -39,6 +39,8 @@ def test_it_equals_the_trainer_after_every_version(writer: Writer) -> None:
     model = writer.model()
     predictor = Predictor(model, writer.storage.url)
     assert predictor.version is None
+    with pytest.raises(NoSnapshotError, match="memory://"):
+        Predictor(model, Storage("memory://")).sync()  # not even a claim
     with pytest.raises(NoSnapshotError, match=r"Publisher\.snapshot"):
         predictor.sync()
     writer.snapshot()
@@ -201,12 +203,27 @@ def test_another_stream_in_the_same_place_is_refused(writer: Writer, tmp_path: P
     assert predictor.version == good
 
 
-def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="missing"):
-        Predictor({FQN: torch.zeros(1, 1)}, f"file://{tmp_path}/missing")
+def test_it_may_start_before_the_stream_exists(tmp_path: Path) -> None:
+    model = {FQN: torch.zeros(20, 4)}
+    predictor = Predictor(model, f"file://{tmp_path}/later")
+    with pytest.raises(NoSnapshotError, match="later"):
+        predictor.sync()
+    assert not (tmp_path / "later").exists()
+    writer = Writer(Storage(f"file://{tmp_path}/later", create=True))
+    manifest = writer.snapshot()
+    assert predictor.sync() == manifest.version
 
 
-def test_follow_applies_in_the_background_and_readers_see_whole_rows(writer: Writer) -> None:
+def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="url="):
+        Predictor({FQN: torch.zeros(1, 1)}, str(tmp_path))
+    with pytest.raises(StorageError, match="s3:"):
+        Predictor({FQN: torch.zeros(1, 1)}, "s3://")
+
+
+def test_follow_applies_in_the_background_and_readers_see_whole_rows(tmp_path: Path) -> None:
+    # Rows so long that a write takes a while: without the lock this sees hundreds of torn rows.
+    writer = Writer(Storage(f"file://{tmp_path}", create=True), num_rows=16, dim=1 << 16)
     model = writer.model()
     predictor = Predictor(model, writer.storage)
     predictor.follow(poll_seconds=0.001)
@@ -221,7 +238,7 @@ def test_follow_applies_in_the_background_and_readers_see_whole_rows(writer: Wri
             with predictor.reading() as version:
                 rows = model[FQN].clone()
             versions.add(version)
-            torn.extend(row for row in rows if len(set(row.tolist())) > 1)
+            torn.extend((rows.amin(dim=1) != rows.amax(dim=1)).nonzero().tolist())
 
     reader = threading.Thread(target=read)
     reader.start()

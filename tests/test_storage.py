@@ -71,8 +71,11 @@ def test_a_directory_that_cannot_be_made_or_written_is_named(tmp_path: Path) -> 
     with pytest.raises(StorageError, match="file/below") as caught:
         Storage(f"file://{tmp_path}/file/below", create=True)
     assert caught.value.url == f"file://{tmp_path}/file/below"
+    missing = Storage(f"file://{tmp_path}/missing")
     with pytest.raises(StorageError, match="missing"):
-        Storage(f"file://{tmp_path}/missing")
+        missing.create("log/1", b"x")
+    with pytest.raises(StorageError, match="missing"):
+        missing.put("log/1", [memoryview(b"x")])
     storage = Storage(f"file://{tmp_path}/store", create=True)
     (tmp_path / "store" / "parts").write_text("in the way")
     with pytest.raises(StorageError):

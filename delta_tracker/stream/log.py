@@ -73,13 +73,11 @@ class StreamLog:
             MissingVersionError: if a version between it and the head is gone.
             MalformedError, StorageError: as :meth:`read`.
         """
-        versions = self.versions()
-        for newer, version in zip([None, *versions[:0:-1]], versions[::-1], strict=True):
-            if newer is not None and newer != version + 1:
-                raise MissingVersionError(newer - 1, versions[-1])
+        head = max(self.versions(), default=-1)
+        for version in range(head, -1, -1):
             manifest = self.read(version)
             if manifest is None:
-                raise MissingVersionError(version, versions[-1])
+                raise MissingVersionError(version, head)
             if manifest.kind == "snapshot":
                 return manifest
         return None

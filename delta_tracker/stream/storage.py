@@ -35,7 +35,8 @@ class Storage:
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...`` or ``memory://``.
             Every ``memory://`` is a store of its own: share the ``Storage`` object instead of the url.
-        create: make a local directory that does not exist.
+        create: make a local directory that does not exist. Without it a missing one is an empty store until somebody
+            makes it, so that a reader may start before the writer.
 
     Raises:
         InvalidArgumentError: for a url of another scheme.
@@ -53,7 +54,8 @@ class Storage:
         with self._translated():
             if self._directory is not None and create:
                 self._directory.mkdir(parents=True, exist_ok=True)
-            self._store: ObjectStore = from_url(url)
+            self._store: ObjectStore | None = None
+            self._find_store()
 
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         """Write an object of the concatenated ``buffers``, replacing one of the same name.
@@ -62,7 +64,7 @@ class Storage:
             StorageError: if it cannot be written; nothing is visible then.
         """
         with self._translated():
-            obstore.put(self._store, name, iter(buffers))
+            obstore.put(self._open_store(), name, iter(buffers))
             self._persist(name)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -74,7 +76,7 @@ class Storage:
         with self._translated():
             try:
                 if self._directory is None:
-                    obstore.put(self._store, name, data, mode="create")
+                    obstore.put(self._open_store(), name, data, mode="create")
                 else:
                     self._create_durably(name, data)
             except AlreadyExistsError:
@@ -88,8 +90,11 @@ class Storage:
             StorageError: if it cannot be read.
         """
         with self._translated():
+            store = self._find_store()
+            if store is None:
+                return None
             try:
-                answer = obstore.get(self._store, name)
+                answer = obstore.get(store, name)
             except FileNotFoundError:
                 return None
             data = np.empty(answer.meta["size"], dtype=np.uint8)
@@ -108,18 +113,33 @@ class Storage:
             StorageError: if the store cannot be listed.
         """
         with self._translated():
-            pages = obstore.list(self._store, prefix, offset=after)
-            return sorted(found["path"] for page in pages for found in page)
+            store = self._find_store()
+            if store is None:
+                return []
+            return sorted(found["path"] for page in obstore.list(store, prefix, offset=after) for found in page)
+
+    def _find_store(self) -> ObjectStore | None:
+        """The store; None while its directory does not exist."""
+        if self._store is None and (self._directory is None or self._directory.is_dir()):
+            self._store = from_url(self.url)
+        return self._store
+
+    def _open_store(self) -> ObjectStore:
+        store = self._find_store()
+        if store is None:
+            raise StorageError(self.url, "the directory does not exist")
+        return store
 
     def _create_durably(self, name: str, data: bytes) -> None:
         """Write under a name of its own, sync, then link: a name is never seen before its bytes are on disk."""
         draft = f"drafts/{secrets.token_hex(8)}"
-        obstore.put(self._store, draft, data)
+        store = self._open_store()
+        obstore.put(store, draft, data)
         self._persist(draft)
         try:
-            obstore.rename(self._store, draft, name, overwrite=False)
+            obstore.rename(store, draft, name, overwrite=False)
         except AlreadyExistsError:
-            obstore.delete(self._store, draft)
+            obstore.delete(store, draft)
             raise
         self._sync_directory(name)
 

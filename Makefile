@@ -1,0 +1,59 @@
+# `make demo` and `make test` need Python 3.11 or newer and a package registry, nothing else: the first call makes .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+unexport PYTHONHOME
+
+VENV := .venv
+BIN := $(VENV)/bin
+# -qq leaves errors only; the environment could send packages elsewhere or into the user's home
+PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
+CODE := delta_tracker examples tests
+
+.PHONY: help demo test lint types format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## train on MovieLens while a predictor follows; writes demo-output/
+	@$(BIN)/python -m examples.movielens
+
+test: $(VENV)/.installed  ## run the tests
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed  ## check code and format
+	@$(BIN)/python -m ruff check $(CODE)
+	@$(BIN)/python -m ruff format --check $(CODE)
+
+types: $(VENV)/.installed  ## check types
+	@$(BIN)/python -m mypy
+
+format: $(VENV)/.installed  ## format the code and mend what can be mended
+	@$(BIN)/python -m ruff check --fix-only --quiet $(CODE)
+	@$(BIN)/python -m ruff format $(CODE)
+
+clean:  ## remove .venv, caches and the demo's output
+	rm -rf $(VENV) demo-output dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp is written last, so that an interrupted install is done again, from an empty environment.
+$(VENV)/.requirements: requirements-cpu.txt
+	@python=; for name in python3.11 python3; do \
+	    if "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo 'Python 3.11 or newer is needed: put python3.11 or python3 on PATH' >&2; exit 1; fi; \
+	echo "[1/4] new environment in $(VENV)"; \
+	"$$python" -m venv --clear $(VENV)
+	@echo '[2/4] torch and what it needs (the longest step)'
+	@$(PIP) -c requirements-cpu.txt torch=="$$(sed -n 's/^torch==//p' requirements-cpu.txt)"
+	@echo '[3/4] the other pinned packages'
+	@$(PIP) --no-deps -r requirements-cpu.txt
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements pyproject.toml
+	@echo '[4/4] delta_tracker itself'
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@

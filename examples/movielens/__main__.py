@@ -1,0 +1,99 @@
+"""The demo: ``python -m examples.movielens``; ``make demo`` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from examples.movielens.processes import Processes, ProcessFailedError
+from examples.movielens.settings import WORLD_SIZE, Settings, settings_path
+from examples.movielens.verify import TablesDifferError, verify_run
+
+LIMIT_SECONDS = 600.0
+PICTURE = "log-loss.png"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 if the predictor ends up with the trainer's tables, bit for bit."""
+    console = Console(highlight=False)
+    try:
+        settings = parse(arguments)
+        renew(settings)
+        applied = run(settings, console)
+        # This module takes seconds to import, so the processes are not made to wait for it.
+        from examples.movielens.report import draw, load_predictions, summary  # noqa: PLC0415
+
+        predictions = load_predictions(settings)
+        draw(predictions, settings.warmup_batches * settings.batch, settings.out / PICTURE)
+        console.print(summary(applied, predictions))
+        console.print(f"picture: {settings.out / PICTURE}")
+        verified = verify_run(settings.work)
+    except (ProcessFailedError, TablesDifferError, ValueError, OSError) as error:
+        print(f"the demo failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("the demo was interrupted", file=sys.stderr)
+        return 130
+    console.print(f"[bold green]verified:[/] {verified} at version {applied[-1]['version']}", soft_wrap=True)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> Settings:
+    """The settings that the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m examples.movielens", description="Train, publish, follow, check.")
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder to write to, made anew")
+    parser.add_argument("--ratings", type=int, help="how many ratings to use, from the oldest on")
+    parser.add_argument("--batch", type=int, help="ratings per training batch, all ranks together")
+    parser.add_argument("--every", type=int, help="batches per delta")
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    return Settings(**given)
+
+
+def renew(settings: Settings) -> None:
+    """Make the output folder anew; a folder that is not the demo's own is left alone.
+
+    Raises:
+        ValueError: if it has content of somebody else.
+    """
+    out = settings.out
+    if out.exists():
+        if any(out.iterdir()) and not settings_path(out).exists():
+            raise ValueError(f"{out} holds something else: give an empty folder or a new one with --out")
+        shutil.rmtree(out)
+    settings.work.mkdir(parents=True)
+    settings.stream.mkdir()
+    settings.save()
+
+
+def run(settings: Settings, console: Console) -> list[dict[str, Any]]:
+    """Run the ranks and the predictor to their end; return what the predictor told of each version it applied."""
+    applied: list[dict[str, Any]] = []
+    out = str(settings.out.resolve())
+    columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, Processes(settings.work, LIMIT_SECONDS) as processes:
+        training = progress.add_task("starting the predictor", total=settings.num_batches)
+        serving = progress.add_task("predictor: waits", total=settings.num_batches)
+        processes.start("predictor", "examples.movielens.serving", out)
+        for event in processes.events():
+            match event:
+                case {"event": "ready"}:  # from now on no version waits for a process that is still starting
+                    progress.update(training, description=f"starting {WORLD_SIZE} trainer ranks")
+                    for rank in range(WORLD_SIZE):
+                        processes.start(f"trainer rank {rank}", "examples.movielens.trainer", out, str(rank))
+                case {"event": "trained", "batches": batches}:
+                    progress.update(training, completed=batches, description="trainer: batches trained")
+                case {"event": "applied", "version": version, "batches": batches}:
+                    applied.append(event)
+                    progress.update(serving, completed=batches, description=f"predictor: holds version {version}")
+    return applied
+
+
+if __name__ == "__main__":
+    sys.exit(main())

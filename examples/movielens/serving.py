@@ -1,0 +1,83 @@
+"""The predictor process: follows the stream and scores the ratings that come next with what it holds.
+
+Run by the demo as ``python -m examples.movielens.serving OUT``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from delta_tracker import Predictor
+from delta_tracker.errors import NoSnapshotError
+from delta_tracker.stream.manifest import Manifest
+from examples.movielens.data import load_ratings
+from examples.movielens.model import FactorizationMachine
+from examples.movielens.settings import Settings, emit
+
+POLL_SECONDS = 0.001
+
+
+def main(settings: Settings) -> None:
+    """Apply one version after the other, and score with each the ratings between its cut and the next one's."""
+    torch.set_num_threads(1)
+    ratings = load_ratings(settings.ratings)
+    fresh = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("cpu"))
+    predictor = Predictor(fresh, settings.stream.as_uri())
+    emit("ready")
+
+    manifest = apply_next(predictor, settings.patience_seconds)
+    models = {"fresh": fresh, "frozen": copy.deepcopy(fresh)}
+    logits = {name: torch.empty(len(ratings.labels)) for name in models}
+    scored = settings.warmup_batches
+    while manifest.batches[1] < settings.num_batches:
+        if manifest.batches[1] != scored:
+            raise RuntimeError(f"version {manifest.version} cuts at batch {manifest.batches[1]}, not at {scored}")
+        first, scored = scored, min(scored + settings.every, settings.num_batches)
+        stretch = slice(first * settings.batch, scored * settings.batch)
+        features = fresh.jagged(ratings.ids[:, stretch])
+        with torch.no_grad():
+            for name, model in models.items():
+                logits[name][stretch] = model(features)
+        manifest = apply_next(predictor, settings.patience_seconds)
+
+    after_warmup = slice(settings.warmup_batches * settings.batch, settings.num_batches * settings.batch)
+    for name, values in logits.items():
+        np.save(settings.work / f"{name}-logits.npy", values[after_warmup].numpy())
+    for name, table in fresh.state_dict().items():
+        np.save(settings.work / f"predictor@{name.removesuffix('.weight')}.npy", table.numpy())
+
+
+def apply_next(predictor: Predictor, patience_seconds: float) -> Manifest:
+    """Wait for the next snapshot or delta, apply it, and tell the parent how long after its commit that was done."""
+    held = predictor.version
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        with contextlib.suppress(NoSnapshotError):  # the trainer is still warming up
+            predictor.sync(limit=1)
+        manifest = predictor.manifest
+        if manifest is not None and manifest.version != held:
+            break
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no version after {held} came within {patience_seconds} seconds")
+        time.sleep(POLL_SECONDS)
+    emit(
+        "applied",
+        version=manifest.version,
+        kind=manifest.kind,
+        batches=manifest.batches[1],
+        num_rows=manifest.num_rows,
+        num_bytes=manifest.num_bytes,
+        seconds=time.time() - manifest.created,
+    )
+    return manifest
+
+
+if __name__ == "__main__":
+    main(Settings.load(Path(sys.argv[1])))

@@ -1,0 +1,115 @@
+"""One trainer rank: predicts each batch, then trains on it, and publishes the rows that changed.
+
+Run by the demo as ``python -m examples.movielens.trainer OUT RANK``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from delta_tracker import ModelDeltaTracker, Publisher
+from examples.movielens.data import Ratings, load_ratings
+from examples.movielens.model import FactorizationMachine
+from examples.movielens.settings import WORLD_SIZE, Settings, emit
+
+ROW_WISE = ("user", "movie")
+"""Tables whose rows are spread over the ranks; each other table lives on one rank."""
+CPU = torch.device("cpu")
+
+
+def main(settings: Settings, rank: int) -> None:
+    """Train, publish, and leave the predictions and the final shards of this rank in the work folder."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{settings.work / 'rendezvous'}",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=settings.patience_seconds),
+    )
+    ratings = load_ratings(settings.ratings)
+    model = sharded_model(ratings, settings)
+    with ModelDeltaTracker(model, consumers=["stream"]) as tracker:
+        publisher = Publisher(tracker, settings.stream.as_uri(), consumer="stream")
+        logits = train(model, tracker, publisher, ratings, settings)
+        publisher.close()
+    np.save(settings.work / f"trainer-logits.{rank}.npy", logits.numpy())
+    save_shards(model, settings.work, rank)
+    dist.destroy_process_group()
+
+
+def sharded_model(ratings: Ratings, settings: Settings) -> DistributedModelParallel:
+    """Shard the model over the ranks, with a fused optimizer that writes only the rows that a batch used."""
+    model = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("meta"))
+    apply_optimizer_in_backward(RowWiseAdagrad, model.ec.parameters(), {"lr": settings.learning_rate})
+    sharder: Any = EmbeddingCollectionSharder()
+    placement = {
+        name: row_wise(compute_kernel="fused")
+        if name in ROW_WISE
+        else table_wise(rank=position % WORLD_SIZE, compute_kernel="fused")
+        for position, name in enumerate(ratings.table_rows)
+    }
+    plan = construct_module_sharding_plan(
+        model.ec, placement, sharder=sharder, local_size=WORLD_SIZE, world_size=WORLD_SIZE, device_type="cpu"
+    )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(model, env=env, device=CPU, plan=ShardingPlan({"ec": plan}), sharders=[sharder])
+
+
+def train(
+    model: DistributedModelParallel,
+    tracker: ModelDeltaTracker,
+    publisher: Publisher,
+    ratings: Ratings,
+    settings: Settings,
+) -> Tensor:
+    """Return this rank's ``[batches, B]`` logits after the warm-up, each computed before its batch was trained on."""
+    share = settings.batch // WORLD_SIZE
+    predictions = []
+    for batch in range(settings.num_batches):
+        since_snapshot = batch - settings.warmup_batches
+        if since_snapshot == 0:
+            publisher.snapshot()
+        elif since_snapshot > 0 and since_snapshot % settings.every == 0:
+            publisher.publish()
+        mine = slice(start := batch * settings.batch + dist.get_rank() * share, start + share)
+        logits = model(model.module.jagged(ratings.ids[:, mine]))
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, ratings.labels[mine])
+        loss.backward()  # type: ignore[no-untyped-call]  # the fused optimizer updates the rows in here
+        tracker.step()
+        if since_snapshot >= 0:
+            predictions.append(logits.detach())
+        if dist.get_rank() == 0 and batch % 16 == 0:
+            emit("trained", batches=batch + 1)
+    publisher.publish()
+    emit("trained", batches=settings.num_batches)
+    return torch.stack(predictions)
+
+
+def save_shards(model: DistributedModelParallel, folder: Path, rank: int) -> None:
+    """Write each table's shards as TorchRec itself describes them, so that the comparison owes the tracker nothing."""
+    for name, sharded in model.state_dict().items():
+        for shard in sharded.local_shards():
+            row, column = shard.metadata.shard_offsets
+            np.save(folder / f"shard@{name.removesuffix('.weight')}@{row}@{column}@{rank}.npy", shard.tensor.numpy())
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(WORLD_SIZE))
+    main(Settings.load(Path(sys.argv[1])), int(sys.argv[2]))

@@ -1,0 +1,34 @@
+"""Every block of the README is run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parent.parent
+_README = (_ROOT / "README.md").read_text()
+_BLOCKS = re.findall(r"```(\w+)\n(.*?)```", _README, flags=re.DOTALL)
+_PYTHON = [text for language, text in _BLOCKS if language == "python"]
+
+
+@pytest.mark.parametrize("block", _PYTHON, ids=range(len(_PYTHON)))
+def test_python_blocks_run(block: str) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", block], check=True, timeout=120, cwd=_ROOT)
+
+
+def test_commands_are_targets_of_the_makefile() -> None:
+    commands = [line for language, text in _BLOCKS if language == "sh" for line in text.splitlines()]
+    assert commands == ["make demo", "make test"]
+    makefile = (_ROOT / "Makefile").read_text()
+    for command in commands:
+        assert re.search(rf"^{command.removeprefix('make ')}:", makefile, flags=re.MULTILINE)
+
+
+def test_files_that_it_names_exist() -> None:
+    named = set(re.findall(r"\]\((?!http)([^)#]+)\)|`((?:tests|delta_tracker|examples)/[\w/.-]+)`", _README))
+    for name in filter(None, (part for pair in named for part in pair)):
+        assert (_ROOT / name).exists(), name
