@@ -13,16 +13,19 @@ BIN := $(VENV)/bin
 PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 CODE := delta_tracker examples tests
 
-.PHONY: help demo test lint types format clean
+.PHONY: help demo test test-matrix lint types format clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## train on MovieLens while a predictor follows; writes demo-output/
 	@$(BIN)/python -m examples.movielens
 
 test: $(VENV)/.installed  ## run the tests
 	@$(BIN)/python -m pytest
+
+test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
+	@$(BIN)/python .ci/matrix $(ARGS)
 
 lint: $(VENV)/.installed  ## check code and format
 	@$(BIN)/python -m ruff check $(CODE)

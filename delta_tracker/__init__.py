@@ -2,16 +2,19 @@
 
 from delta_tracker.predictor import Predictor
 from delta_tracker.publisher import Publisher
+from delta_tracker.selection import TopK
 from delta_tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta, DeltaRows, ShardSpec, TableSpec, TrackingMode
+from delta_tracker.types import Delta, DeltaRows, Memory, ShardSpec, TableSpec, TrackingMode
 
 __all__ = [
     "Delta",
     "DeltaRows",
+    "Memory",
     "ModelDeltaTracker",
     "Predictor",
     "Publisher",
     "ShardSpec",
     "TableSpec",
+    "TopK",
     "TrackingMode",
 ]

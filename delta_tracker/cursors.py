@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from delta_tracker.errors import InvalidArgumentError, StaleDeltaError, UnknownConsumerError
+from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, StaleDeltaError, UnknownConsumerError
+from delta_tracker.rows import ChangedRows
 from delta_tracker.types import Delta
 
 
@@ -14,13 +15,17 @@ class _Consumer:
     position: int
     batch: int
     sealed: Delta | None = None
+    carried: Mapping[str, ChangedRows] = field(default_factory=dict)
+    is_behind: bool = False
+    owner: object = None
 
 
 class Cursors:
-    """Where each consumer stands in the log, in cuts and in batches.
+    """Where each consumer stands in the log, in cuts and in batches, and which rows its last reads left out.
 
-    A read seals a range of positions; :meth:`commit` moves the cursor to the range's end, :meth:`abort` forgets the
-    range. Sealing again replaces the former read, whose commit is then a :class:`StaleDeltaError`.
+    A read seals a range of positions; :meth:`commit` moves the cursor to the range's end and carries over what the
+    read left out, :meth:`abort` forgets the read. Sealing again replaces the former read, whose commit is then a
+    :class:`StaleDeltaError`.
 
     Args:
         names: the consumers' names, at least one, all different.
@@ -42,13 +47,24 @@ class Cursors:
     @property
     def pinned(self) -> set[int]:
         """Positions that a cursor or an uncommitted read still needs apart from their neighbours."""
-        positions = {consumer.position for consumer in self._consumers.values()}
-        return positions | {each.sealed.stop for each in self._consumers.values() if each.sealed is not None}
+        standing = self._standing.values()
+        return {each.position for each in standing} | {each.sealed.stop for each in standing if each.sealed is not None}
 
     @property
-    def oldest(self) -> int:
-        """The smallest cursor: nothing before it will be read."""
-        return min(consumer.position for consumer in self._consumers.values())
+    def oldest(self) -> int | None:
+        """The smallest cursor: nothing before it will be read. None where there is none."""
+        return min((consumer.position for consumer in self._standing.values()), default=None)
+
+    @property
+    def hindmost(self) -> str | None:
+        """The consumer that stands furthest back, None when all were given up."""
+        standing = self._standing
+        return min(standing, key=lambda name: standing[name].position, default=None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows that are carried over."""
+        return sum(rows.num_bytes for each in self._consumers.values() for rows in each.carried.values())
 
     def resolve(self, name: str | None) -> str:
         """The name of a consumer; None means the only one.
@@ -62,10 +78,42 @@ class Cursors:
             raise UnknownConsumerError(name, self._consumers)
         return name
 
+    def reserve(self, name: str, owner: object) -> None:
+        """Let nobody but ``owner`` read or move consumer ``name``; None lets everybody again."""
+        self._consumers[name].owner = owner
+
+    def check_owner(self, name: str, owner: object) -> None:
+        """Refuse a caller that may not read or move a consumer.
+
+        Raises:
+            ReservedConsumerError: if it is reserved by somebody else.
+        """
+        reserved_by = self._consumers[name].owner
+        if reserved_by is not None and reserved_by is not owner:
+            raise ReservedConsumerError(name, type(reserved_by).__name__)
+
     def start(self, name: str) -> tuple[int, int]:
         """The cursor of consumer ``name``: its position and its batch count."""
         consumer = self._consumers[name]
         return consumer.position, consumer.batch
+
+    def carried(self, name: str) -> Mapping[str, ChangedRows]:
+        """Table FQN to the rows that the committed reads of ``name`` have left out."""
+        return self._consumers[name].carried
+
+    def is_behind(self, name: str) -> bool:
+        """Whether the changes of ``name`` were given up."""
+        return self._consumers[name].is_behind
+
+    def place(self, name: str, position: int, batch: int, *, is_behind: bool = False) -> None:
+        """Put consumer ``name``, new or known, at a position, with nothing pending from before it."""
+        known = self._consumers.get(name)
+        owner = None if known is None else known.owner
+        self._consumers[name] = _Consumer(position=position, batch=batch, is_behind=is_behind, owner=owner)
+
+    def remove(self, name: str) -> None:
+        """Forget consumer ``name``."""
+        del self._consumers[name]
 
     def seal(self, delta: Delta) -> None:
         """Make ``delta`` its consumer's one uncommitted read."""
@@ -78,6 +126,7 @@ class Cursors:
             StaleDeltaError: if ``delta`` is not that read any more.
         """
         consumer = self._sealed_by(delta)
+        consumer.carried = {fqn: rows.aged() for fqn, rows in delta.left_out.items()}
         consumer.position, consumer.batch, consumer.sealed = delta.stop, delta.batches[1], None
 
     def abort(self, delta: Delta) -> None:
@@ -88,9 +137,10 @@ class Cursors:
         """
         self._sealed_by(delta).sealed = None
 
-    def rewind(self, name: str) -> None:
-        """Put the cursor of ``name`` back to the start of the log, without an uncommitted read."""
-        self._consumers[name] = _Consumer(position=0, batch=0)
+    @property
+    def _standing(self) -> dict[str, _Consumer]:
+        """The consumers that were not given up: only they need the log."""
+        return {name: each for name, each in self._consumers.items() if not each.is_behind}
 
     def _sealed_by(self, delta: Delta) -> _Consumer:
         consumer = self._consumers[self.resolve(delta.consumer)]

@@ -88,6 +88,30 @@ class UnknownConsumerError(DeltaTrackerError, LookupError):
         super().__init__(f"{problem}; known consumers: {_listed(self.known)}", "Pass one of the known names")
 
 
+class ReservedConsumerError(DeltaTrackerError, RuntimeError):
+    """A consumer belongs to a publisher: whoever else reads or moves it would take rows out of its stream."""
+
+    def __init__(self, consumer: str, owner: str) -> None:
+        super().__init__(
+            f"consumer {consumer!r} is reserved by {owner}",
+            "Read as a consumer of your own: pass it in consumers=[...], or add it with tracker.add_consumer(name)",
+        )
+        self.consumer = consumer
+        self.owner = owner
+
+
+class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
+    """A consumer fell so far behind that its changes were given up to bound memory."""
+
+    def __init__(self, consumer: str, max_bytes: int) -> None:
+        super().__init__(
+            f"consumer {consumer!r} fell behind: its pending rows passed max_bytes={max_bytes} and were given up",
+            "Call clear(consumer), then give it every row (read_rows), then read deltas again; or raise max_bytes",
+        )
+        self.consumer = consumer
+        self.max_bytes = max_bytes
+
+
 class StaleDeltaError(DeltaTrackerError, RuntimeError):
     """A delta that is no longer its consumer's open read: committed, aborted, or replaced by a newer read."""
 
@@ -119,7 +143,7 @@ class StorageError(StreamError, OSError):
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(
             f"the store {url} cannot be used: {reason}",
-            "Check the url, its permissions and free space; nothing was published or applied",
+            "Check the url, its permissions and free space, then try again; nothing was lost",
         )
         self.url = url
         self.reason = reason
@@ -139,14 +163,24 @@ class FencedError(StreamError, RuntimeError):
 
 
 class PublishError(StreamError, RuntimeError):
-    """Nothing was published because a rank failed; its rows stay pending. ``rank`` and ``reason`` say which."""
+    """A version was not published because a rank failed; all rows stay pending. ``rank`` and ``reason`` say which."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(
-            f"nothing was published: rank {rank} failed with {reason}",
+            f"the version was not published: rank {rank} failed with {reason}",
             "Mend the cause there and publish again; no row was lost",
         )
         self.rank = rank
+        self.reason = reason
+
+
+class RankLostError(StreamError, RuntimeError):
+    """Another rank died or did not answer in time, so that nobody knows what it did; all rows stay pending."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"a rank of this publisher was lost: {reason}", "Restart the job: a new Publisher takes the stream over"
+        )
         self.reason = reason
 
 
@@ -156,7 +190,7 @@ class MalformedError(StreamError, ValueError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
             f"{path} is malformed: {reason}",
-            "Do not serve from it: publish a new snapshot, and check who else writes to this stream",
+            "Find out who else writes to this stream; if it is an entry of the log, start a new stream at another url",
         )
         self.path = path
         self.reason = reason

@@ -3,56 +3,65 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import threading
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import Literal, Self, get_args
 
 from torch import Tensor, nn
 
-from delta_tracker.cursors import Cursors
+from delta_tracker.capture import CAPTURES, make_store
+from delta_tracker.changes import ChangeLog
 from delta_tracker.errors import DetachedError, InvalidArgumentError
+from delta_tracker.reader import DeltaReader
+from delta_tracker.recorder import LookupRecorder
+from delta_tracker.selection import TopK
 from delta_tracker.sharding.discover import LocalShard, discover
 from delta_tracker.sharding.hooks import KernelHook
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.store.segments import SegmentStore
-from delta_tracker.types import Delta, DeltaRows, ShardSpec, TableSpec, TrackingMode
+from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
 
-_logger = logging.getLogger(__name__)
+Record = Literal["updates", "lookups"]
 
 
-class ModelDeltaTracker:
+class ModelDeltaTracker(LookupRecorder):
     """Keeps which rows of a model's sharded embedding tables changed, for any number of consumers.
 
     A row counts as changed when an update of it is written, not when it is looked up: passes under ``no_grad`` and
     outputs that are never backpropagated leave no trace. A read may happen at any moment between two operations of
-    the training thread; nothing is lost by it. Every rank tracks its own shards, without any collective.
+    the training thread; nothing is lost by it. Every rank tracks its own shards, without any collective, except that
+    a read with ``top_k`` is one.
+
+    Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL) are compared with a second copy at each read:
+    that is right for momentum, Adam, weight decay and other ranks' gradients, and costs the copy.
 
     Call order on each rank: build it after the model is sharded; train; call :meth:`step` once per batch; read with
     :meth:`get_delta` whenever a consumer wants to.
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded EmbeddingCollections or
-            EmbeddingBagCollections with fused kernels.
+            EmbeddingBagCollections.
         consumers: names of the independent readers; one named ``"default"`` if not given.
         delete_on_read: forget rows once every consumer has committed a read of them. False keeps them all, so that
-            :meth:`rewind` can take a consumer back to the start; it costs at most one byte a row more.
-        auto_compact: merge the log at every :meth:`step`; otherwise only when a consumer reads or commits.
+            :meth:`rewind` can take a consumer back to the start; it costs at most one set of rows more.
+        auto_compact: merge the log, and forget what was read, at every :meth:`step`; otherwise at every read.
         mode: what is kept of a changed row.
         fqns_to_skip: tables to leave alone, each by its FQN, the FQN of a module above it, or one component of it.
+        record: ``"updates"``; or ``"lookups"`` to count every lookup as a change too, as TorchRec's tracker does.
+        max_bytes: how much the log may hold on this rank. Above it the consumer that stands furthest back is given
+            up, and its next read raises :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no bound.
+        engine: which kernels keep the rows, see :func:`~delta_tracker.kernels.engines.choose_engine`.
 
     Raises:
         NoShardedModuleError: if the model has nothing to track.
-        UnsupportedTableError: if a table's kernel cannot be followed.
-        InvalidArgumentError: for consumers that are not different names, or an unknown mode.
+        UnsupportedTableError: if a table's kernel cannot be followed, or its optimizer cannot serve the mode.
+        InvalidArgumentError: for consumers that are not different names, or an unknown mode, record or engine.
         MissingExtraError: if torchrec is not installed.
     """
 
     DEFAULT_CONSUMER = "default"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the seed interface's, and three
         self,
         model: nn.Module,
         consumers: Sequence[str] | None = None,
@@ -60,26 +69,42 @@ class ModelDeltaTracker:
         auto_compact: bool = False,  # noqa: FBT001, FBT002
         mode: TrackingMode = TrackingMode.ID_ONLY,
         fqns_to_skip: Iterable[str] = (),
+        *,
+        record: Record = "updates",
+        max_bytes: int | None = None,
+        engine: str | None = None,
     ) -> None:
         if not isinstance(mode, TrackingMode):
             raise InvalidArgumentError("mode", mode, f"Pass one of {[str(known) for known in TrackingMode]}")
-        self._cursors = Cursors([self.DEFAULT_CONSUMER] if consumers is None else consumers)
-        self._delete_on_read = delete_on_read
-        self._auto_compact = auto_compact
-        skips = _as_names(fqns_to_skip)
-        self._found = discover(model, skips)
-        _warn_unknown(skips, [*self._found.tables, *self._found.skipped])
-        self._stores = {
-            fqn: SegmentStore(shard.spec.num_rows, shard.device) for fqn, shard in self._found.shards.items()
-        }
-        self._lock = threading.RLock()
-        self._position = 0
-        self._num_batches = 0
-        keys = itertools.count()
-        self._hooks = [KernelHook(kernel, self, keys) for kernel in self._found.kernels]
-        self._attached = True
+        if record not in get_args(Record):
+            raise InvalidArgumentError("record", record, f"Pass one of {get_args(Record)}")
+        self._model = model
+        self._mode = mode
+        self._capture = CAPTURES[mode]
+        self._records_lookups = record == "lookups"
+        self._engine = engine
+        self._skips = fqns_to_skip if isinstance(fqns_to_skip, str) else tuple(fqns_to_skip)
+        self._found = discover(model, self._skips)
+        self._shards = self._found.shards
+        for shard in self._shards.values():
+            self._capture.check(shard)
+        self._log = ChangeLog(
+            {fqn: self._make_store(fqn) for fqn in self._shards},
+            [self.DEFAULT_CONSUMER] if consumers is None else consumers,
+            delete_on_read=delete_on_read,
+            auto_compact=auto_compact,
+            max_bytes=max_bytes,
+        )
+        self._reader = DeltaReader(self._shards, self._capture)
+        self._keys = itertools.count()
+        self._hooks = self._attach()
 
     # What is tracked
+
+    @property
+    def mode(self) -> TrackingMode:
+        """What is kept of a changed row."""
+        return self._mode
 
     @property
     def tables(self) -> Mapping[str, TableSpec]:
@@ -89,30 +114,12 @@ class ModelDeltaTracker:
     @property
     def shards(self) -> Mapping[str, ShardSpec]:
         """FQN to the block that this rank holds, with no rows where it holds none."""
-        return {fqn: shard.spec for fqn, shard in self._found.shards.items()}
-
-    @property
-    def consumers(self) -> tuple[str, ...]:
-        """Names of the consumers."""
-        return self._cursors.names
-
-    @property
-    def num_batches(self) -> int:
-        """How often :meth:`step` was called."""
-        return self._num_batches
+        return {fqn: shard.spec for fqn, shard in self._shards.items()}
 
     @property
     def num_hook_errors(self) -> int:
         """Faults inside hooks since the start; each was contained and made its tables count as wholly changed."""
         return sum(hook.num_errors for hook in self._hooks)
-
-    def resolve_consumer(self, consumer: str | None) -> str:
-        """The name of ``consumer``; None means the only one.
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
-        """
-        return self._cursors.resolve(consumer)
 
     def get_tracked_modules(self) -> dict[str, nn.Module]:
         """FQN to sharded embedding module."""
@@ -122,29 +129,49 @@ class ModelDeltaTracker:
         """Table FQN to the names of the features that are looked up in it."""
         return {fqn: list(names) for fqn, names in self._found.features.items()}
 
+    def memory(self) -> Memory:
+        """What the tracker holds now."""
+        copies = sum(store.copy_bytes for store in self._log.stores.values())
+        return Memory(self._log.log_bytes, copies, self._log.carried_bytes)
+
     # Training
+
+    @property
+    def num_batches(self) -> int:
+        """How often :meth:`step` was called."""
+        return self._log.num_batches
 
     def step(self) -> None:
         """Count one batch. It orders the log for people; no update is lost if nobody calls it."""
-        self._num_batches += 1
-        if self._auto_compact:
-            self.compact()
+        self._log.step()
 
-    def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Take note that rows are about to be written; for :mod:`delta_tracker.sharding.hooks`."""
-        with self._lock:
-            for fqn, table_ids in ids.items():
-                self._stores[fqn].open_batch(key, table_ids)
+    def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
+        """Say that rows were changed from outside; their old values count as unknown.
 
-    def applied(self, key: int, tables: Iterable[str]) -> None:
-        """Take note that the rows opened under ``key`` are written; for :mod:`delta_tracker.sharding.hooks`."""
-        with self._lock:
-            for fqn in tables:
-                self._stores[fqn].close_batch(key)
+        Args:
+            fqn: the table.
+            ids: ``[N]`` integer local ids, in any order; None for all rows.
+
+        Raises:
+            InvalidArgumentError: for a table that is not tracked, or ids outside the shard; nothing is marked.
+        """
+        spec = self._shard(fqn).spec
+        if ids is not None:
+            spec.check_ids(ids)
+        self._log.mark(fqn, ids, is_written=True)
 
     # Reading
 
-    def get_delta(self, consumer: str | None = None, *, commit: bool = True, with_values: bool = False) -> Delta:
+    def get_delta(
+        self,
+        consumer: str | None = None,
+        *,
+        commit: bool = True,
+        with_values: bool = False,
+        with_optimizer: bool = False,
+        top_k: TopK | None = None,
+        owner: object = None,
+    ) -> Delta:
         """The rows that changed since the consumer's last committed read.
 
         Args:
@@ -152,6 +179,10 @@ class ModelDeltaTracker:
             commit: move the cursor now. With False it stays until :meth:`commit`, and the rows stay pending; a new
                 read replaces the uncommitted one and covers its rows too.
             with_values: add ``values``, the rows as they are now, ``[N, D]`` in the table's dtype.
+            with_optimizer: add ``optimizer``, the fused optimizer's states of the rows as they are now.
+            top_k: read a part of the rows only, those that changed most; the others stay pending. Every rank must
+                then make this call. A DATA_PARALLEL table is chosen from on rank 0; the others' deltas hold all of it.
+            owner: who reserved the consumer, see :meth:`reserve`.
 
         Returns:
             Table FQN to rows; a table without changes is present and empty. Rows whose update is under way at the
@@ -159,22 +190,21 @@ class ModelDeltaTracker:
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or several and none was named.
+            ReservedConsumerError: if it is reserved by somebody else than ``owner``.
+            NeedsSnapshotError: if the consumer was given up to bound memory.
+            InvalidArgumentError: for a ``top_k`` without a score in a mode that has none, or scores that are NaN.
+            UnsupportedTableError: for ``with_optimizer`` where an optimizer is not fused.
             DetachedError: after :meth:`detach`.
         """
-        with self._lock:
-            name = self._cursors.resolve(consumer)
-            self._require_attached()
-            start, first_batch = self._cursors.start(name)
-            self._position += 1
-            for store in self._stores.values():
-                store.cut(self._position)
-            rows = {fqn: self._read_table(fqn, start, with_values=with_values) for fqn in self._found.tables}
-            batches = (first_batch, self._num_batches)
-            delta = Delta(rows, consumer=name, start=start, stop=self._position, batches=batches)
-            self._cursors.seal(delta)
-            if commit:
-                self._cursors.commit(delta)
-            self.compact()
+        name = self._log.resolve(consumer, owner)
+        if not self._is_attached:
+            raise DetachedError
+        self._reader.check(top_k, with_optimizer=with_optimizer)
+        with self._log.lock:
+            delta = self._reader.delta(
+                self._log.read(name), top_k=top_k, with_values=with_values, with_optimizer=with_optimizer
+            )
+            self._log.seal(delta, commit=commit)
             return delta
 
     def get_delta_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
@@ -187,9 +217,7 @@ class ModelDeltaTracker:
         Raises:
             StaleDeltaError: if ``delta`` is not the consumer's uncommitted read any more.
         """
-        with self._lock:
-            self._cursors.commit(delta)
-            self.compact()
+        self._log.commit(delta)
 
     def abort(self, delta: Delta) -> None:
         """Forget an uncommitted read; its rows stay pending.
@@ -197,22 +225,7 @@ class ModelDeltaTracker:
         Raises:
             StaleDeltaError: if ``delta`` is not the consumer's uncommitted read any more.
         """
-        with self._lock:
-            self._cursors.abort(delta)
-            self.compact()
-
-    def rewind(self, consumer: str | None = None) -> None:
-        """Let a consumer read again everything that changed since the tracker was built; aborts its open read.
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
-            InvalidArgumentError: if the tracker forgets what was read (``delete_on_read=True``).
-        """
-        with self._lock:
-            name = self._cursors.resolve(consumer)
-            if self._delete_on_read:
-                raise InvalidArgumentError("delete_on_read", True, "Build the tracker with delete_on_read=False")
-            self._cursors.rewind(name)
+        self._log.abort(delta)
 
     def read_rows(self, fqn: str, ids: Tensor | None = None) -> Tensor:
         """A copy of the rows that this rank holds now.
@@ -239,22 +252,104 @@ class ModelDeltaTracker:
         """
         return column_views(self._shard(fqn))
 
+    # Consumers
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """Names of the consumers."""
+        return self._log.consumers
+
+    def reserve(self, consumer: str | None, owner: object) -> str:
+        """Let nobody but ``owner`` read or move a consumer until :meth:`release`; a publisher does so with its own.
+
+        Returns:
+            The consumer's name.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            ReservedConsumerError: if somebody else has it.
+            DetachedError: after :meth:`detach`.
+        """
+        if not self._is_attached:
+            raise DetachedError
+        name = self._log.resolve(consumer, owner)
+        self._log.reserve(name, owner)
+        return name
+
+    def release(self, consumer: str, owner: object) -> None:
+        """End a reservation of ``owner``; anybody else's stays."""
+        self._log.reserve(self._log.resolve(consumer, owner), None)
+
+    def needs_snapshot(self, consumer: str) -> bool:
+        """Whether a consumer was given up to bound memory, so that only all rows can bring it up to date."""
+        return self._log.is_behind(consumer)
+
+    def add_consumer(self, consumer: str) -> None:
+        """Add a reader, which from now on is told what changes from now on.
+
+        Raises:
+            InvalidArgumentError: if it exists.
+        """
+        self._log.add(consumer)
+
+    def remove_consumer(self, consumer: str) -> None:
+        """Remove a reader and what only it needed.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer.
+        """
+        self._log.remove(self._log.resolve(consumer))
+
+    def clear(self, consumer: str | None = None, *, owner: object = None) -> None:
+        """Forget what is pending for a consumer, or for all of them if none is named.
+
+        It is also the way back for a consumer that was given up: clear it, then give it all rows (:meth:`read_rows`).
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer.
+        """
+        for name in self._log.consumers if consumer is None else [consumer]:
+            self._log.clear(self._log.resolve(name, owner))
+
+    def rewind(self, consumer: str | None = None) -> None:
+        """Let a consumer read again everything that changed since the tracker was built; aborts its open read.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            InvalidArgumentError: if the tracker forgets what was read (``delete_on_read=True``).
+        """
+        self._log.rewind(self._log.resolve(consumer))
+
     def compact(self) -> None:
         """Drop what every consumer has committed and merge what no cursor tells apart."""
-        with self._lock:
-            pinned = self._cursors.pinned
-            for store in self._stores.values():
-                store.compact(pinned)
-                if self._delete_on_read:
-                    store.delete(self._cursors.oldest)
+        self._log.compact()
 
-    # End
+    trigger_compaction = compact  # the seed interface's name
+
+    # Attaching
+
+    def reattach(self) -> None:
+        """Watch the model's present modules and shards, after TorchRec resharded it.
+
+        A table whose block on this rank is as it was keeps its log. Of any other one, all rows held now count as
+        changed, old values unknown, for every consumer.
+
+        Raises: as the constructor; the tracker is then as it was.
+        """
+        found = discover(self._model, self._skips)
+        for shard in found.shards.values():
+            self._capture.check(shard)
+        self._remove_hooks()
+        moved = [fqn for fqn, shard in found.shards.items() if shard.spec != self._shards[fqn].spec]
+        self._found = found
+        self._shards.update(found.shards)
+        self._log.replace({fqn: self._make_store(fqn) for fqn in moved})
+        self._hooks = self._attach()
 
     def detach(self) -> None:
         """Remove every hook; afterwards reads raise :class:`DetachedError`. Calling it again does nothing."""
-        for hook in self._hooks:
-            hook.remove()
-        self._attached = False
+        self._remove_hooks()
+        self._is_attached = False
 
     def __enter__(self) -> Self:
         return self
@@ -264,29 +359,20 @@ class ModelDeltaTracker:
     ) -> None:
         self.detach()
 
-    def _read_table(self, fqn: str, start: int, *, with_values: bool) -> DeltaRows:
-        shard = self._found.shards[fqn]
-        ids = self._stores[fqn].changed(start, self._position)
-        values = read_rows(shard, ids) if with_values else None
-        return DeltaRows(ids, values=values, shard=shard.spec)
+    def _attach(self) -> list[KernelHook]:
+        self._is_attached = True
+        return [
+            KernelHook(kernel, self._log, self._keys, lookups=self._records_lookups) for kernel in self._found.kernels
+        ]
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _make_store(self, fqn: str) -> SegmentStore:
+        return make_store(fqn, self._shards, self._capture, engine=self._engine, compares=not self._records_lookups)
 
     def _shard(self, fqn: str) -> LocalShard:
-        if fqn not in self._found.shards:
-            raise InvalidArgumentError("fqn", fqn, f"Pass one of the tracked tables {sorted(self._found.shards)}")
-        return self._found.shards[fqn]
-
-    def _require_attached(self) -> None:
-        if not self._attached:
-            raise DetachedError
-
-
-def _as_names(names: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise InvalidArgumentError("fqns_to_skip", names, "Pass a list of names")
-    return tuple(names)
-
-
-def _warn_unknown(skips: Iterable[str], known: Sequence[str]) -> None:
-    for skip in skips:
-        if not any(fqn == skip or fqn.startswith(f"{skip}.") or skip in fqn.split(".") for fqn in known):
-            warnings.warn(f"fqns_to_skip names {skip!r}, which no table has; tables: {sorted(known)}", stacklevel=3)
+        if fqn not in self._shards:
+            raise InvalidArgumentError("fqn", fqn, f"Pass one of the tracked tables {sorted(self._shards)}")
+        return self._shards[fqn]

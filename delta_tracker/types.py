@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.rows import ChangedRows
 
 
 class TrackingMode(Enum):
@@ -21,6 +22,40 @@ class TrackingMode(Enum):
 
     ID_ONLY = "id_only"
     """Only that it changed."""
+    EMBEDDING = "embedding"
+    """The row as the consumer last received it: states ``[N, D]``."""
+    MOMENTUM_LAST = "momentum_last"
+    """L2 norm of the optimizer's first state of the row, as it is at the read: states ``[N]``."""
+    MOMENTUM_DIFF = "momentum_diff"
+    """How far the optimizer's row-wise sum of squared gradients has grown since the consumer's read: states ``[N]``."""
+    ROWWISE_ADAGRAD = "rowwise_adagrad"
+    """The same as MOMENTUM_DIFF, under the name that it had first."""
+
+
+class EmbdUpdateMode(Enum):
+    """Which of a row's recorded states a :class:`~delta_tracker.store.lookups.DeltaStore` keeps."""
+
+    NONE = "none"
+    """None: ids only."""
+    FIRST = "first"
+    """The earliest."""
+    LAST = "last"
+    """The latest."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexedLookup:
+    """What one batch looked up in one table.
+
+    Args:
+        batch_idx: the batch.
+        ids: ``[N]`` ids, in any order, duplicates allowed.
+        states: ``[N, ...]`` recorded states, None for ids only.
+    """
+
+    batch_idx: int
+    ids: Tensor
+    states: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +93,7 @@ class ShardSpec:
         row_offset: global id of local row 0.
         num_rows: rows held here, ``R``.
         columns: half-open column ranges held here, ascending and disjoint.
+        is_replicated: every rank holds the same block (DATA_PARALLEL), so that one rank has to publish it.
 
     Example:
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)
@@ -69,6 +105,7 @@ class ShardSpec:
     row_offset: int = 0
     num_rows: int = 0
     columns: tuple[tuple[int, int], ...] = ()
+    is_replicated: bool = False
 
     def __post_init__(self) -> None:
         edges = [edge for column_range in self.columns for edge in column_range]
@@ -80,6 +117,19 @@ class ShardSpec:
                 (self.row_offset, self.num_rows, self.columns),
                 f"Keep the shard of {self.table.fqn!r} inside the table's {self.table}",
             )
+
+    def check_ids(self, ids: Tensor) -> None:
+        """Refuse what are not local ids of this shard.
+
+        Raises:
+            InvalidArgumentError: unless ``ids`` is ``[N]`` integers, each from 0 to ``num_rows - 1``.
+        """
+        if ids.dim() != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+            raise InvalidArgumentError("ids", (tuple(ids.shape), ids.dtype), "Pass a [N] tensor of integers")
+        outside = ids[(ids < 0) | (ids >= self.num_rows)]
+        if len(outside):
+            remedy = f"Pass local ids of {self.table.fqn!r} on this rank, 0 up to and without {self.num_rows}"
+            raise InvalidArgumentError("ids", outside[:5].tolist(), remedy)
 
     @property
     def num_columns(self) -> int:
@@ -97,6 +147,10 @@ class DeltaRows:
         values: ``[N, D]`` rows as they were at the read, in the table's dtype, columns in the order of
             ``shard.columns``; None unless the read asked for them.
         shard: the block that ``ids`` count in.
+        known: ``[N]`` bool, whether the old state is known; its row in ``states`` is NaN otherwise. None in the modes
+            that keep no old states.
+        optimizer: the optimizer's states of the rows, if the read asked for them, in the optimizer's order: each
+            ``[N, D]``, or ``[N, S]`` with one number for each of the shard's ``S`` column ranges.
 
     Example:
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)
@@ -109,6 +163,8 @@ class DeltaRows:
     states: Tensor | None = None
     values: Tensor | None = None
     shard: ShardSpec | None = field(default=None, kw_only=True)
+    known: Tensor | None = field(default=None, kw_only=True)
+    optimizer: tuple[Tensor, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         if self.ids.dim() != 1 or self.ids.dtype != torch.int64:
@@ -135,14 +191,23 @@ class Delta(Mapping[str, DeltaRows]):
         start: log position that the read starts from, the consumer's cursor.
         stop: log position of the read's cut; committing moves the cursor here.
         batches: half-open range of ``step()`` counts that the read covers.
+        left_out: changed rows that are not in it, per table with any; committing keeps them pending.
     """
 
-    __slots__ = ("_rows", "batches", "consumer", "start", "stop")
+    __slots__ = ("_rows", "batches", "consumer", "left_out", "start", "stop")
 
     def __init__(
-        self, rows: Mapping[str, DeltaRows], *, consumer: str, start: int, stop: int, batches: tuple[int, int]
+        self,
+        rows: Mapping[str, DeltaRows],
+        *,
+        consumer: str,
+        start: int,
+        stop: int,
+        batches: tuple[int, int],
+        left_out: Mapping[str, ChangedRows] | None = None,
     ) -> None:
         self._rows = MappingProxyType(dict(rows))
+        self.left_out = MappingProxyType({fqn: rows for fqn, rows in (left_out or {}).items() if len(rows)})
         self.consumer = consumer
         self.start = start
         self.stop = stop
@@ -162,6 +227,31 @@ class Delta(Mapping[str, DeltaRows]):
         """Changed rows over all tables on this rank."""
         return sum(len(rows) for rows in self._rows.values())
 
+    @property
+    def pending_rows(self) -> int:
+        """Changed rows that it leaves out, over all tables on this rank; 0 unless top-k chose."""
+        return sum(len(rows) for rows in self.left_out.values())
+
     def __repr__(self) -> str:
         tables = {fqn: len(rows) for fqn, rows in self._rows.items()}
         return f"Delta(consumer={self.consumer!r}, batches={self.batches}, rows={tables})"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that a tracker holds on this rank.
+
+    Args:
+        log_bytes: which rows changed, their old states in the modes that keep them, and the ids of open batches.
+        copy_bytes: second copies of the shards whose optimizer is not fused.
+        carried_bytes: rows that reads with top-k have left out.
+    """
+
+    log_bytes: int
+    copy_bytes: int
+    carried_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.log_bytes + self.copy_bytes + self.carried_bytes

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import torchrec
@@ -12,16 +16,35 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.types import DataType
+
+# Set by .ci/matrix; every rank passes here, so none can run on another torchrec unseen.
+_UNDER_TEST = os.environ.get("TORCHREC_UNDER_TEST")
+if _UNDER_TEST and not Path(torchrec.__file__).is_relative_to(_UNDER_TEST):
+    raise ImportError(f"torchrec is imported from {torchrec.__file__}, not from {_UNDER_TEST}")
 
 
 @dataclass
 class Table:
-    """One table of a test model; sharding is "row", "table:RANK" or "column:RANK,RANK"."""
+    """One table of a test model.
+
+    Its sharding is "row", "table:RANK", "column:RANK,RANK", "data", "table_row:HOST", "table_column:RANK,RANK" or
+    "grid:HOST,HOST"; its kernel is the model's unless it has one of its own.
+    """
 
     name: str
     rows: int
@@ -29,6 +52,7 @@ class Table:
     dim: int = 8
     features: tuple[str, ...] = ()
     dtype: str = "FP32"
+    kernel: str | None = None
 
     def __post_init__(self) -> None:
         self.features = tuple(self.features) or (self.name,)
@@ -41,6 +65,8 @@ class Spec:
     tables: list[Table]
     bag: bool = False
     kernel: str = "fused"
+    optimizer: str = "RowWiseAdagrad"
+    local_size: int | None = None  # ranks per host, all of them unless given
     features: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,13 +117,34 @@ class Model(nn.Module):
         return self.dense(rows.reshape(-1, self.dense.in_features)).sum()
 
 
-def _sharding(table: Table, kernel: str) -> object:
-    kind, _, ranks = table.sharding.partition(":")
-    if kind == "row":
-        return row_wise(compute_kernel=kernel)
-    if kind == "table":
-        return table_wise(rank=int(ranks), compute_kernel=kernel)
-    return column_wise(ranks=[int(rank) for rank in ranks.split(",")], compute_kernel=kernel)
+def with_kernel(generator: Callable[..., Any], kernel: str, kind: str | None = None) -> Callable[..., Any]:
+    """A parameter's sharding with ``kernel``: only some generators take it, in torchrec 1.3 not even ``row_wise``."""
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        sharding = generator(*args, **kwargs)
+        sharding.compute_kernel = kernel
+        sharding.sharding_type = kind or sharding.sharding_type
+        return sharding
+
+    return generate
+
+
+def _sharding(table: Table, kernel: str) -> Callable[..., Any]:
+    kind, _, places = table.sharding.partition(":")
+    ranks = [int(rank) for rank in places.split(",") if rank]
+    if kind == "data":
+        return data_parallel()
+    if kind == "table_column":
+        # torchrec has no generator for it
+        return with_kernel(column_wise(ranks=ranks), kernel, ShardingType.TABLE_COLUMN_WISE.value)
+    generators = {
+        "row": row_wise,
+        "table": lambda: table_wise(rank=ranks[0]),
+        "column": lambda: column_wise(ranks=ranks),
+        "table_row": lambda: table_row_wise(host_index=ranks[0]),
+        "grid": lambda: grid_shard(host_indexes=ranks),
+    }
+    return with_kernel(generators[kind](), kernel)
 
 
 def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
@@ -105,14 +152,19 @@ def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
     torch.manual_seed(0)
     model = Model(spec, "meta")
     model.dense = nn.Linear(spec.tables[0].dim, 1)
-    apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, model.ec.parameters(), {"lr": learning_rate})
+    fused_optimizer = {"SGD": torch.optim.SGD}.get(spec.optimizer) or getattr(torchrec.optim, spec.optimizer)
+    parameters = dict(model.ec.named_parameters())
+    for table in spec.tables:
+        if not is_dense(spec, table):
+            weight = parameters[f"{'embedding_bags' if spec.bag else 'embeddings'}.{table.name}.weight"]
+            apply_optimizer_in_backward(fused_optimizer, [weight], {"lr": learning_rate})
     world_size = dist.get_world_size()
     sharder = EmbeddingBagCollectionSharder() if spec.bag else EmbeddingCollectionSharder()
     plan = construct_module_sharding_plan(
         model.ec,
-        {table.name: _sharding(table, spec.kernel) for table in spec.tables},
+        {table.name: _sharding(table, table.kernel or spec.kernel) for table in spec.tables},
         sharder=sharder,
-        local_size=world_size,
+        local_size=spec.local_size or world_size,
         world_size=world_size,
         device_type="cpu",
     )
@@ -123,6 +175,17 @@ def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
         plan=ShardingPlan({"ec": plan}),
         sharders=[sharder],
     )
+
+
+def is_dense(spec: Spec, table: Table) -> bool:
+    """Whether a table's optimizer is an ordinary one."""
+    return table.sharding == "data" or (table.kernel or spec.kernel) == "dense"
+
+
+def ordinary_optimizer(model: DistributedModelParallel, kind: str, **kwargs: float) -> KeyedOptimizerWrapper:
+    """A torch optimizer for all parameters that no fused optimizer has."""
+    parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return KeyedOptimizerWrapper(parameters, lambda these: getattr(torch.optim, kind)(these, **kwargs))
 
 
 def batch(spec: Spec, generator: torch.Generator, size: int = 3, max_length: int = 2) -> KeyedJaggedTensor:

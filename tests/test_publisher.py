@@ -43,7 +43,7 @@ def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank
             if rank == broken_rank:
                 assert message.startswith("StorageError: the store file://")
             else:
-                assert message.startswith(f"PublishError: nothing was published: rank {broken_rank} failed with")
+                assert message.startswith(f"PublishError: the version was not published: rank {broken_rank} failed")
             assert "No space left on device" in message
 
 
@@ -55,7 +55,7 @@ def test_a_second_publisher_fences_the_first(two_ranks: RankPool, url: str) -> N
 
 def test_ranks_at_different_batches_publish_nothing(two_ranks: RankPool, url: str) -> None:
     for (message,) in two_ranks.run(f"{_CASES}:out_of_step", url=url):
-        assert "rank 1 failed with a cut at batch 1 while rank 0 cuts at batch 0" in message
+        assert "rank 1 failed with batch 1 where rank 0 has batch 0" in message
 
 
 def test_a_store_that_a_rank_cannot_use_is_refused_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_store_that_a_rank_cannot_use_is_refused_on_all(two_ranks: RankPool, t
     answers = two_ranks.run(f"{_CASES}:unwritable", url=f"file://{tmp_path}")
     for rank, (everywhere, on_one, consumer) in enumerate(answers):
         assert everywhere.startswith("StorageError: the store file://")
-        assert on_one.startswith("StorageError" if rank == 1 else "PublishError: nothing was published: rank 1")
+        assert on_one.startswith("StorageError" if rank == 1 else "PublishError: the version was not published: rank 1")
         assert consumer.startswith("UnknownConsumerError")
     assert not (tmp_path / "fine" / "log").exists()
 

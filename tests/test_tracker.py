@@ -70,7 +70,6 @@ def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
     expected = {
         "no module": ("NoShardedModuleError", "'1 (EmbeddingBag)'"),
         "unsharded": ("NoShardedModuleError", "'ec (EmbeddingCollection)'"),
-        "dense kernel": ("UnsupportedTableError", "'ec.embedding_bags.t'"),
         "consumers": ("InvalidArgumentError", "['a', 'a']"),
         "no consumers": ("InvalidArgumentError", "consumers=[]"),
         "mode": ("InvalidArgumentError", "TrackingMode.ID_ONLY"),

@@ -7,7 +7,8 @@ because neither is unique.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from delta_tracker.errors import NoShardedModuleError, UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, NoShardedModuleError, UnsupportedTableError
 from delta_tracker.sharding.versions import Torchrec, load_torchrec, planned_blocks, table_configs
 from delta_tracker.types import ShardSpec, TableSpec
 
@@ -29,10 +30,12 @@ class Kernel:
     Args:
         module: takes a KeyedJaggedTensor, returns the looked-up rows.
         slots: for each table slot, in order, the table's FQN (None if untracked) and its number of features.
+        is_fused: its optimizer writes rows inside the backward of the lookup; otherwise anything may write them.
     """
 
     module: Any
     slots: tuple[tuple[str | None, int], ...]
+    is_fused: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +50,11 @@ class LocalShard:
     spec: ShardSpec
     places: tuple[tuple[Kernel, int], ...]
     device: torch.device
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether rows are written inside backward passes only; true where nothing is held."""
+        return all(kernel.is_fused for kernel, _ in self.places)
 
 
 @dataclass(slots=True)
@@ -69,30 +77,37 @@ class Discovery:
     skipped: list[str] = field(default_factory=list)
 
 
-def discover(model: nn.Module, fqns_to_skip: Iterable[str] = ()) -> Discovery:
+def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     """Find every sharded EmbeddingCollection and EmbeddingBagCollection in ``model``.
 
     Args:
         model: usually a ``DistributedModelParallel``; a module that contains sharded ones will do.
-        fqns_to_skip: tables to leave out, each by its FQN, the FQN of a module above it, or one component of it.
+        fqns_to_skip: tables to leave out, each by its FQN, the FQN of a module above it, or one component of it. Warns
+            of a name that no table has.
 
     Raises:
+        InvalidArgumentError: for a ``fqns_to_skip`` that is one string.
         NoShardedModuleError: if there is nothing to track.
-        UnsupportedTableError: if a table's kernel is not fused, or its geometry contradicts the sharding plan.
+        UnsupportedTableError: if a table's kernel cannot be followed, or its geometry contradicts the sharding plan.
         MissingExtraError: if torchrec is not installed.
     """
     torchrec = load_torchrec()
     found = Discovery()
     unsharded = []
-    skips = tuple(fqns_to_skip)
+    if isinstance(fqns_to_skip, str):
+        raise InvalidArgumentError("fqns_to_skip", fqns_to_skip, "Pass a list of names")
     for fqn, module in _walk(model, "", torchrec, set()):
         if type(module) in torchrec.collections:
             found.modules[fqn] = module
-            _add_collection(found, torchrec, fqn, module, skips)
+            _add_collection(found, torchrec, fqn, module, fqns_to_skip)
         elif "Embedding" in type(module).__name__:
             unsharded.append(f"{fqn} ({type(module).__name__})")
     if not found.tables and not found.skipped:
         raise NoShardedModuleError(unsharded)
+    known = [*found.tables, *found.skipped]
+    for skip in fqns_to_skip:
+        if not any(_is_skipped(fqn, [skip]) for fqn in known):
+            warnings.warn(f"fqns_to_skip names {skip!r}, which no table has; tables: {sorted(known)}", stacklevel=3)
     return found
 
 
@@ -117,7 +132,7 @@ def _is_skipped(fqn: str, skips: Iterable[str]) -> bool:
 
 
 def _add_collection(
-    found: Discovery, torchrec: Torchrec, module_fqn: str, module: nn.Module, skips: tuple[str, ...]
+    found: Discovery, torchrec: Torchrec, module_fqn: str, module: nn.Module, skips: Sequence[str]
 ) -> None:
     holder = torchrec.collections[type(module)]
     fqn_of = {}
@@ -148,6 +163,7 @@ class _Place:
     slot: int
     block: tuple[int, int, int, int]  # row, column, rows, columns
     device: torch.device
+    is_replicated: bool
 
 
 def _kernels(
@@ -158,25 +174,35 @@ def _kernels(
         for emb_module in inner._emb_modules:  # noqa: SLF001
             configs = emb_module.config.embedding_tables
             tracked = [fqn_of.get(config.name) for config in configs]
+            compute_kernels = {config.compute_kernel.value for config in configs}
             kernel = Kernel(
-                emb_module, tuple((fqn, config.num_features()) for fqn, config in zip(tracked, configs, strict=True))
+                emb_module,
+                tuple((fqn, config.num_features()) for fqn, config in zip(tracked, configs, strict=True)),
+                is_fused=compute_kernels <= torchrec.fused_kernels,
             )
-            weights = emb_module.split_embedding_weights()
+            strange = compute_kernels - torchrec.fused_kernels - torchrec.dense_kernels
             blocks = []
             for slot, (fqn, config) in enumerate(zip(tracked, configs, strict=True)):
                 if fqn is None:
                     continue
-                if config.compute_kernel.value not in torchrec.fused_kernels or config.local_metadata is None:
-                    raise UnsupportedTableError(
-                        fqn, f"its compute kernel is {config.compute_kernel.value!r}, not fused"
-                    )
-                block = (*config.local_metadata.shard_offsets, *config.local_metadata.shard_sizes)
-                if tuple(weights[slot].shape) != block[2:]:
-                    raise UnsupportedTableError(
-                        fqn, f"its weight is {tuple(weights[slot].shape)}, its shard {block[2:]}"
-                    )
-                blocks.append((fqn, _Place(kernel, slot, block, weights[slot].device)))
+                if strange:
+                    raise UnsupportedTableError(fqn, f"its kernel is {sorted(strange)}, neither fused nor dense")
+                blocks.append((fqn, _place(kernel, slot, fqn, config)))
             yield kernel, blocks
+
+
+def _place(kernel: Kernel, slot: int, fqn: str, config: Any) -> _Place:  # noqa: ANN401  a torchrec table config
+    """Where a table stands in a kernel; without metadata the kernel holds all of it, as every rank does."""
+    weight = kernel.module.split_embedding_weights()[slot]
+    metadata = config.local_metadata
+    block = (
+        (0, 0, config.num_embeddings, config.embedding_dim)
+        if metadata is None
+        else (*metadata.shard_offsets, *metadata.shard_sizes)
+    )
+    if tuple(weight.shape) != block[2:]:
+        raise UnsupportedTableError(fqn, f"its weight is {tuple(weight.shape)} where its shard is {block[2:]}")
+    return _Place(kernel, slot, block, weight.device, is_replicated=metadata is None)
 
 
 def _merge(table: TableSpec, places: list[_Place], planned: set[tuple[int, int, int, int]] | None) -> LocalShard:
@@ -192,5 +218,6 @@ def _merge(table: TableSpec, places: list[_Place], planned: set[tuple[int, int, 
         raise UnsupportedTableError(table.fqn, f"its shards {sorted(strangers)} are not in the sharding plan")
     ((row_offset, num_rows),) = rows
     columns = tuple((place.block[1], place.block[1] + place.block[3]) for place in places)
-    spec = ShardSpec(table, row_offset, num_rows, columns)
+    is_replicated = any(place.is_replicated for place in places)
+    spec = ShardSpec(table, row_offset, num_rows, columns, is_replicated)
     return LocalShard(spec, tuple((place.kernel, place.slot) for place in places), places[0].device)

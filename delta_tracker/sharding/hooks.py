@@ -30,8 +30,24 @@ _NODE_NAME = "LookupFunction"
 _MAX_DEPTH = 8
 
 
+class KeyedIds(Protocol):
+    """As much of TorchRec's KeyedJaggedTensor as the tracker needs: ids grouped by feature."""
+
+    def keys(self) -> list[str]:
+        """Feature names, which may repeat."""
+
+    def values(self) -> Tensor:
+        """``[N]`` ids, those of the first feature first."""
+
+    def length_per_key(self) -> list[int]:
+        """How many ids each feature has."""
+
+
 class UpdateListener(Protocol):
-    """Who is told of updates, from the autograd thread. Must not wait for the device."""
+    """Who is told of lookups and updates, from the thread that makes them. Must not wait for the device."""
+
+    def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
+        """The rows ``ids`` (table FQN to ``[N]`` local ids, None for all) were looked up."""
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         """The rows ``ids`` (table FQN to ``[N]`` local ids, None for all) are about to be written."""
@@ -47,12 +63,14 @@ class KernelHook:
         kernel: what to watch.
         listener: who is told.
         keys: source of keys, shared by all hooks of a listener.
+        lookups: tell of every lookup too, also of those that update nothing.
     """
 
-    def __init__(self, kernel: Kernel, listener: UpdateListener, keys: itertools.count[int]) -> None:
+    def __init__(self, kernel: Kernel, listener: UpdateListener, keys: itertools.count[int], *, lookups: bool) -> None:
         self._kernel = kernel
         self._listener = listener
         self._keys = keys
+        self._lookups = lookups
         self._handle: RemovableHandle = kernel.module.register_forward_hook(self._after_lookup)
         self.num_errors = 0
 
@@ -63,9 +81,16 @@ class KernelHook:
 
     def _after_lookup(self, module: object, args: tuple[Any, ...], output: Tensor) -> None:
         del module
-        if not output.requires_grad:
+        updates = output.requires_grad and self._kernel.is_fused
+        if not updates and not self._lookups:
             return
         ids = self._contained(lambda: self._ids_by_table(args[0]), otherwise=self._all_rows())
+        if self._lookups:
+            self._contained(lambda: self._listener.looked_up(ids), otherwise=None)
+        if updates:
+            self._watch_update(output, ids)
+
+    def _watch_update(self, output: Tensor, ids: Mapping[str, Tensor | None]) -> None:
         node = self._contained(lambda: _lookup_node(output), otherwise=None)
         if node is None:
             # Without the node nothing proves the write: every row stays open, which costs bytes and loses nothing.
@@ -98,7 +123,7 @@ class KernelHook:
     def _all_rows(self) -> dict[str, Tensor | None]:
         return {fqn: None for fqn, _ in self._kernel.slots if fqn is not None}
 
-    def _ids_by_table(self, features: Any) -> dict[str, Tensor | None]:  # noqa: ANN401  a KeyedJaggedTensor
+    def _ids_by_table(self, features: KeyedIds) -> dict[str, Tensor | None]:
         """The ids of each tracked table, by position: the features of slot 0 come first, then those of slot 1, ..."""
         values, lengths = features.values(), features.length_per_key()
         ids: dict[str, Tensor | None] = {}
@@ -126,6 +151,9 @@ class KernelHook:
 
 class _Deaf:
     """Listener of a removed hook."""
+
+    def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
+        """Ignore it."""
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         """Ignore it."""

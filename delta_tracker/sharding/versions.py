@@ -22,11 +22,13 @@ class Torchrec:
         collections: sharded module class to the name of the attribute that holds its tables.
         wrapper: ``DistributedModelParallel``.
         fused_kernels: names of the compute kernels whose optimizer writes rows in the backward pass.
+        dense_kernels: names of the compute kernels whose rows are ordinary parameters.
     """
 
     collections: dict[type[nn.Module], str]
     wrapper: type[nn.Module]
     fused_kernels: frozenset[str] = frozenset({"fused", "fused_uvm", "fused_uvm_caching"})
+    dense_kernels: frozenset[str] = frozenset({"dense"})
 
 
 def load_torchrec() -> Torchrec:

@@ -1,6 +1,11 @@
-"""Read the rows that a rank holds, straight from the kernels' memory."""
+"""Read the rows that a rank holds, and their optimizer's, straight from the kernels' memory.
+
+Letters: ``N`` rows, ``D`` columns of the shard, ``S`` column ranges of the shard.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,11 +30,52 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
         ids: ``[N]`` int64 local ids; None for all rows.
 
     Returns:
-        ``[N, D]`` in the table's dtype, the columns in the order of ``shard.spec.columns``; ``[0, D]`` where the
+        ``[N, D]`` in the table's dtype, the columns in the order of ``shard.spec.columns``; ``[0, 0]`` where the
         rank holds nothing of the table.
     """
     views = column_views(shard)
     if not views:
         return torch.empty(0, 0, dtype=shard.spec.table.dtype, device=shard.device)
-    picked = [view.clone() if ids is None else view.index_select(0, ids) for view in views]
-    return picked[0] if len(picked) == 1 else torch.cat(picked, dim=1)
+    return _side_by_side([view.clone() if ids is None else view.index_select(0, ids) for view in views])
+
+
+def num_optimizer_states(shard: LocalShard) -> int:
+    """How many states the fused optimizer keeps of a row: 0 for SGD, and where the kernel is not fused."""
+    return min((len(_optimizer_tensors(shard, place)) for place in range(len(shard.places))), default=0)
+
+
+def has_rowwise_state(shard: LocalShard) -> bool:
+    """Whether the first optimizer state is one number for each row and column range."""
+    return all(_optimizer_tensors(shard, place)[0].dim() == 1 for place in range(len(shard.places)))
+
+
+def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
+    """A copy of the optimizer's states of rows.
+
+    Args:
+        shard: where from.
+        ids: ``[N]`` int64 local ids.
+
+    Returns:
+        For each state, in the optimizer's order, ``[N, D]``, or ``[N, S]`` where it keeps one number for each row and
+        column range; nothing where :func:`num_optimizer_states` is 0.
+    """
+    places = [_optimizer_tensors(shard, place) for place in range(len(shard.places))]
+    return tuple(
+        _side_by_side([(state if state.dim() > 1 else state.unsqueeze(1)).index_select(0, ids) for state in states])
+        for states in zip(*places, strict=True)
+    )
+
+
+def _optimizer_tensors(shard: LocalShard, place: int) -> list[Tensor]:
+    """Live optimizer states of one column range, each ``[R]`` or ``[R, columns]``."""
+    kernel, slot = shard.places[place]
+    if not kernel.is_fused:
+        return []
+    kernel.module.flush()
+    states = kernel.module.emb_module.split_optimizer_states()
+    return [state.detach() for state in states[slot]] if states else []
+
+
+def _side_by_side(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=1)

@@ -1,48 +1,59 @@
 """The store of one shard: a log of segments, each saying which rows changed between two cuts.
 
-Letters: ``N`` ids, ``R`` rows of the shard.
+Letters: ``N`` ids, ``R`` rows of the shard, ``S`` numbers in an old state.
 
-A position is a count of cuts. A segment covers the positions from its start to the next segment's start and holds
-one byte per local row. A batch of ids is *open* from just before its update is written until that update is proven
-done; a cut marks open rows again in the new segment, because a read at the cut may have taken them before or after
+A position is a count of cuts. A segment covers the positions from its start to the next segment's start, and holds a
+set of local rows and, where old states are kept, the state that each row had before its first change in the segment.
+A batch of ids is *open* from just before its update is written until that update is proven done; a cut marks open
+rows again in the new segment, with the states held now, because a read at the cut may have taken them before or after
 the write. That is what makes a read at any moment safe: see :meth:`SegmentStore.cut`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from delta_tracker.kernels.engines import choose_engine
+from delta_tracker.kernels.rows import RowSet
+from delta_tracker.rows import ChangedRows
 
 
 @dataclass(slots=True)
 class _Segment:
     start: int
-    marks: Tensor | None = None  # [R] bool; None while nothing is marked
-
-    def mark(self, ids: Tensor | None, num_rows: int, device: torch.device) -> None:
-        if self.marks is None:
-            self.marks = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        if ids is None:
-            self.marks.fill_(True)
-        else:
-            self.marks.index_fill_(0, ids, True)
+    rows: RowSet | None = None  # None while nothing is marked
+    # Rows that were marked first, with their states before; a marked row that is in none of them has no known state.
+    states: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def absorb(self, newer: _Segment) -> None:
-        if self.marks is None:
-            self.marks = newer.marks
-        elif newer.marks is not None:
-            self.marks.logical_or_(newer.marks)
+        """Take over a newer segment's rows; of a row in both, this segment's state stays."""
+        if newer.rows is None:
+            return
+        if self.rows is None:
+            self.rows, self.states = newer.rows, newer.states
+            return
+        for ids, states in newer.states:
+            is_new = ~self.rows.contains(ids)
+            if bool(is_new.any()):
+                self.states.append((ids[is_new], states[is_new]))
+        self.rows.absorb(newer.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        states = sum(ids.nbytes + states.nbytes for ids, states in self.states)
+        return states + (0 if self.rows is None else self.rows.num_bytes)
 
 
 class SegmentStore:
     """Changed rows of one shard of ``R`` rows, readable from any pinned position.
 
-    Memory is ``R`` bytes per segment with a change in it. After :meth:`compact` there is at most one segment for each
-    distinct pinned position, and one more; beside them the ids of the open batches are kept. Nothing here waits for
-    the device except :meth:`changed`.
+    Memory is one row set per segment with a change in it, and one old state per row of it where states are kept. After
+    :meth:`compact` there is at most one segment for each distinct pinned position, and one more; beside them the ids
+    of the open batches are kept.
 
     The caller serialises the calls, and calls in this order: for a batch :meth:`open_batch` before its update is
     written and :meth:`close_batch` once it is proven written; for a read :meth:`cut` on the training state that the
@@ -50,20 +61,31 @@ class SegmentStore:
 
     Args:
         num_rows: ``R``, rows of the shard; 0 is allowed.
-        device: where the marks live, the shard's own device.
+        device: where the ids live, the shard's own device.
+        engine: which kernels keep the rows, see :func:`~delta_tracker.kernels.engines.choose_engine`.
+        old_states: gives the states ``[N, S]`` that the rows ``[N]`` hold now; None to keep none.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
         >>> store.open_batch(0, torch.tensor([5, 2, 5]))
         >>> store.close_batch(0)
         >>> store.cut(1)
-        >>> store.changed(0, 1)
+        >>> store.changed(0, 1).ids
         tensor([2, 5])
     """
 
-    def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        device: torch.device | str = "cpu",
+        *,
+        engine: str | None = None,
+        old_states: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.num_rows = num_rows
         self._device = torch.device(device)
+        self._engine = choose_engine(engine, self._device)
+        self._old_states = old_states
         self._segments = [_Segment(start=0)]
         self._open: dict[int, Tensor | None] = {}
 
@@ -72,45 +94,61 @@ class SegmentStore:
 
         Args:
             batch: a key that no open batch has.
-            ids: ``[N]`` integer local ids, in any order, duplicates allowed; None for every row. An id outside
-                ``[0, R)`` counts as row 0, which is the row that FBGEMM's table-batched embedding updates for it.
+            ids: ``[N]`` integer local ids, in any order, duplicates allowed; None for every row, whose old states then
+                count as unknown. An id outside ``[0, R)`` counts as row 0, which is the row that FBGEMM's
+                table-batched embedding updates for it.
         """
         if self.num_rows == 0:
             return
-        if ids is not None:
-            ids = torch.where((ids >= 0) & (ids < self.num_rows), ids, 0).long()
         self._open[batch] = ids
-        self._mark_last(ids)
+        self._mark(ids)
 
     def close_batch(self, batch: int) -> None:
         """Forget an open batch: its update is written. A batch that is not open is no error."""
         self._open.pop(batch, None)
 
-    def mark(self, ids: Tensor | None) -> None:
-        """Mark rows that are changed already. Same ``ids`` as :meth:`open_batch`."""
-        self.open_batch(-1, ids)
-        self.close_batch(-1)
+    def mark(self, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
+        """Mark rows without opening them.
+
+        Args:
+            ids: as in :meth:`open_batch`.
+            states: ``[N, S]``, their states before the change; None for those that they hold now.
+            is_written: the rows are changed already, so that what they hold now is not their old state: unless
+                ``states`` says it, it is unknown.
+        """
+        if self.num_rows == 0:
+            return
+        if states is not None and ids is not None:
+            self._mark_with(ids, states)
+        else:
+            self._mark(ids, keep_states=not is_written)
 
     def cut(self, position: int) -> None:
         """Start a segment at ``position``, which is higher than any before; open rows are marked in it again."""
         last = self._segments[-1]
-        if last.marks is None:
+        if last.rows is None:
             last.start = position
         else:
             self._segments.append(_Segment(start=position))
         for ids in self._open.values():
-            self._mark_last(ids)
+            self._mark(ids)
 
-    def changed(self, start: int, stop: int) -> Tensor:
-        """``[N]`` int64 local ids marked from position ``start`` up to ``stop``, ascending and unique.
+    def changed(self, start: int, stop: int) -> ChangedRows:
+        """The rows marked from position ``start`` up to ``stop``, each with its oldest state in that range.
 
         Both must be pinned since they were cut, or :meth:`compact` may have merged across them. Waits for the device.
         """
-        marks = [seg.marks for seg in self._segments if start <= seg.start < stop and seg.marks is not None]
-        if not marks:
-            return torch.empty(0, dtype=torch.int64, device=self._device)
-        merged = marks[0] if len(marks) == 1 else torch.stack(marks).any(dim=0)
-        return merged.nonzero().flatten()
+        segments = [seg for seg in self._segments if start <= seg.start < stop and seg.rows is not None]
+        if not segments:
+            return self._with_states(torch.empty(0, dtype=torch.int64, device=self._device), None, [])
+        merged = segments[0].rows
+        if len(segments) > 1:
+            merged = self._engine(self.num_rows, self._device)
+            for segment in segments:
+                assert segment.rows is not None, "filtered above"
+                merged.absorb(segment.rows)
+        assert merged is not None, "filtered above"
+        return self._with_states(merged.scan(), merged, segments)
 
     def compact(self, pinned: Collection[int]) -> None:
         """Merge neighbouring segments unless a position in ``pinned`` lies on their boundary."""
@@ -122,10 +160,10 @@ class SegmentStore:
                 kept[-1].absorb(segment)
         self._segments = kept
 
-    def delete(self, before: int) -> None:
-        """Drop what was marked before position ``before``, which must be pinned or newer than every mark."""
-        kept = [segment for segment in self._segments if segment.start >= before]
-        self._segments = kept or [_Segment(start=before)]
+    def delete(self, before: int | None) -> None:
+        """Drop what was marked before position ``before``, which must be pinned; None drops everything."""
+        kept = [segment for segment in self._segments if before is not None and segment.start >= before]
+        self._segments = kept or [_Segment(start=self._segments[-1].start if before is None else before)]
 
     @property
     def num_segments(self) -> int:
@@ -133,11 +171,59 @@ class SegmentStore:
         return len(self._segments)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of marks and of open ids held now."""
-        tensors = [segment.marks for segment in self._segments] + list(self._open.values())
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    def num_open(self) -> int:
+        """Batches that are open now."""
+        return len(self._open)
 
-    def _mark_last(self, ids: Tensor | None) -> None:
-        if ids is None or ids.numel():
-            self._segments[-1].mark(ids, self.num_rows, self._device)
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of a second copy of the shard: none here."""
+        return 0
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of row sets, old states and open ids held now."""
+        opened = sum(ids.nbytes for ids in self._open.values() if ids is not None)
+        return opened + sum(segment.num_bytes for segment in self._segments)
+
+    def _last_rows(self) -> RowSet:
+        last = self._segments[-1]
+        if last.rows is None:
+            last.rows = self._engine(self.num_rows, self._device)
+        return last.rows
+
+    def _mark(self, ids: Tensor | None, *, keep_states: bool = True) -> None:
+        if ids is None:
+            self._last_rows().mark_all()
+        elif ids.numel() == 0:
+            pass
+        elif self._old_states is None or not keep_states:
+            self._last_rows().mark(ids.long())
+        else:
+            new = self._last_rows().mark_new(ids.long())
+            self._segments[-1].states.append((new, self._old_states(new)))
+
+    def _mark_with(self, ids: Tensor, states: Tensor) -> None:
+        """Mark unique rows whose old states are given."""
+        rows = self._last_rows()
+        if self._old_states is not None:
+            is_new = ~rows.contains(ids)
+            self._segments[-1].states.append((ids[is_new], states[is_new]))
+        rows.mark(ids)
+
+    def _with_states(self, ids: Tensor, merged: RowSet | None, segments: list[_Segment]) -> ChangedRows:
+        if self._old_states is None:
+            return ChangedRows(ids)
+        template = self._old_states(ids[:0])
+        states = template.new_full((len(ids), *template.shape[1:]), torch.nan)
+        known = torch.zeros_like(ids, dtype=torch.bool)
+        # From new to old, so that the older one wins, also where it says that the state is unknown.
+        for segment in reversed(segments):
+            assert segment.rows is not None, "filtered by the caller"
+            assert merged is not None, "given with segments"
+            places = merged.rank(segment.rows.scan())
+            known[places], states[places] = False, torch.nan
+            for marked, old in segment.states:
+                places = merged.rank(marked)
+                known[places], states[places] = True, old
+        return ChangedRows(ids, states, known)

@@ -141,12 +141,12 @@ def fenced(rank: int, world_size: int, url: str) -> list[str]:
         version = predictor.sync()
         messages = [attempt(first.publish), attempt(first.snapshot)]
         assert predictor.sync() == version
+        first.close()
         assert tracker.get_delta("first", commit=False).num_rows, "the fenced publisher's rows stay pending"
         assert second.publish().kind == "snapshot"
         predictor.sync()
         assert_equal(tracker, held)
         dist.barrier()
-        first.close()
         second.close()
         return messages
 

@@ -97,11 +97,11 @@ def schedule(rank: int, world_size: int, seed: int, num_events: int, bag: bool) 
         copies = {name: _Copy(tracker, name) for name in names}
         nothing: dict[str, set[int]] = {fqn: set() for fqn in tracker.tables}
         pending: list[torch.Tensor] = []
-        opened = tracker.opened
+        opened = tracker._log.opened
 
         def read_when_opened(key: int, ids: Any) -> None:
             opened(key, ids)
-            tracker.opened = opened  # once per backward
+            tracker._log.opened = opened  # once per backward
             counts["reads inside"] += 1
             extra = {fqn: set(ids[fqn].tolist()) if fqn in ids else set() for fqn in tracker.tables}
             copies["b"].read(extra)
@@ -116,11 +116,11 @@ def schedule(rank: int, world_size: int, seed: int, num_events: int, bag: bool) 
             elif event.startswith("backward") and pending:
                 loss = pending.pop(draw.randrange(len(pending)))
                 if event == "backward inside":
-                    tracker.opened = read_when_opened
+                    tracker._log.opened = read_when_opened
                 loss.backward(retain_graph=inside)
                 if inside:
                     loss.backward()
-                tracker.opened = opened
+                tracker._log.opened = opened
                 counts["backwards"] += 1
             elif event == "eval":
                 with torch.no_grad():
@@ -295,9 +295,6 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
                 )
             )
         ),
-        "dense kernel": message(
-            lambda: ModelDeltaTracker(shard(Spec([Table("t", 6, "row")], bag=True, kernel="dense")))
-        ),
         "consumers": message(lambda: ModelDeltaTracker(model, ["a", "a"])),
         "no consumers": message(lambda: ModelDeltaTracker(model, [])),
         "mode": message(lambda: ModelDeltaTracker(model, mode="id_only")),
@@ -354,5 +351,4 @@ def rewound(rank: int, world_size: int) -> None:
         model(batch(spec, generator)).backward()
         tracker.get_delta("a")
         tracker.get_delta("b")
-        (store,) = tracker._stores.values()
-        assert store.num_bytes == 0
+        assert tracker.memory().total_bytes == 0

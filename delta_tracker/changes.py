@@ -1,0 +1,250 @@
+"""The log of all changes on one rank: a store per table, cut at the same positions, and the consumers that read it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from delta_tracker.cursors import Cursors
+from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
+from delta_tracker.rows import ChangedRows, merge_first
+from delta_tracker.store.segments import SegmentStore
+from delta_tracker.types import Delta
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What a consumer's read covers, before anything is left out.
+
+    Args:
+        consumer: who reads.
+        start: log position of the cursor.
+        stop: log position of the cut.
+        batches: half-open range of ``step()`` counts.
+        rows: table FQN to changed rows, carried ones included.
+    """
+
+    consumer: str
+    start: int
+    stop: int
+    batches: tuple[int, int]
+    rows: Mapping[str, ChangedRows]
+
+
+class ChangeLog:
+    """Serialises what the hooks record and what the consumers read; every method takes :attr:`lock` itself.
+
+    Args:
+        stores: table FQN to its store.
+        consumers: names of the readers.
+        delete_on_read: forget what every consumer has committed.
+        auto_compact: do so, and merge, at every :meth:`step`; otherwise after every read.
+        max_bytes: how much the log may hold; above it the consumer that stands furthest back is given up.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, SegmentStore],
+        consumers: Sequence[str],
+        *,
+        delete_on_read: bool,
+        auto_compact: bool = False,
+        max_bytes: int | None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self._stores = dict(stores)
+        self._cursors = Cursors(consumers)
+        self._delete_on_read = delete_on_read
+        self._auto_compact = auto_compact
+        self._max_bytes = max_bytes
+        self._position = 0
+        self._num_batches = 0
+
+    @property
+    def stores(self) -> Mapping[str, SegmentStore]:
+        """Table FQN to store."""
+        return self._stores
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """Names of the consumers."""
+        return self._cursors.names
+
+    @property
+    def num_batches(self) -> int:
+        """How often :meth:`step` was called."""
+        return self._num_batches
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the segments and open batches of all stores."""
+        return sum(store.log_bytes for store in self._stores.values())
+
+    @property
+    def carried_bytes(self) -> int:
+        """Bytes of the rows that the consumers' reads left out."""
+        return self._cursors.num_bytes
+
+    def resolve(self, consumer: str | None, owner: object = None) -> str:
+        """The name of a consumer that ``owner`` may read and move; None means the only one.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            ReservedConsumerError: if it is reserved by somebody else.
+        """
+        name = self._cursors.resolve(consumer)
+        self._cursors.check_owner(name, owner)
+        return name
+
+    def reserve(self, consumer: str, owner: object) -> None:
+        """As :meth:`~delta_tracker.cursors.Cursors.reserve`."""
+        with self.lock:
+            self._cursors.reserve(consumer, owner)
+
+    def is_behind(self, consumer: str) -> bool:
+        """Whether the changes of a consumer were given up."""
+        return self._cursors.is_behind(self._cursors.resolve(consumer))
+
+    def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
+        """Rows of tables were looked up, and that counts."""
+        with self.lock:
+            for fqn, table_ids in ids.items():
+                self._stores[fqn].mark(table_ids)
+
+    def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        """Rows of tables are about to be written, under a key that no open batch has."""
+        with self.lock:
+            for fqn, table_ids in ids.items():
+                self._stores[fqn].open_batch(key, table_ids)
+
+    def applied(self, key: int, tables: Iterable[str]) -> None:
+        """The rows opened under ``key`` are written."""
+        with self.lock:
+            for fqn in tables:
+                self._stores[fqn].close_batch(key)
+
+    def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
+        """As :meth:`~delta_tracker.store.segments.SegmentStore.mark`."""
+        with self.lock:
+            self._stores[fqn].mark(ids, states=states, is_written=is_written)
+
+    def replace(self, stores: Mapping[str, SegmentStore]) -> None:
+        """Take new stores for some tables; all their rows count as changed, old values unknown."""
+        with self.lock:
+            for fqn, store in stores.items():
+                self._stores[fqn] = store
+                store.cut(self._position)
+                store.mark(None, is_written=True)
+
+    def step(self) -> None:
+        """Count a batch, and keep the memory within its bound."""
+        with self.lock:
+            self._num_batches += 1
+            if self._auto_compact:
+                self.compact()
+            self._shed()
+
+    def read(self, consumer: str) -> Reading:
+        """Cut the log and collect what ``consumer`` has not received. Nothing moves before :meth:`seal`.
+
+        Raises:
+            NeedsSnapshotError: if its changes were given up.
+        """
+        with self.lock:
+            if self._cursors.is_behind(consumer):
+                assert self._max_bytes is not None, "only a bound gives a consumer up"
+                raise NeedsSnapshotError(consumer, self._max_bytes)
+            start, first_batch = self._cursors.start(consumer)
+            self._cut()
+            rows = {fqn: store.changed(start, self._position) for fqn, store in self._stores.items()}
+            for fqn, carried in self._cursors.carried(consumer).items():
+                rows[fqn] = merge_first(carried, rows[fqn])
+            return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows)
+
+    def seal(self, delta: Delta, *, commit: bool) -> None:
+        """Make ``delta`` its consumer's uncommitted read, or commit it at once."""
+        with self.lock:
+            self._cursors.seal(delta)
+            if commit:
+                self._cursors.commit(delta)
+            self._after_read()
+
+    def commit(self, delta: Delta) -> None:
+        """As :meth:`~delta_tracker.cursors.Cursors.commit`."""
+        with self.lock:
+            self._cursors.commit(delta)
+            self._after_read()
+
+    def abort(self, delta: Delta) -> None:
+        """As :meth:`~delta_tracker.cursors.Cursors.abort`."""
+        with self.lock:
+            self._cursors.abort(delta)
+            self._after_read()
+
+    def add(self, consumer: str) -> None:
+        """Add a consumer that stands at the end of the log.
+
+        Raises:
+            InvalidArgumentError: if it exists.
+        """
+        with self.lock:
+            if consumer in self._cursors.names:
+                raise InvalidArgumentError("consumer", consumer, f"Pass a name beside {list(self._cursors.names)}")
+            self._place_at_end(consumer)
+
+    def remove(self, consumer: str) -> None:
+        """Remove a consumer, and what only it needed."""
+        with self.lock:
+            self._cursors.remove(consumer)
+            self.compact()
+
+    def clear(self, consumer: str) -> None:
+        """Forget all that is pending for a consumer, whose copy is now taken to be as the shard is."""
+        with self.lock:
+            self._place_at_end(consumer)
+            self.compact()
+
+    def rewind(self, consumer: str) -> None:
+        """Put a consumer back to the start of the log.
+
+        Raises:
+            InvalidArgumentError: if the log forgets what was read.
+        """
+        with self.lock:
+            if self._delete_on_read:
+                raise InvalidArgumentError("delete_on_read", True, "Build the tracker with delete_on_read=False")
+            self._cursors.place(consumer, 0, 0)
+
+    def compact(self) -> None:
+        """Drop what every consumer has committed and merge what no cursor tells apart."""
+        with self.lock:
+            pinned, oldest = self._cursors.pinned, self._cursors.oldest
+            for store in self._stores.values():
+                store.compact(pinned)
+                if self._delete_on_read:
+                    store.delete(oldest)
+
+    def _after_read(self) -> None:
+        if not self._auto_compact:
+            self.compact()
+        self._shed()
+
+    def _cut(self) -> None:
+        self._position += 1
+        for store in self._stores.values():
+            store.cut(self._position)
+
+    def _place_at_end(self, consumer: str, *, is_behind: bool = False) -> None:
+        self._cut()
+        self._cursors.place(consumer, self._position, self._num_batches, is_behind=is_behind)
+
+    def _shed(self) -> None:
+        while self._max_bytes is not None and self.log_bytes + self.carried_bytes > self._max_bytes:
+            hindmost = self._cursors.hindmost
+            if hindmost is None:
+                return
+            self._place_at_end(hindmost, is_behind=True)
+            self.compact()

@@ -1,0 +1,136 @@
+"""Sets of rows on the CPU, compiled by numba (the extra ``numba``)."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from delta_tracker.errors import MissingExtraError
+from delta_tracker.kernels.rows import RowSet
+
+_ROWS_PER_BLOCK = 512
+_WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 64
+
+
+class NumbaRows(RowSet):
+    """One bit per row and one per block of 512 rows, so that a scan costs what was marked, not what exists.
+
+    It holds ``R / 8 + R / 4096`` bytes, of which the system provides only the pages that were written to. The GIL is
+    released in every call. :meth:`mark_new` returns each id at the place of its first occurrence. The first set that
+    is built compiles the loops, which takes seconds; later processes read them from numba's cache.
+
+    Raises:
+        MissingExtraError: if numba is not installed.
+
+    Example:
+        >>> rows = NumbaRows(8, torch.device("cpu"))
+        >>> rows.mark(torch.tensor([5, 2, 5]))
+        >>> rows.mark_new(torch.tensor([7, 2, 7, 1]))
+        tensor([7, 1])
+        >>> rows.scan()
+        tensor([1, 2, 5, 7])
+        >>> rows.rank(torch.tensor([7, 1]))
+        tensor([3, 0])
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        super().__init__(num_rows, device)
+        self._loops = load_loops()
+        self._num_blocks = -(-num_rows // _ROWS_PER_BLOCK)
+        self._words = np.zeros(self._num_blocks * _WORDS_PER_BLOCK, dtype=np.int64)
+        self._summary = np.zeros(-(-self._num_blocks // 64), dtype=np.int64)
+
+    @classmethod
+    def serves(cls, device: torch.device) -> bool:
+        """The CPU."""
+        return device.type == "cpu"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bits and summary."""
+        return self._words.nbytes + self._summary.nbytes
+
+    def _mark(self, ids: Tensor) -> None:
+        self._loops.mark(self._words, self._summary, self.num_rows, _array(ids))
+
+    def _mark_all(self) -> None:
+        _set_first(self._words, self.num_rows)
+        _set_first(self._summary, self._num_blocks)
+
+    def _mark_new(self, ids: Tensor) -> Tensor:
+        fresh, count = self._mark_fresh(ids)
+        fresh.resize(count, refcheck=False)  # gives the rest back without a copy
+        return torch.from_numpy(fresh)
+
+    def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        fresh, count = self._mark_fresh(ids)
+        fresh[count:] = -1
+        return torch.from_numpy(fresh), torch.tensor([count])
+
+    def _contains(self, ids: Tensor) -> Tensor:
+        found = np.empty(ids.numel(), dtype=np.bool_)
+        self._loops.contains(self._words, self.num_rows, _array(ids), found)
+        return torch.from_numpy(found)
+
+    def _absorb(self, other: Self) -> None:
+        self._loops.absorb(self._words, other._words, other._touched())
+        self._summary |= other._summary
+
+    def _scan(self) -> Tensor:
+        return torch.from_numpy(self._unpack(self._words, self._touched(), _WORDS_PER_BLOCK))
+
+    def _rank(self, ids: Tensor) -> Tensor:
+        before = np.empty(self._num_blocks, dtype=np.int64)
+        self._loops.count_before(self._words, self._summary, before)
+        ranks = np.empty(ids.numel(), dtype=np.int64)
+        self._loops.rank(self._words, before, self.num_rows, _array(ids), ranks)
+        return torch.from_numpy(ranks)
+
+    def _touched(self) -> NDArray[np.int64]:
+        """The blocks that have a marked row, ascending."""
+        return self._unpack(self._summary, np.arange(self._summary.size), 1)
+
+    def _unpack(self, words: NDArray[np.int64], blocks: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Positions of the bits set in the given blocks of ``width`` words, ascending."""
+        positions = np.empty(self._loops.count(words, blocks, width), dtype=np.int64)
+        self._loops.unpack(words, blocks, width, positions)
+        return positions
+
+    def _mark_fresh(self, ids: Tensor) -> tuple[NDArray[np.int64], int]:
+        fresh = np.empty(ids.numel(), dtype=np.int64)
+        count: int = self._loops.mark_new(self._words, self._summary, self.num_rows, _array(ids), fresh)
+        return fresh, count
+
+
+@cache
+def load_loops() -> ModuleType:
+    """Import :mod:`delta_tracker.kernels.numba_loops`.
+
+    Raises:
+        MissingExtraError: if numba is not installed, or refuses the numpy that is.
+    """
+    try:
+        return import_module("delta_tracker.kernels.numba_loops")
+    except ImportError as error:
+        raise MissingExtraError("numba", "numba") from error
+
+
+def _array(ids: Tensor) -> NDArray[np.int64]:
+    """The memory of ``ids``; a copy only where it has gaps."""
+    return ids.contiguous().numpy()
+
+
+def _set_first(words: NDArray[np.int64], num_bits: int) -> None:
+    """Set the first ``num_bits`` bits and clear the others."""
+    full, rest = divmod(num_bits, 64)
+    words[:full] = -1
+    words[full:] = 0
+    if rest:
+        words[full] = (1 << rest) - 1

@@ -1,0 +1,104 @@
+"""Pure functions on the changed rows of one table.
+
+Letters: ``N`` rows, ``S`` numbers in an old state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangedRows:
+    """Changed rows of one shard and what is known of them from before the change.
+
+    Args:
+        ids: ``[N]`` int64 local ids, ascending and unique.
+        states: ``[N, S]`` old states, NaN where unknown; None where none are kept.
+        known: ``[N]`` bool, whether the old state is known; None where none are kept.
+        ages: ``[N]`` int32, how many reads have left the row out; None stands for zeros.
+    """
+
+    ids: Tensor
+    states: Tensor | None = None
+    known: Tensor | None = None
+    ages: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(each.nbytes for each in (self.ids, self.states, self.known, self.ages) if each is not None)
+
+    def take(self, index: Tensor) -> ChangedRows:
+        """Some of the rows.
+
+        Args:
+            index: ``[M]`` int64 places in ascending order, or ``[N]`` bool.
+        """
+        return ChangedRows(
+            self.ids[index],
+            *(None if each is None else each[index] for each in (self.states, self.known, self.ages)),
+        )
+
+    def aged(self) -> ChangedRows:
+        """The same rows, left out by one read more."""
+        ages = torch.zeros_like(self.ids, dtype=torch.int32) if self.ages is None else self.ages
+        return ChangedRows(self.ids, self.states, self.known, ages + 1)
+
+
+def merge_first(older: ChangedRows, newer: ChangedRows) -> ChangedRows:
+    """The union of two sets of rows of one shard; of a row in both, what the older one says.
+
+    Example:
+        >>> older = ChangedRows(torch.tensor([2, 5]), torch.tensor([[2.0], [5.0]]), torch.tensor([True, True]))
+        >>> newer = ChangedRows(torch.tensor([1, 5]), torch.tensor([[10.0], [50.0]]), torch.tensor([True, True]))
+        >>> merged = merge_first(older, newer)
+        >>> merged.ids, merged.states.flatten()
+        (tensor([1, 2, 5]), tensor([10.,  2.,  5.]))
+    """
+    if len(older) == 0 or len(newer) == 0:
+        return newer if len(older) == 0 else older
+    ids, order = torch.cat([older.ids, newer.ids]).sort(stable=True)
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    is_first[1:] = ids[1:] != ids[:-1]
+    index = order[is_first]
+    states, known, ages = (
+        None if left is None and right is None else torch.cat([_or_zeros(left, older), _or_zeros(right, newer)])[index]
+        for left, right in ((older.states, newer.states), (older.known, newer.known), (older.ages, newer.ages))
+    )
+    return ChangedRows(ids[is_first], states, known, ages)
+
+
+def _or_zeros(column: Tensor | None, rows: ChangedRows) -> Tensor:
+    return torch.zeros_like(rows.ids, dtype=torch.int32) if column is None else column
+
+
+def first_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Each id once, ascending, with the state of its first occurrence.
+
+    Args:
+        ids: ``[N]`` int64, in any order.
+        states: ``[N, ...]``.
+
+    Returns:
+        ``[M]`` ids and ``[M, ...]`` states.
+
+    Example:
+        >>> first_per_id(torch.tensor([3, 1, 3]), torch.tensor([30, 10, 31]))
+        (tensor([1, 3]), tensor([10, 30]))
+    """
+    ordered, order = ids.sort(stable=True)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first], states[order[is_first]]
+
+
+def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`first_per_id`, with the state of the last occurrence."""
+    return first_per_id(ids.flip(0), states.flip(0))
