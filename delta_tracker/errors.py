@@ -219,6 +219,18 @@ class MissingVersionError(StreamError, LookupError):
         self.head = head
 
 
+class StreamReplacedError(StreamError, RuntimeError):
+    """What stands at ``url`` is not the stream of which version ``version`` was applied."""
+
+    def __init__(self, url: str, version: int) -> None:
+        super().__init__(
+            f"the stream {url} is not the one of which version {version} was applied",
+            "Build a new Predictor: it starts from the newest snapshot of what is there now",
+        )
+        self.url = url
+        self.version = version
+
+
 class NoSnapshotError(StreamError, LookupError):
     """The stream at ``url`` has no snapshot that a predictor could start from."""
 

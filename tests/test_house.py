@@ -46,6 +46,7 @@ _ORDER = [
     "stream.ranks",
     "publisher",
     "targets",
+    "table_lock",
     "predictor",
 ]
 _MAX_LINES = 400

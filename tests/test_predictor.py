@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +24,13 @@ from delta_tracker.errors import (
     MissingVersionError,
     NoSnapshotError,
     StorageError,
+    StreamReplacedError,
     TableMismatchError,
 )
+from delta_tracker.stream.codec import Rows, encode
+from delta_tracker.stream.manifest import Block, Manifest
 from delta_tracker.stream.storage import Storage
+from delta_tracker.types import TableSpec
 from tests.streams import FQN, Writer
 
 _ROOT = Path(__file__).parent.parent
@@ -198,7 +204,7 @@ def test_another_stream_in_the_same_place_is_refused(writer: Writer, tmp_path: P
     good = predictor.sync()
     entry = replace(writer.claim.head, stream="0" * 32, version=good + 1)
     writer.storage.create(f"log/{good + 1:020d}.json", entry.to_json())
-    with pytest.raises(MalformedError, match="follows"):
+    with pytest.raises(StreamReplacedError, match=r"not the one of which version 1"):
         predictor.sync()
     assert predictor.version == good
 
@@ -282,3 +288,214 @@ assert Predictor(model, "file://{tmp_path}").sync() == 1
 assert not model["{FQN}"].any()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)
+
+
+def test_a_stream_that_was_made_anew_is_noticed(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/stream"
+    writer = Writer(Storage(url, create=True))
+    writer.snapshot()
+    for row in range(4):
+        writer.delta([row])
+    predictor = Predictor(writer.model(), url)
+    good = predictor.sync()
+    for num_deltas in (0, 3, 5):  # shorter than what was applied, as long, longer
+        shutil.rmtree(tmp_path / "stream")
+        again = Writer(Storage(url, create=True))
+        again.snapshot()
+        for row in range(num_deltas):
+            again.delta([row])
+        with pytest.raises(StreamReplacedError):
+            predictor.sync()
+        assert predictor.version == good
+
+
+def test_large_tables_are_written_in_chunks(tmp_path: Path) -> None:
+    writer = Writer(Storage(f"file://{tmp_path}", create=True), num_rows=20_001)
+    writer.table.normal_()
+    writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, writer.storage)
+    predictor.sync()
+    assert torch.equal(model[FQN], writer.table)
+    writer.delta(list(range(0, 20_001, 2)))
+    predictor.sync()
+    assert torch.equal(model[FQN], writer.table)
+
+
+def _two_parts(writer: Writer) -> Manifest:
+    """A delta whose rows stand in two parts, as those of two ranks do."""
+    writer.table[[1, 15]] = 7.0
+    records = []
+    for rows, row in (((0, 10), 1), ((10, 20), 15)):
+        block = Block(FQN, rows, (0, 4), 1, whole=False)
+        part, buffers = encode([Rows(block, torch.tensor([row]), writer.table[[row]])], f"parts/{row}.safetensors")
+        writer.storage.put(part.name, buffers)
+        records.append(part)
+    draft = Manifest(
+        stream="", generation=0, writer="", version=0, kind="delta", created=0.0,
+        tables={FQN: writer.spec}, parts=tuple(records),
+    )  # fmt: skip
+    return writer.claim.commit(draft)
+
+
+def test_a_version_is_applied_whole_or_not_at_all(writer: Writer, tmp_path: Path) -> None:
+    writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, writer.storage)
+    good = predictor.sync()
+    before = model[FQN].clone()
+    last = tmp_path / _two_parts(writer).parts[1].name
+    content = last.read_bytes()
+    _flip(last)
+    with pytest.raises(CorruptPartError):
+        predictor.sync()
+    assert torch.equal(model[FQN], before)
+    assert predictor.version == good
+    last.write_bytes(content)
+    assert predictor.sync() == good + 1
+    assert torch.equal(model[FQN], writer.table)
+
+
+def test_the_version_is_told_after_its_rows_are_written(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage)
+    seen = []
+    write = Predictor._write
+    monkeypatch.setattr(Predictor, "_write", lambda self, *args: (seen.append(self.version), write(self, *args)))
+    first = predictor.sync()
+    writer.delta([3])
+    predictor.sync()
+    assert seen == [None, first]
+
+
+def test_a_part_larger_than_its_record_is_not_read(writer: Writer, tmp_path: Path) -> None:
+    part = writer.snapshot().parts[0]
+    with (tmp_path / part.name).open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptPartError, match="more than"):
+        Predictor(writer.model(), writer.storage).sync()
+
+
+def test_tables_are_looked_up_anew_for_each_version(writer: Writer) -> None:
+    model = nn.ModuleDict({"ec": nn.ModuleDict({"embeddings": nn.ModuleDict({"t": nn.Embedding(20, 4)})})})
+    writer.snapshot()
+    predictor = Predictor(model, writer.storage)
+    predictor.sync()
+    model.load_state_dict({f"{FQN}.weight": torch.full((20, 4), 3.0)}, assign=True)
+    writer.table.fill_(3.0)
+    writer.delta([5, 6])
+    predictor.sync()
+    assert torch.equal(model["ec"]["embeddings"]["t"].weight, writer.table)
+
+
+@pytest.mark.parametrize("kind", ["meta", "inference", "expanded", "tied", "half tied", "sparse"])
+def test_a_table_that_cannot_be_written_is_refused_before_any_row_is(tmp_path: Path, kind: str) -> None:
+    writer = Writer(Storage(f"file://{tmp_path}", create=True))
+    other = TableSpec("other", 20, 4, torch.float32)
+    blocks = [Block(fqn, (0, 20), (0, 4), 20, whole=True) for fqn in ("other", FQN)]
+    rows = [Rows(block, None, torch.ones(20, 4)) for block in blocks]
+    writer.write("snapshot", rows, {"other": other, FQN: writer.spec})
+    memory = torch.zeros(40, 4)
+    with torch.inference_mode():
+        inference = torch.zeros(20, 4)
+    table = {
+        "meta": torch.zeros(20, 4, device="meta"),
+        "inference": inference,
+        "expanded": torch.zeros(1, 4).expand(20, 4),
+        "tied": memory[:20],
+        "half tied": memory[10:30],
+        "sparse": torch.zeros(20, 4).to_sparse(),
+    }[kind]
+    predictor = Predictor({"other": memory[:20], FQN: table}, writer.storage)
+    with pytest.raises(TableMismatchError):
+        predictor.sync()
+    assert predictor.version is None
+    assert not memory.any()
+
+
+@pytest.mark.parametrize(
+    "model", [None, [torch.zeros(2, 2)], {"t": [1.0]}, {"t": torch.zeros(2, 2), "t.weight": torch.zeros(2, 2)}, {}]
+)
+def test_what_is_no_model_is_refused(model: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="model="):
+        Predictor(model, Storage("memory://"))
+
+
+def test_readers_read_together_and_may_nest_but_not_wait_for_themselves(writer: Writer) -> None:
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.sync()
+    together = threading.Barrier(3, timeout=20)
+
+    def read() -> None:
+        with predictor.reading(), predictor.reading():
+            together.wait()  # broken unless all three are inside at once
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(30)
+    assert not together.broken
+    predictor.follow()
+    with predictor.reading():
+        for call in (predictor.sync, predictor.stop):
+            with pytest.raises(InvalidArgumentError, match=r"inside reading\(\)"):
+                call()
+    predictor.stop()
+
+
+class _Failing(Storage):
+    fails = False
+
+    def read(self, name: str, *, max_bytes: int) -> Any:
+        if self.fails:
+            raise StorageError(self.url, "service unavailable")
+        return super().read(name, max_bytes=max_bytes)
+
+
+def test_following_outlives_a_store_that_fails_for_a_while(tmp_path: Path) -> None:
+    storage = _Failing(f"file://{tmp_path}", create=True)
+    writer = Writer(Storage(storage.url))
+    writer.snapshot()
+    predictor = Predictor(writer.model(), storage)
+    predictor.follow(poll_seconds=0.001)
+    _wait(lambda: predictor.version == 1)
+    storage.fails = True
+    _wait(lambda: isinstance(predictor.error, StorageError))
+    last = writer.delta([1]).version
+    storage.fails = False
+    _wait(lambda: predictor.version == last and predictor.error is None)
+    predictor.stop()
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_following_can_start_again_after_an_error(writer: Writer, tmp_path: Path) -> None:
+    part = tmp_path / writer.snapshot().parts[0].name
+    content = part.read_bytes()
+    _truncate(part)
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.follow(poll_seconds=0.001)
+    _wait(lambda: isinstance(predictor.error, CorruptPartError))
+    part.write_bytes(content)
+    _wait(lambda: not predictor._follower.is_alive())
+    predictor.follow(poll_seconds=0.001)
+    _wait(lambda: predictor.version == 1)
+    predictor.stop()
+    for seconds in (-1, float("nan"), float("inf"), 1e30):
+        with pytest.raises(InvalidArgumentError, match="poll_seconds"):
+            predictor.follow(poll_seconds=seconds)
+
+
+def test_the_manifest_is_that_of_rows_not_of_a_claim(writer: Writer) -> None:
+    snapshot = writer.snapshot()
+    claim = Writer(writer.storage).claim.head
+    predictor = Predictor(writer.model(), writer.storage)
+    assert predictor.sync() == claim.version
+    assert predictor.manifest == snapshot

@@ -79,3 +79,42 @@ def test_a_kill_between_parts_and_commit_leaves_the_stream_as_it_was(two_ranks: 
     assert len(set(log.storage.names("parts")) - named) == 2, "the parts of the version that never was"
     for answer in two_ranks.run(f"{_CASES}:equal", url=url, spec={}):
         assert answer["version"] == 9  # a new claim, then seven versions, each equal
+
+
+def test_what_would_lose_rows_is_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    url, other = f"file://{tmp_path}/stream", f"file://{tmp_path}/other"
+    for rank, said in enumerate(two_ranks.run(f"{_CASES}:refused", url=url, other=other)):
+        for call in ("read", "clear", "remove", "second"):
+            assert said[call].startswith("ReservedConsumerError: consumer 'stream' is reserved by Publisher"), call
+        for call in ("stores", "memory"):
+            assert "all ranks the same store" in said[call]
+        assert "Publish from the training thread" in said["thread"]
+        assert said["detached"].startswith("DetachedError")
+        assert "rank 1 failed with the tables" in said["tables"]
+        assert said["stores"].startswith("InvalidArgumentError" if rank else "PublishError")
+
+
+def test_a_rank_that_cannot_read_says_so_to_the_others(two_ranks: RankPool, url: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:detached_rank", url=url)
+    assert all(message.startswith("PublishError") and "rank 1" in message for message in first)
+    assert all(message.startswith("DetachedError") for message in second)
+
+
+def test_a_rank_that_never_comes_is_reported(two_ranks: RankPool, url: str) -> None:
+    messages, _ = two_ranks.run(f"{_CASES}:lost_rank", url=url)
+    assert all(message.startswith("RankLostError") and "Restart the job" in message for message in messages)
+
+
+def test_pending_rows_are_counted_and_come_later(two_ranks: RankPool, url: str) -> None:
+    for pending in two_ranks.run(f"{_CASES}:top_k_and_snapshots", url=url):
+        assert pending[0] == pending[-1] == 0
+        assert all(count > 0 for count in pending[1:-1])
+
+
+def test_a_consumer_that_was_given_up_gets_a_snapshot(two_ranks: RankPool, url: str) -> None:
+    for kinds in two_ranks.run(f"{_CASES}:given_up", url=url):
+        assert kinds == ["snapshot", "snapshot", "delta", "delta"]
+
+
+def test_tables_of_ordinary_optimizers_are_published_once(two_ranks: RankPool, url: str) -> None:
+    two_ranks.run(f"{_CASES}:replicated", url=url)

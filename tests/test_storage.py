@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.storage import Storage, open_storage
 
 
@@ -20,20 +20,20 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 def test_what_is_put_is_read(storage: Storage) -> None:
     data = os.urandom(10_000_000)
     storage.put("parts/x", [memoryview(data[:8]), memoryview(data[8:])])
-    read = storage.read("parts/x")
+    read = storage.read("parts/x", max_bytes=1 << 30)
     assert read is not None
     assert read.tobytes() == data
     storage.put("parts/x", [memoryview(b"new")])
-    assert storage.read("parts/x").tobytes() == b"new"
-    assert storage.read("parts/y") is None
+    assert storage.read("parts/x", max_bytes=1 << 30).tobytes() == b"new"
+    assert storage.read("parts/y", max_bytes=1 << 30) is None
 
 
 def test_a_name_is_created_once(storage: Storage) -> None:
     assert storage.create("log/1", b"first")
     assert not storage.create("log/1", b"second")
-    assert storage.read("log/1").tobytes() == b"first"
+    assert storage.read("log/1", max_bytes=1 << 30).tobytes() == b"first"
     assert storage.create("log/2", b"")
-    assert storage.read("log/2").tobytes() == b""
+    assert storage.read("log/2", max_bytes=1 << 30).tobytes() == b""
 
 
 def test_names_are_listed_in_order_and_from_a_place(storage: Storage) -> None:
@@ -60,7 +60,20 @@ def test_of_racing_writers_one_wins(storage: Storage) -> None:
     assert sorted(wins) == list(range(50))
 
 
-@pytest.mark.parametrize("url", ["/plain/path", "ftp://host/x", "file://host/x", "file:relative", ""])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "/plain/path",
+        "ftp://host/x",
+        "file://host/x",
+        "file:relative",
+        "",
+        "file:///a#1",
+        "file:///a?b",
+        Path("/a"),
+        None,
+    ],
+)
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="url="):
         Storage(url)
@@ -68,6 +81,8 @@ def test_other_urls_are_refused(url: str) -> None:
 
 def test_a_directory_that_cannot_be_made_or_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="file"):
+        Storage(f"file://{tmp_path}/file")
     with pytest.raises(StorageError, match="file/below") as caught:
         Storage(f"file://{tmp_path}/file/below", create=True)
     assert caught.value.url == f"file://{tmp_path}/file/below"
@@ -82,6 +97,14 @@ def test_a_directory_that_cannot_be_made_or_written_is_named(tmp_path: Path) -> 
         storage.put("parts/x", [memoryview(b"x")])
     with pytest.raises(StorageError):
         storage.create("parts/x", b"x")
+
+
+def test_an_object_larger_than_expected_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    storage = Storage(f"file://{tmp_path}")
+    with (tmp_path / "huge").open("wb") as huge:
+        huge.truncate(1 << 40)
+    with pytest.raises(MalformedError, match="1099511627776 bytes, more than 100"):
+        storage.read("huge", max_bytes=100)
 
 
 def test_an_opened_storage_is_passed_on() -> None:

@@ -71,6 +71,7 @@ class KernelHook:
         self._listener = listener
         self._keys = keys
         self._lookups = lookups
+        self._unproven = next(keys)
         self._handle: RemovableHandle = kernel.module.register_forward_hook(self._after_lookup)
         self.num_errors = 0
 
@@ -93,10 +94,8 @@ class KernelHook:
     def _watch_update(self, output: Tensor, ids: Mapping[str, Tensor | None]) -> None:
         node = self._contained(lambda: _lookup_node(output), otherwise=None)
         if node is None:
-            # Without the node nothing proves the write: every row stays open, which costs bytes and loses nothing.
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda _: self._opened(next(self._keys), self._all_rows())
-            )
+            # Nothing proves the write then: every row stays open, which costs bytes and loses nothing.
+            output.register_hook(lambda _: self._opened(self._unproven, self._all_rows()))  # type: ignore[no-untyped-call]
             return
         open_keys: list[int] = []
 
@@ -162,11 +161,17 @@ class _Deaf:
         """Ignore it."""
 
 
-def _lookup_node(output: Tensor) -> Node | None:
-    """The autograd node whose backward writes the rows behind ``output``."""
+def _lookup_node(output: Tensor) -> Node:
+    """The autograd node whose backward writes the rows behind ``output``.
+
+    Raises:
+        LookupError: if there is none: this fbgemm is not built as the ones that are known.
+    """
     node = output.grad_fn
     for _ in range(_MAX_DEPTH):
-        if node is None or _NODE_NAME in node.name():
+        if node is None:
+            break
+        if _NODE_NAME in node.name():
             return node
         node = next((upstream for upstream, _ in node.next_functions if upstream is not None), None)
-    return None
+    raise LookupError(f"no autograd node named *{_NODE_NAME}* behind the kernel's output")

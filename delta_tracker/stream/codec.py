@@ -107,7 +107,7 @@ def decode(part: Part, data: NDArray[np.uint8] | None, tables: Mapping[str, Tabl
         ]
         for each in rows:
             _check_ids(each)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise CorruptPartError(part.name, f"{type(error).__name__}: {error}") from error
     return rows
 

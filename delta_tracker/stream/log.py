@@ -12,6 +12,7 @@ So two publishers can race, die or sleep at any step, and the log has one histor
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from dataclasses import replace
@@ -23,6 +24,10 @@ from delta_tracker.stream.storage import Storage
 _PREFIX = "log"
 _DIGITS = 20  # names sort as the versions do, up to 2**63
 _SUFFIX = ".json"
+_MAX_ENTRY_BYTES = 64 << 20  # a manifest has some 200 bytes per rank and table
+
+
+_ENTRY_NAME = re.compile(rf"{_PREFIX}/([0-9]{{{_DIGITS}}}){re.escape(_SUFFIX)}")
 
 
 class StreamLog:
@@ -39,7 +44,7 @@ class StreamLog:
             StorageError: if the store cannot be read.
         """
         name = _name(version)
-        data = self.storage.read(name)
+        data = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
         if data is None:
             return None
         manifest = Manifest.from_json(name, data.tobytes())
@@ -50,12 +55,13 @@ class StreamLog:
     def versions(self, *, after: int = -1) -> list[int]:
         """The versions above ``after`` that the store holds, ascending. Lists the store: slow where it is remote.
 
+        Names that are no version's are passed over: whatever else lies there does not exist.
+
         Raises:
-            MalformedError: if the log holds a name that is no version's.
             StorageError: if the store cannot be listed.
         """
         names = self.storage.names(_PREFIX, after=_name(after) if after >= 0 else None)
-        return [_version_of(name) for name in names]
+        return [int(match[1]) for match in map(_ENTRY_NAME.fullmatch, names) if match is not None]
 
     def head(self) -> Manifest | None:
         """The newest entry, None in an empty store.
@@ -109,11 +115,11 @@ class StreamLog:
             if self.storage.create(_name(entry.version), data):
                 return True
         except StorageError:
-            there = self.storage.read(_name(entry.version))
+            there = self.storage.read(_name(entry.version), max_bytes=_MAX_ENTRY_BYTES)
             if there is None:
                 raise
         else:
-            there = self.storage.read(_name(entry.version))
+            there = self.storage.read(_name(entry.version), max_bytes=_MAX_ENTRY_BYTES)
         return there is not None and there.tobytes() == data
 
 
@@ -138,6 +144,7 @@ class Claim:
 
         Raises:
             FencedError: if a newer generation has the stream; nothing was committed, now or ever after.
+            MalformedError: if no reader would accept the entry; nothing was committed.
             StorageError: if the store fails and the entry is not seen in it.
         """
         if self._fenced is not None:
@@ -152,6 +159,7 @@ class Claim:
                 version=head.version + 1,
                 created=time.time(),
             )
+            Manifest.from_json(_name(entry.version), entry.to_json())  # what readers refuse would end the stream
             if self._log._create(entry):  # noqa: SLF001  the two classes are one protocol
                 self._head = entry
                 return entry
@@ -165,10 +173,3 @@ class Claim:
 
 def _name(version: int) -> str:
     return f"{_PREFIX}/{version:0{_DIGITS}d}{_SUFFIX}"
-
-
-def _version_of(name: str) -> int:
-    digits = name.removeprefix(f"{_PREFIX}/").removesuffix(_SUFFIX)
-    if len(digits) != _DIGITS or not digits.isascii() or not digits.isdigit():
-        raise MalformedError(name, "it is no version's name")
-    return int(digits)

@@ -33,6 +33,8 @@ Kind = Literal["claim", "snapshot", "delta"]
 
 DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# Edges of rows times edges of columns of one table's blocks: ten thousand ranks by a hundred column ranges fit.
+_MAX_CELLS = 4_000_000
 _PART_NAME = re.compile(r"parts/[0-9a-z-]+\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{32}")
 
@@ -134,7 +136,7 @@ class Manifest:
         """
         try:
             manifest = _parse(json.loads(data))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise MalformedError(name, f"{type(error).__name__}: {error}") from error
         return manifest
 
@@ -172,7 +174,7 @@ def part_from_json(entry: Any) -> Part:  # noqa: ANN401  untrusted JSON
 
 
 def _parse(entry: Any) -> Manifest:  # noqa: ANN401  untrusted JSON
-    if entry["format"] != FORMAT:
+    if type(entry["format"]) is not int or entry["format"] != FORMAT:
         raise ValueError(f"its format is {entry['format']!r}, this library reads format {FORMAT}")
     tables = {
         fqn: TableSpec(fqn, _count(table["num_rows"]), _count(table["dim"]), _DTYPES[table["dtype"]])
@@ -185,11 +187,13 @@ def _parse(entry: Any) -> Manifest:  # noqa: ANN401  untrusted JSON
         version=_count(entry["version"]),
         kind=_checked(entry["kind"], lambda value: value in get_args(Kind)),
         batches=_range(entry["batches"]),
-        created=_checked(entry["created"], lambda value: type(value) in (int, float) and value >= 0),
+        created=_checked(entry["created"], lambda value: type(value) in (int, float) and 0 <= value < 2**53),
         pending_rows=_count(entry["pending_rows"]),
         tables=tables,
         parts=tuple(part_from_json(part) for part in _list(entry["parts"])),
     )
+    if manifest.kind == "claim" and (manifest.parts or manifest.tables):
+        raise ValueError("it is a claim with rows")
     _check_blocks(manifest)
     return manifest
 
@@ -218,6 +222,8 @@ def _cover(blocks: list[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np
     """How many blocks cover each cell of the grid that the blocks' edges cut the table into."""
     rows = np.unique([0, table.num_rows, *(edge for block in blocks for edge in block.rows)])
     columns = np.unique([0, table.dim, *(edge for block in blocks for edge in block.columns)])
+    if len(rows) * len(columns) > _MAX_CELLS:
+        raise ValueError(f"its {len(blocks)} blocks of table {table.fqn!r} are too many")
     cover = np.zeros((len(rows) - 1, len(columns) - 1), dtype=np.int64)
     for block in blocks:
         top, bottom = np.searchsorted(rows, block.rows)

@@ -15,7 +15,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import from_url
 
-from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,7 +44,11 @@ class Storage:
     """
 
     def __init__(self, url: str, *, create: bool = False) -> None:
+        if not isinstance(url, str):
+            raise InvalidArgumentError("url", url, "Pass a string; of a path, path.absolute().as_uri()")
         parts = urlsplit(url)
+        if parts.query or parts.fragment:
+            raise InvalidArgumentError("url", url, "Leave ? and # out of it")
         if parts.scheme not in _SCHEMES:
             raise InvalidArgumentError("url", url, f"Give it one of the schemes {', '.join(_SCHEMES)}")
         if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
@@ -83,10 +87,11 @@ class Storage:
                 return False
             return True
 
-    def read(self, name: str) -> NDArray[np.uint8] | None:
+    def read(self, name: str, *, max_bytes: int) -> NDArray[np.uint8] | None:
         """The bytes of an object, None if there is none.
 
         Raises:
+            MalformedError: if it has more than ``max_bytes``; nothing was allocated for them.
             StorageError: if it cannot be read.
         """
         with self._translated():
@@ -97,10 +102,15 @@ class Storage:
                 answer = obstore.get(store, name)
             except FileNotFoundError:
                 return None
-            data = np.empty(answer.meta["size"], dtype=np.uint8)
+            num_bytes = answer.meta["size"]
+            if num_bytes > max_bytes:
+                raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
+            data = np.empty(num_bytes, dtype=np.uint8)
             end = 0
             for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
                 begin, end = end, end + len(chunk)
+                if end > num_bytes:
+                    break
                 data[begin:end] = np.frombuffer(chunk, dtype=np.uint8)
             if end != len(data):
                 raise StorageError(self.url, f"{name} ended after {end} of {len(data)} bytes")
@@ -120,6 +130,8 @@ class Storage:
 
     def _find_store(self) -> ObjectStore | None:
         """The store; None while its directory does not exist."""
+        if self._directory is not None and self._directory.exists() and not self._directory.is_dir():
+            raise StorageError(self.url, "a file stands where its directory should be")
         if self._store is None and (self._directory is None or self._directory.is_dir()):
             self._store = from_url(self.url)
         return self._store
@@ -157,7 +169,7 @@ class Storage:
         """Turn what obstore and the file system raise into a :class:`StorageError`."""
         try:
             yield
-        except StorageError:
+        except (StorageError, MalformedError):
             raise
         except (BaseError, OSError) as error:
             reason = str(error).split("\n", maxsplit=1)[0]

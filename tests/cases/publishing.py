@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
 from delta_tracker.errors import DeltaTrackerError, StorageError
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage import Storage
-from tests.models import Spec, Table, batch, shard
+from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 
 
 def empty_model(tracker: ModelDeltaTracker) -> dict[str, torch.Tensor]:
@@ -190,3 +193,135 @@ def killed_before_commit(rank: int, world_size: int, url: str) -> None:
     if rank == 0:
         publisher._claim.commit = lambda entry: os.kill(os.getpid(), signal.SIGKILL)
     publisher.publish()
+
+
+def refused(rank: int, world_size: int, url: str, other: str) -> dict[str, str]:
+    """What a publisher refuses, on every rank; the stream and the pending rows are as they were."""
+    spec = Spec([Table("t", 6, "row"), Table("u", 6, "row")])
+    model = shard(spec)
+    answers = {}
+    with ModelDeltaTracker(model, ["stream", "own"]) as tracker:
+        publisher = Publisher(tracker, url, "stream")
+        publisher.publish()
+        model(batch(spec, torch.Generator().manual_seed(rank))).backward()
+        answers["read"] = attempt(lambda: tracker.get_delta("stream"))
+        answers["clear"] = attempt(lambda: tracker.clear("stream"))
+        answers["remove"] = attempt(lambda: tracker.remove_consumer("stream"))
+        answers["second"] = attempt(lambda: Publisher(tracker, other, "stream"))
+        answers["stores"] = attempt(lambda: Publisher(tracker, other if rank else f"{other}-0", "own"))
+        answers["memory"] = attempt(lambda: Publisher(tracker, "memory://", "own"))
+        in_thread: list[str] = []
+        thread = threading.Thread(target=lambda: in_thread.append(attempt(publisher.publish)))
+        thread.start()
+        thread.join()
+        answers["thread"] = in_thread[0]
+        num_rows = tracker.get_delta("own", commit=False).num_rows
+        assert publisher.publish().version == 2
+        assert num_rows
+        publisher.close()
+        assert tracker.get_delta("stream").num_rows == 0, "free again"
+    answers["detached"] = attempt(lambda: Publisher(tracker, url, "own"))
+    with ModelDeltaTracker(model, fqns_to_skip=["u"] if rank else []) as tracker:
+        publisher = Publisher(tracker, url)
+        answers["tables"] = attempt(publisher.publish)
+        publisher.close()
+    assert StreamLog(Storage(url)).versions() == [0, 1, 2, 3], "two claims, a snapshot and a delta"
+    return answers
+
+
+def detached_rank(rank: int, world_size: int, url: str) -> list[str]:
+    """A rank whose tracker is detached says so before the others wait for it."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    tracker = ModelDeltaTracker(model)
+    publisher = Publisher(tracker, url)
+    if rank == 1:
+        tracker.detach()
+    messages = [attempt(publisher.publish) for _ in range(2)]
+    publisher.close()
+    tracker.detach()
+    return messages
+
+
+def lost_rank(rank: int, world_size: int, url: str) -> list[str]:
+    """A rank that never comes is reported, and later calls do not wait for it again."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, timeout=timedelta(seconds=2))
+        messages = [] if rank == 1 else [attempt(publisher.publish) for _ in range(2)]
+        dist.barrier()
+        return messages
+
+
+def top_k_and_snapshots(rank: int, world_size: int, url: str) -> list[int]:
+    """Rows that top-k leaves out are counted in the manifest and come later; a snapshot brings them all."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
+        publisher = Publisher(tracker, url, top_k=TopK(rows=5))
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        pending = []
+        for number in range(5):
+            model(batch(spec, generator)).backward()
+            manifest = publisher.snapshot() if number == 4 else publisher.publish()
+            predictor.sync()
+            differing_rows = sum(
+                int((held[fqn][spec.row_offset : spec.row_offset + spec.num_rows, first:end] != view).any(1).sum())
+                for fqn, spec in tracker.shards.items()
+                for (first, end), view in zip(spec.columns[:1], tracker.column_views(fqn)[:1], strict=True)
+            )
+            everywhere = torch.tensor(differing_rows)
+            dist.all_reduce(everywhere)
+            assert int(everywhere) == manifest.pending_rows
+            pending.append(manifest.pending_rows)
+        assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        return pending
+
+
+def given_up(rank: int, world_size: int, url: str) -> list[str]:
+    """A publisher whose consumer was given up on one rank publishes a snapshot by itself."""
+    spec = Spec([Table("t", 40, "row", dim=64)])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    limit = 4_000 if rank == 1 else None
+    with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING, max_bytes=limit) as tracker:
+        publisher = Publisher(tracker, url)
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        kinds = []
+        for num_batches in (1, 30, 0, 0):
+            for _ in range(num_batches):
+                model(batch(spec, generator, size=8)).backward()
+                tracker.step()
+            kinds.append(publisher.publish().kind)
+            predictor.sync()
+            assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        return kinds
+
+
+def replicated(rank: int, world_size: int, url: str) -> None:
+    """Tables under ordinary optimizers, also one that every rank holds: written once, equal at the end."""
+    spec = Spec([Table("copy", 12, "data"), Table("dense", 13, "row", kernel="dense"), Table("t", 9, "row")], bag=True)
+    model = shard(spec)
+    ordinary = ordinary_optimizer(model, "Adam", lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url)
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        for _ in range(4):
+            publisher.publish()
+            predictor.sync()
+            assert_equal(tracker, held)
+            ordinary.zero_grad()
+            model(batch(spec, generator)).backward()
+            ordinary.step()
+        dist.barrier()
+        publisher.close()
