@@ -105,6 +105,20 @@ def test_random_schedules_agree_with_the_reference(engine: str, keeps_states: bo
     assert all(count > 0 for kind, count in totals.items() if keeps_states or kind != "unknown"), totals
 
 
+class _Padded(SegmentStore):
+    """Captures states as on a device that nobody waits for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pads = True
+
+
+@pytest.mark.parametrize("engine", ["torch", "numba"])
+def test_states_captured_without_waiting_are_the_same(engine: str) -> None:
+    for seed in range(6):
+        run_random(seed, make_store(engine, keeps_states=True, kind=_Padded))
+
+
 def _run_seeds(mutant: type[SegmentStore]) -> None:
     for seed in range(30):
         run_random(seed, make_store("torch", keeps_states=True, kind=mutant))
@@ -270,6 +284,23 @@ def test_a_shard_without_rows_takes_everything() -> None:
     store.mark(None)
     store.cut(1)
     assert store.changed(0, 1).ids.tolist() == []
+
+
+def test_backward_passes_that_raised_cost_bounded_memory() -> None:
+    store = SegmentStore(50, engine="torch")
+    for batch in range(5000):
+        store.open_batch(batch, torch.tensor([batch % 40]))
+    assert store.num_open <= 257
+    assert store.log_bytes < 10_000
+    store.cut(1)
+    store.cut(2)
+    assert store.changed(1, 2).ids.tolist() == list(range(40)), "still open, all of them"
+    store.open_batch(5000, None)
+    for batch in range(5001, 5600):
+        store.open_batch(batch, torch.tensor([0]))
+    store.cut(3)
+    store.cut(4)
+    assert store.changed(3, 4).ids.tolist() == list(range(50))
 
 
 def test_memory_is_one_row_set_per_segment() -> None:

@@ -107,6 +107,13 @@ def test_a_part_that_is_not_what_its_record_says_is_refused() -> None:
         decode(other, data, _TABLES)
 
 
+def test_bytes_that_no_tensor_claims_are_refused() -> None:
+    part, data = _encoded(_rows())
+    longer = np.append(data, np.zeros(8, dtype=np.uint8))
+    with pytest.raises(CorruptPartError, match="8 bytes after its last tensor"):
+        decode(replace(part, num_bytes=len(longer), xxh3=_xxh3(longer)), longer, _TABLES)
+
+
 def test_mutated_parts_are_refused_or_right() -> None:
     """With a fitting hash and size, so that the layout's own checks are reached."""
     draw = random.Random(0)

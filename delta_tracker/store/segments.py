@@ -22,12 +22,22 @@ from delta_tracker.kernels.rows import RowSet
 from delta_tracker.rows import ChangedRows
 
 
+# Few batches are ever open at a time; more are backward passes that raised between their hooks.
+_MAX_OPEN = 256
+_STUCK = -2
+
+
 @dataclass(slots=True)
 class _Segment:
     start: int
     rows: RowSet | None = None  # None while nothing is marked
     # Rows that were marked first, with their states before; a marked row that is in none of them has no known state.
+    # Where the device is not to be waited for, ids of -1 fill the end: see :meth:`trim`.
     states: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def trim(self) -> None:
+        """Drop the filling; waits for the device."""
+        self.states = [(ids[ids >= 0], states[ids >= 0]) for ids, states in self.states]
 
     def absorb(self, newer: _Segment) -> None:
         """Take over a newer segment's rows; of a row in both, this segment's state stays."""
@@ -86,6 +96,7 @@ class SegmentStore:
         self._device = torch.device(device)
         self._engine = choose_engine(engine, self._device)
         self._old_states = old_states
+        self._pads = self._device.type != "cpu"  # how many rows are new is then known on the device only
         self._segments = [_Segment(start=0)]
         self._open: dict[int, Tensor | None] = {}
 
@@ -102,6 +113,8 @@ class SegmentStore:
             return
         self._open[batch] = ids
         self._mark(ids)
+        if len(self._open) > _MAX_OPEN:
+            self._fold_oldest()
 
     def close_batch(self, batch: int) -> None:
         """Forget an open batch: its update is written. A batch that is not open is no error."""
@@ -138,6 +151,7 @@ class SegmentStore:
 
         Both must be pinned since they were cut, or :meth:`compact` may have merged across them. Waits for the device.
         """
+        self._trim()
         segments = [seg for seg in self._segments if start <= seg.start < stop and seg.rows is not None]
         if not segments:
             return self._with_states(torch.empty(0, dtype=torch.int64, device=self._device), None, [])
@@ -152,6 +166,8 @@ class SegmentStore:
 
     def compact(self, pinned: Collection[int]) -> None:
         """Merge neighbouring segments unless a position in ``pinned`` lies on their boundary."""
+        if len(self._segments) > 1:
+            self._trim()
         kept = self._segments[:1]
         for segment in self._segments[1:]:
             if any(kept[-1].start < position <= segment.start for position in pinned):
@@ -186,6 +202,18 @@ class SegmentStore:
         opened = sum(ids.nbytes for ids in self._open.values() if ids is not None)
         return opened + sum(segment.num_bytes for segment in self._segments)
 
+    def _fold_oldest(self) -> None:
+        """Make one batch, that stays open for good, of the oldest half: backward passes that raised left them open."""
+        oldest = sorted(self._open)[: _MAX_OPEN // 2]
+        ids = [self._open.pop(batch) for batch in oldest]
+        whole = any(each is None for each in ids)
+        self._open[_STUCK] = None if whole else torch.cat([each for each in ids if each is not None]).unique()
+
+    def _trim(self) -> None:
+        if self._pads:
+            for segment in self._segments:
+                segment.trim()
+
     def _last_rows(self) -> RowSet:
         last = self._segments[-1]
         if last.rows is None:
@@ -199,6 +227,9 @@ class SegmentStore:
             pass
         elif self._old_states is None or not keep_states:
             self._last_rows().mark(ids.long())
+        elif self._pads:
+            new, _ = self._last_rows().mark_new_padded(ids.long())
+            self._segments[-1].states.append((new, self._old_states(new.clamp(min=0))))
         else:
             new = self._last_rows().mark_new(ids.long())
             self._segments[-1].states.append((new, self._old_states(new)))
