@@ -58,14 +58,14 @@ class TorchRows(RowSet):
 
     def _mark_new(self, ids: Tensor) -> Tensor:
         ids = within(ids, self.num_rows)
-        fresh = torch.unique(ids[~self._marks[ids]])
+        fresh = torch.unique(ids.masked_select(~self._marks.index_select(0, ids)))
         self._marks.index_fill_(0, fresh, True)
         return fresh
 
     def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         ids = within(ids, self.num_rows)
         none = self.num_rows  # sorts behind every row
-        ordered = torch.where(self._marks[ids], none, ids).sort().values
+        ordered = torch.where(self._marks.index_select(0, ids), none, ids).sort().values
         first = ordered < none
         first[1:] &= ordered[1:] != ordered[:-1]
         self._marks.index_fill_(0, ids, True)
@@ -73,7 +73,7 @@ class TorchRows(RowSet):
         return torch.where(ordered < none, ordered, -1), first.sum(0, keepdim=True)
 
     def _contains(self, ids: Tensor) -> Tensor:
-        return self._marks[within(ids, self.num_rows)]
+        return self._marks.index_select(0, within(ids, self.num_rows))
 
     def _absorb(self, other: Self) -> None:
         self._marks |= other._marks

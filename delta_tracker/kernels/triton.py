@@ -1,7 +1,8 @@
 """Sets of rows on a CUDA device, compiled by Triton (the extra ``triton``).
 
 It passes the contract test of all engines in Triton's interpreter (``TRITON_INTERPRET=1``), which runs the same
-programs on the CPU. It has not yet been run, or measured, on a GPU; so nobody gets it who does not ask for it by name.
+programs on the CPU, and they compile for compute capabilities 8.0 and 9.0. It has not yet been run, or measured, on a
+GPU; so nobody gets it who does not ask for it by name.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from delta_tracker.kernels.engines import choose_engine
 from delta_tracker.kernels.rows import RowSet
 from delta_tracker.rows import ChangedRows
 
-
 # Few batches are ever open at a time; more are backward passes that raised between their hooks.
 _MAX_OPEN = 256
 _STUCK = -2
@@ -207,7 +206,7 @@ class SegmentStore:
         oldest = sorted(self._open)[: _MAX_OPEN // 2]
         ids = [self._open.pop(batch) for batch in oldest]
         whole = any(each is None for each in ids)
-        self._open[_STUCK] = None if whole else torch.cat([each for each in ids if each is not None]).unique()
+        self._open[_STUCK] = None if whole else torch.unique(torch.cat([each for each in ids if each is not None]))
 
     def _trim(self) -> None:
         if self._pads:
