@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # -qq leaves errors only; the environment could send packages elsewhere or into the user's home
 PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
-CODE := delta_tracker examples tests
+CODE := delta_tracker benchmarks examples tests
 
 .PHONY: help demo test test-matrix lint types format clean
 

@@ -3,12 +3,25 @@
 from delta_tracker.predictor import Predictor
 from delta_tracker.publisher import Publisher
 from delta_tracker.selection import TopK
+from delta_tracker.store.lookups import DeltaStore
 from delta_tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta, DeltaRows, Memory, ShardSpec, TableSpec, TrackingMode
+from delta_tracker.types import (
+    Delta,
+    DeltaRows,
+    EmbdUpdateMode,
+    IndexedLookup,
+    Memory,
+    ShardSpec,
+    TableSpec,
+    TrackingMode,
+)
 
 __all__ = [
     "Delta",
     "DeltaRows",
+    "DeltaStore",
+    "EmbdUpdateMode",
+    "IndexedLookup",
     "Memory",
     "ModelDeltaTracker",
     "Predictor",

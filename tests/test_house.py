@@ -28,6 +28,7 @@ _ORDER = [
     "kernels.engines",
     "store.segments",
     "store.shadow",
+    "store.lookups",
     "cursors",
     "changes",
     "sharding.versions",
@@ -91,7 +92,11 @@ def test_package_files_only_gather_names() -> None:
         assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body), path
 
 
-@pytest.mark.parametrize("path", sorted([*_PACKAGE.rglob("*.py"), *(_ROOT / "examples").rglob("*.py")]), ids=str)
+@pytest.mark.parametrize(
+    "path",
+    sorted([*_PACKAGE.rglob("*.py"), *(_ROOT / "examples").rglob("*.py"), *(_ROOT / "benchmarks").rglob("*.py")]),
+    ids=str,
+)
 def test_no_file_is_too_long(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= _MAX_LINES
 
@@ -100,6 +105,9 @@ def test_the_public_names() -> None:
     assert delta_tracker.__all__ == [
         "Delta",
         "DeltaRows",
+        "DeltaStore",
+        "EmbdUpdateMode",
+        "IndexedLookup",
         "Memory",
         "ModelDeltaTracker",
         "Predictor",

@@ -1,0 +1,163 @@
+"""Runs cases in processes of their own, so that whatever crashes or hangs takes nothing with it.
+
+A server process imports torchrec once; every rank of every case is forked from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+
+from benchmarks.faults.registry import CASES, RIGHT, Case, WrongError
+
+CASE_MODULES = ("benchmarks.faults.row_cases", "benchmarks.faults.mode_cases", "benchmarks.faults.consumer_cases")
+
+_PRELOAD = [
+    "torchrec.distributed.mc_embedding",
+    "torchrec.distributed.model_tracker.model_delta_tracker",
+    "torchrec.distributed.sharding_plan",
+    "delta_tracker.kernels.numba",  # numba takes a second
+]
+_GROUP_TIMEOUT = timedelta(seconds=10)
+_CASE_SECONDS = 60.0
+_MAX_TEXT = 70
+
+Job = tuple[str, str]  # name of a case, name of a tracker
+
+
+def load_cases() -> dict[str, Case]:
+    """Name to case, by fault."""
+    for module in CASE_MODULES:
+        import_module(module)
+    return dict(sorted(CASES.items(), key=lambda item: item[1].fault))
+
+
+def run_all(jobs: Iterable[Job], num_parallel: int) -> Iterator[tuple[Job, str]]:
+    """Run cases, some at a time; yields each with its verdict as it ends: ``right``, or what went wrong."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with _silenced():
+        ensure_running()  # ranks inherit where it writes
+    waiting, running = deque(jobs), list[_Run]()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_parallel:
+                    running.append(_Run(waiting.popleft(), Path(folder) / str(len(waiting))))
+                wait([pipe for run in running for pipe in run.pipes.values()], timeout=1)
+                for run in [run for run in running if run.is_over()]:
+                    running.remove(run)
+                    yield run.job, run.verdict()
+        finally:
+            for run in running:
+                run.stop()
+
+
+class _Run:
+    """The ranks of one case.
+
+    Args:
+        job: what to run.
+        rendezvous: a file that does not exist yet, through which the ranks meet.
+    """
+
+    def __init__(self, job: Job, rendezvous: Path) -> None:
+        self.job = job
+        self.pipes: dict[int, Connection] = {}
+        self._answers: dict[int, str] = {}
+        self._deadline = time.monotonic() + _CASE_SECONDS
+        context = multiprocessing.get_context("forkserver")
+        self._ranks = []
+        for rank in range(CASES[job[0]].num_ranks):
+            self.pipes[rank], theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(theirs, job, rank, str(rendezvous)), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append(process)
+
+    def is_over(self) -> bool:
+        """Take the answers that have come; true when all have, or the time is up, and then nothing runs any more."""
+        for rank, pipe in list(self.pipes.items()):
+            if pipe.poll():
+                try:
+                    self._answers[rank] = pipe.recv()
+                except EOFError:
+                    self._answers[rank] = "the process dies"
+                del self.pipes[rank]
+        if self.pipes and time.monotonic() < self._deadline:
+            return False
+        for rank in self.pipes:
+            self._answers[rank] = "hangs"
+        self.stop()
+        return True
+
+    def stop(self) -> None:
+        """Kill what is left."""
+        for process in self._ranks:
+            process.kill()
+            process.join()
+
+    def verdict(self) -> str:
+        """What all ranks say together."""
+        answers = [self._answers[rank] for rank in sorted(self._answers)]
+        if len(set(answers)) == 1:
+            return answers[0]
+        return ", ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer != RIGHT)
+
+
+def _rank(pipe: Connection, job: Job, rank: int, rendezvous: str) -> None:
+    """Body of a rank: joins the group, runs the case, says how it went."""
+    torch, dist = import_module("torch"), import_module("torch.distributed")
+    name, tracker = job
+    num_ranks = load_cases()[name].num_ranks
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks, timeout=_GROUP_TIMEOUT
+    )
+    make = import_module("benchmarks.faults.trackers").TRACKERS[tracker]
+    try:
+        CASES[name].run(make)
+        answer = RIGHT
+    except WrongError as wrong:
+        answer = str(wrong)
+    except Exception as error:  # noqa: BLE001  whatever it is, it is the answer
+        answer = describe(error)
+    pipe.send(answer)
+    os._exit(0)  # without goodbyes that a broken peer could leave unanswered
+
+
+def describe(error: Exception) -> str:
+    """An exception in a few words, the same in every run."""
+    text = str(error).strip().partition("\n")[0]
+    if "gloo" in text.lower() or "Connection" in text:
+        return "waits for a dead peer"
+    kind = type(error).__name__
+    if len(text) > _MAX_TEXT:
+        text = f"{text[:_MAX_TEXT].rstrip()}…"
+    return f"{kind}: {text}" if text else kind
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Point standard output and error at nothing: torchrec logs much, and tracebacks are expected."""
+    kept = [os.dup(1), os.dup(2)]
+    with Path(os.devnull).open("w") as nothing:
+        try:
+            for number in (1, 2):
+                os.dup2(nothing.fileno(), number)
+            yield
+        finally:
+            for number, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
