@@ -60,9 +60,7 @@ def sharded_model(ratings: Ratings, settings: Settings) -> DistributedModelParal
     apply_optimizer_in_backward(RowWiseAdagrad, model.ec.parameters(), {"lr": settings.learning_rate})
     sharder: Any = EmbeddingCollectionSharder()
     placement = {
-        name: row_wise(compute_kernel="fused")
-        if name in ROW_WISE
-        else table_wise(rank=position % WORLD_SIZE, compute_kernel="fused")
+        name: row_wise() if name in ROW_WISE else table_wise(rank=position % WORLD_SIZE)
         for position, name in enumerate(ratings.table_rows)
     }
     plan = construct_module_sharding_plan(

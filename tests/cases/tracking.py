@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker
 from delta_tracker.errors import DeltaTrackerError
-from tests.models import Spec, Table, batch, shard
+from tests.models import Spec, Table, batch, shard, with_kernel
 
 
 def rows_of(tracker: ModelDeltaTracker) -> dict[str, torch.Tensor]:
@@ -246,7 +246,7 @@ def one_name_in_two_modules(rank: int, world_size: int) -> list[str]:
     plans = {
         name: construct_module_sharding_plan(
             getattr(model, name),
-            {"t": row_wise(compute_kernel="fused")},
+            {"t": with_kernel(row_wise(), "fused")},
             sharder=EmbeddingCollectionSharder(),
             local_size=world_size,
             world_size=world_size,
