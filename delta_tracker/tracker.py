@@ -16,8 +16,9 @@ from delta_tracker.reader import DeltaReader
 from delta_tracker.recorder import LookupRecorder
 from delta_tracker.selection import TopK
 from delta_tracker.sharding.discover import LocalShard, discover
-from delta_tracker.sharding.hooks import KernelHook
+from delta_tracker.sharding.hooks import KernelHook, Watcher
 from delta_tracker.sharding.weights import column_views, read_rows
+from delta_tracker.sharding.writes import watch_writes
 from delta_tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
 
@@ -34,6 +35,9 @@ class ModelDeltaTracker(LookupRecorder):
 
     Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL) are compared with a second copy at each read:
     that is right for momentum, Adam, weight decay and other ranks' gradients, and costs the copy.
+
+    ``load_state_dict`` changes all rows of the other tables. What loads or edits tensors in place, as
+    ``dcp.load({"model": model.state_dict()}, ...)`` does, leaves no trace in them: call :meth:`mark_changed`.
 
     Call order on each rank: build it after the model is sharded; train; call :meth:`step` once per batch; read with
     :meth:`get_delta` whenever a consumer wants to.
@@ -331,19 +335,29 @@ class ModelDeltaTracker(LookupRecorder):
     def reattach(self) -> None:
         """Watch the model's present modules and shards, after TorchRec resharded it.
 
-        A table whose block on this rank is as it was keeps its log. Of any other one, all rows held now count as
-        changed, old values unknown, for every consumer.
+        A table whose block and lookup module on this rank are as they were keeps its log. Of any other one, and of all
+        after :meth:`detach`, all rows held now count as changed, for every consumer: nobody watched them meanwhile.
 
         Raises: as the constructor; the tracker is then as it was.
         """
         found = discover(self._model, self._skips)
         for shard in found.shards.values():
             self._capture.check(shard)
+        held = self._shards
+        moved = [fqn for fqn, shard in found.shards.items() if fqn not in held or shard.spec != held[fqn].spec]
+        unseen = [
+            fqn
+            for fqn, shard in found.shards.items()
+            if fqn not in moved
+            and (shard.is_fused or self._records_lookups)
+            and not (self._is_attached and _modules(shard) == _modules(held[fqn]))
+        ]
         self._remove_hooks()
-        moved = [fqn for fqn, shard in found.shards.items() if shard.spec != self._shards[fqn].spec]
         self._found = found
         self._shards.update(found.shards)
         self._log.replace({fqn: self._make_store(fqn) for fqn in moved})
+        for fqn in unseen:
+            self._log.mark(fqn, None, is_written=True)
         self._hooks = self._attach()
 
     def detach(self) -> None:
@@ -359,10 +373,12 @@ class ModelDeltaTracker(LookupRecorder):
     ) -> None:
         self.detach()
 
-    def _attach(self) -> list[KernelHook]:
+    def _attach(self) -> list[Watcher]:
         self._is_attached = True
+        lookups = self._records_lookups
         return [
-            KernelHook(kernel, self._log, self._keys, lookups=self._records_lookups) for kernel in self._found.kernels
+            *(KernelHook(kernel, self._log, self._keys, lookups=lookups) for kernel in self._found.kernels),
+            *watch_writes(self._model, self._found, self._log, self._keys, compared=not lookups),
         ]
 
     def _remove_hooks(self) -> None:
@@ -376,3 +392,7 @@ class ModelDeltaTracker(LookupRecorder):
         if fqn not in self._shards:
             raise InvalidArgumentError("fqn", fqn, f"Pass one of the tracked tables {sorted(self._shards)}")
         return self._shards[fqn]
+
+
+def _modules(shard: LocalShard) -> list[tuple[object, int]]:
+    return [(kernel.module, slot) for kernel, slot in shard.places]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import RankPool
+
+# The ranks inherit it: the order in which TorchRec's reshard sends depends on the hashes of strings, and it hangs where
+# ranks differ.
+os.environ.setdefault("PYTHONHASHSEED", "0")
 
 
 @pytest.fixture(scope="session")
@@ -21,5 +26,13 @@ def one_rank() -> Iterator[RankPool]:
 def two_ranks() -> Iterator[RankPool]:
     """A world of two processes."""
     pool = RankPool(2)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """A world of four processes, which start at the first case that runs on them."""
+    pool = RankPool(4)
     yield pool
     pool.stop()

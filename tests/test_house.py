@@ -35,6 +35,7 @@ _ORDER = [
     "sharding.discover",
     "sharding.hooks",
     "sharding.weights",
+    "sharding.writes",
     "capture",
     "selection",
     "reader",

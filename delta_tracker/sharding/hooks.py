@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -55,9 +55,54 @@ class UpdateListener(Protocol):
     def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
         """The rows opened under ``key`` are written."""
 
+    def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
+        """Rows of a table changed; with ``is_written`` nobody knows what they held before."""
 
-class KernelHook:
-    """Watches one kernel. An exception never leaves it: it is logged once, counted, and costs precision, not rows.
+
+class Watcher:
+    """Base of all hooks. An exception never leaves one: it is logged once, counted, and costs precision, not rows.
+
+    Args:
+        tables: FQNs of the tables that it tells of.
+        listener: who is told.
+        keys: source of keys, shared by all hooks of a listener.
+    """
+
+    def __init__(self, tables: Sequence[str], listener: UpdateListener, keys: itertools.count[int]) -> None:
+        self._tables = tables
+        self._listener = listener
+        self._keys = keys
+        self.num_errors = 0
+
+    def remove(self) -> None:
+        """Stop watching; what is under way goes unseen."""
+        self._listener = _Deaf()
+
+    def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        def opened() -> bool:
+            self._listener.opened(key, ids)
+            return True
+
+        if not self._contained(opened, otherwise=False):
+            self._contained(lambda: self._listener.opened(key, self._all_rows()), otherwise=None)
+
+    def _all_rows(self) -> dict[str, Tensor | None]:
+        return dict.fromkeys(self._tables)
+
+    def _contained(self, action: Callable[[], _T], *, otherwise: _T) -> _T:
+        """The result of ``action``; ``otherwise`` if it raises: training must not feel the tracker's faults."""
+        try:
+            return action()
+        except Exception:
+            # Whatever it is, it is ours and must not reach the training step.
+            self.num_errors += 1
+            if self.num_errors == 1:
+                _logger.exception("tracking of %s failed once; all its rows count as changed", list(self._tables))
+            return otherwise
+
+
+class KernelHook(Watcher):
+    """Watches the lookups of one kernel.
 
     Args:
         kernel: what to watch.
@@ -67,18 +112,16 @@ class KernelHook:
     """
 
     def __init__(self, kernel: Kernel, listener: UpdateListener, keys: itertools.count[int], *, lookups: bool) -> None:
+        super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], listener, keys)
         self._kernel = kernel
-        self._listener = listener
-        self._keys = keys
         self._lookups = lookups
         self._unproven = next(keys)
         self._handle: RemovableHandle = kernel.module.register_forward_hook(self._after_lookup)
-        self.num_errors = 0
 
     def remove(self) -> None:
         """Stop watching; backward passes of lookups made before go unseen."""
         self._handle.remove()
-        self._listener = _Deaf()
+        super().remove()
 
     def _after_lookup(self, module: object, args: tuple[Any, ...], output: Tensor) -> None:
         del module
@@ -111,17 +154,6 @@ class KernelHook:
         node.register_prehook(before_write)
         node.register_hook(after_write)
 
-    def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        def opened() -> bool:
-            self._listener.opened(key, ids)
-            return True
-
-        if not self._contained(opened, otherwise=False):
-            self._contained(lambda: self._listener.opened(key, self._all_rows()), otherwise=None)
-
-    def _all_rows(self) -> dict[str, Tensor | None]:
-        return {fqn: None for fqn, _ in self._kernel.slots if fqn is not None}
-
     def _ids_by_table(self, features: KeyedIds) -> dict[str, Tensor | None]:
         """The ids of each tracked table, by position: the features of slot 0 come first, then those of slot 1, ..."""
         values, lengths = features.values(), features.length_per_key()
@@ -135,18 +167,6 @@ class KernelHook:
             feature, begin = feature + num_features, end
         return ids
 
-    def _contained(self, action: Callable[[], _T], *, otherwise: _T) -> _T:
-        """The result of ``action``; ``otherwise`` if it raises: training must not feel the tracker's faults."""
-        try:
-            return action()
-        except Exception:
-            # Whatever it is, it is ours and must not reach the training step.
-            self.num_errors += 1
-            if self.num_errors == 1:
-                tables = [fqn for fqn, _ in self._kernel.slots if fqn is not None]
-                _logger.exception("tracking of %s failed once; all its rows count as changed", tables)
-            return otherwise
-
 
 class _Deaf:
     """Listener of a removed hook."""
@@ -158,6 +178,9 @@ class _Deaf:
         """Ignore it."""
 
     def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
+        """Ignore it."""
+
+    def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
         """Ignore it."""
 
 
