@@ -97,7 +97,7 @@ class MomentumLastCapture:
 
     def check(self, shard: LocalShard) -> None:
         """Refuse an optimizer without a state per row."""
-        if shard.places and num_optimizer_states(shard) == 0:
+        if not shard.is_fused or (shard.places and num_optimizer_states(shard) == 0):
             raise UnsupportedTableError(shard.spec.table.fqn, "its optimizer keeps no state per row inside the kernel")
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:

@@ -132,8 +132,10 @@ class ChangeLog:
             self._stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def replace(self, stores: Mapping[str, SegmentStore]) -> None:
-        """Take new stores for some tables; all their rows count as changed, old values unknown."""
+        """Take new stores for some tables; all their rows count as changed, old values unknown. Aborts open reads."""
         with self.lock:
+            if stores:
+                self._cursors.forget_tables(stores)
             for fqn, store in stores.items():
                 self._stores[fqn] = store
                 store.cut(self._position)

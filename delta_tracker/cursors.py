@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, StaleDeltaError, UnknownConsumerError
@@ -110,6 +110,12 @@ class Cursors:
         known = self._consumers.get(name)
         owner = None if known is None else known.owner
         self._consumers[name] = _Consumer(position=position, batch=batch, is_behind=is_behind, owner=owner)
+
+    def forget_tables(self, fqns: Collection[str]) -> None:
+        """Drop what reads have left out of some tables, whose ids mean other rows from now on, and every open read."""
+        for consumer in self._consumers.values():
+            consumer.carried = {fqn: rows for fqn, rows in consumer.carried.items() if fqn not in fqns}
+            consumer.sealed = None
 
     def remove(self, name: str) -> None:
         """Forget consumer ``name``."""

@@ -101,6 +101,7 @@ class ModelDeltaTracker(LookupRecorder):
         )
         self._reader = DeltaReader(self._shards, self._capture)
         self._keys = itertools.count()
+        self._num_past_errors = 0
         self._hooks = self._attach()
 
     # What is tracked
@@ -123,7 +124,7 @@ class ModelDeltaTracker(LookupRecorder):
     @property
     def num_hook_errors(self) -> int:
         """Faults inside hooks since the start; each was contained and made its tables count as wholly changed."""
-        return sum(hook.num_errors for hook in self._hooks)
+        return self._num_past_errors + sum(hook.num_errors for hook in self._hooks)
 
     def get_tracked_modules(self) -> dict[str, nn.Module]:
         """FQN to sharded embedding module."""
@@ -384,6 +385,7 @@ class ModelDeltaTracker(LookupRecorder):
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._num_past_errors, self._hooks = self.num_hook_errors, []
 
     def _make_store(self, fqn: str) -> SegmentStore:
         return make_store(fqn, self._shards, self._capture, engine=self._engine, compares=not self._records_lookups)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.conformance import (
@@ -17,6 +19,8 @@ from benchmarks.conformance import (
     torchrec_limit,
 )
 from tests.ranks import RankPool
+
+_RUN: list[tuple[Group, dict[str, dict[str, str]]]] = []
 
 
 def test_every_cell_is_run_or_torchrec_cannot_run_it() -> None:
@@ -35,6 +39,17 @@ def test_a_cell_comes_out_as_declared(two_ranks: RankPool, four_ranks: RankPool,
     results.add(group, found)
     assert results.faults == []
     assert all(list(verdicts) == list(MODES) for verdicts in found.values())
+    _RUN.append((group, found))
+
+
+def test_the_readme_has_the_table_of_this_run() -> None:
+    if len(_RUN) < len(GROUPS):
+        pytest.skip("only after all cells were run")
+    results = Results()
+    for group, found in _RUN:
+        results.add(group, found)
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert f"<!-- conformance -->\n{results.markdown().strip()}\n<!-- /conformance -->" in readme
 
 
 def test_torchrec_refuses_to_shard_an_ec_so(four_ranks: RankPool) -> None:

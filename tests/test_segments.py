@@ -382,6 +382,23 @@ def test_only_the_newest_read_can_be_committed_and_only_once() -> None:
     assert (cursors.start("a"), cursors.start("b"), cursors.oldest) == ((2, 2), (0, 0), 0)
 
 
+def test_what_was_left_out_of_a_table_that_moved_is_forgotten() -> None:
+    log = ChangeLog({"t": SegmentStore(30)}, ["a"], delete_on_read=True, max_bytes=None)
+    log.mark("t", torch.tensor([3, 25]))
+    reading = log.read("a")
+    left_out = {"t": reading.rows["t"].take(torch.tensor([False, True]))}
+    rows = {"t": DeltaRows(torch.tensor([3]))}
+    sent = Delta(rows, consumer="a", start=0, stop=reading.stop, batches=(0, 0), left_out=left_out)
+    log.seal(sent, commit=True)
+    reading = log.read("a")
+    uncommitted = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=(0, 0))
+    log.seal(uncommitted, commit=False)
+    log.replace({"t": SegmentStore(10)})
+    with pytest.raises(StaleDeltaError):
+        log.commit(uncommitted)
+    assert log.read("a").rows["t"].ids.tolist() == list(range(10))
+
+
 def test_a_slow_consumer_is_given_up_and_finds_its_way_back() -> None:
     store = SegmentStore(1000, engine="torch", old_states=lambda ids: torch.zeros(len(ids), 16))
     log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=20_000)

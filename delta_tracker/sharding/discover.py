@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import InvalidArgumentError, NoShardedModuleError, UnsupportedTableError
-from delta_tracker.sharding.versions import Torchrec, load_torchrec, planned_blocks, table_configs
+from delta_tracker.sharding.versions import Torchrec, load_torchrec, planned_blocks, planned_kernel, table_configs
 from delta_tracker.types import ShardSpec, TableSpec
 
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
@@ -45,16 +45,14 @@ class LocalShard:
     Args:
         spec: the block, with all column ranges that this rank holds.
         places: for each column range of ``spec``, in order, the kernel and the slot in it.
+        device: where it lives; the CPU where nothing is held.
+        is_fused: whether its rows are written inside backward passes only; the same on every rank.
     """
 
     spec: ShardSpec
     places: tuple[tuple[Kernel, int], ...]
     device: torch.device
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether rows are written inside backward passes only; true where nothing is held."""
-        return all(kernel.is_fused for kernel, _ in self.places)
+    is_fused: bool
 
 
 @dataclass(slots=True)
@@ -154,7 +152,8 @@ def _add_collection(
         if blocks:
             found.kernels.append(kernel)
     for name, fqn in fqn_of.items():
-        found.shards[fqn] = _merge(found.tables[fqn], places[fqn], planned_blocks(module, name))
+        is_fused = planned_kernel(module, name) in torchrec.fused_kernels
+        found.shards[fqn] = _merge(found.tables[fqn], places[fqn], planned_blocks(module, name), is_fused=is_fused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +204,12 @@ def _place(kernel: Kernel, slot: int, fqn: str, config: Any) -> _Place:  # noqa:
     return _Place(kernel, slot, block, weight.device, is_replicated=metadata is None)
 
 
-def _merge(table: TableSpec, places: list[_Place], planned: set[tuple[int, int, int, int]] | None) -> LocalShard:
+def _merge(
+    table: TableSpec, places: list[_Place], planned: set[tuple[int, int, int, int]] | None, *, is_fused: bool
+) -> LocalShard:
     """One shard of all the blocks of a table on this rank: they share their rows and differ in columns."""
     if not places:
-        return LocalShard(ShardSpec(table), (), torch.device("cpu"))
+        return LocalShard(ShardSpec(table), (), torch.device("cpu"), is_fused)
     places = sorted(places, key=lambda place: place.block[1])
     rows = {(place.block[0], place.block[2]) for place in places}
     if len(rows) > 1:
@@ -220,4 +221,5 @@ def _merge(table: TableSpec, places: list[_Place], planned: set[tuple[int, int, 
     columns = tuple((place.block[1], place.block[1] + place.block[3]) for place in places)
     is_replicated = any(place.is_replicated for place in places)
     spec = ShardSpec(table, row_offset, num_rows, columns, is_replicated)
-    return LocalShard(spec, tuple((place.kernel, place.slot) for place in places), places[0].device)
+    is_fused = all(place.kernel.is_fused for place in places)
+    return LocalShard(spec, tuple((place.kernel, place.slot) for place in places), places[0].device, is_fused)

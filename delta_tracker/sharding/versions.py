@@ -58,6 +58,11 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
     return dict(module._table_name_to_config)  # type: ignore[arg-type]  # noqa: SLF001
 
 
+def planned_kernel(module: nn.Module, table: str) -> str:
+    """Name of the compute kernel that the plan gives a table, on whatever rank it lives."""
+    return str(module.module_sharding_plan[table].compute_kernel)  # type: ignore[index, union-attr]
+
+
 def planned_blocks(module: nn.Module, table: str) -> set[tuple[int, int, int, int]] | None:
     """``(row, column, rows, columns)`` of every shard in the plan of a table; None when the plan has no blocks."""
     spec = getattr(module.module_sharding_plan[table], "sharding_spec", None)  # type: ignore[index]
