@@ -54,6 +54,8 @@ class ChangeLog:
         auto_compact: bool = False,
         max_bytes: int | None,
     ) -> None:
+        if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
+            raise InvalidArgumentError("max_bytes", max_bytes, "Pass a whole number of 1 or more, or None")
         self.lock = threading.RLock()
         self._stores = dict(stores)
         self._cursors = Cursors(consumers)
@@ -81,7 +83,8 @@ class ChangeLog:
     @property
     def log_bytes(self) -> int:
         """Bytes of the segments and open batches of all stores."""
-        return sum(store.log_bytes for store in self._stores.values())
+        with self.lock:
+            return sum(store.log_bytes for store in self._stores.values())
 
     @property
     def carried_bytes(self) -> int:
@@ -230,7 +233,8 @@ class ChangeLog:
                     store.delete(oldest)
 
     def _after_read(self) -> None:
-        if not self._auto_compact:
+        # Every sixteenth read also under auto_compact: nobody need call step().
+        if not self._auto_compact or self._position % 16 == 0:
             self.compact()
         self._shed()
 

@@ -98,7 +98,7 @@ class DeltaReader:
         spec = self._shards[fqn].spec
         rows = self._rows(fqn, changed, with_values=True, with_optimizer=False)
         if top_k.score is not None:
-            scores = self._checked_scores(fqn, top_k.score(fqn, rows), len(rows))
+            scores = self._checked_scores(fqn, top_k.score(fqn, rows), rows)
         else:
             assert rows.values is not None, "asked for"
             assert rows.states is not None, "every mode with scores has states"
@@ -112,9 +112,11 @@ class DeltaReader:
             is_due = changed.ages >= top_k.max_age
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
 
-    def _checked_scores(self, fqn: str, scores: Tensor, num_rows: int) -> Tensor:
-        if scores.shape != (num_rows,) or bool(scores.isnan().any()):
-            raise InvalidArgumentError(
-                f"score of {fqn!r}", tuple(scores.shape), f"Return [{num_rows}] numbers, none of them NaN"
-            )
+    def _checked_scores(self, fqn: str, scores: Tensor, rows: DeltaRows) -> Tensor:
+        """Numbers for all rows; those whose old state is unknown, NaN itself, go first whatever their score."""
+        if scores.shape == (len(rows),) and rows.known is not None:
+            scores = torch.where(rows.known, scores, torch.inf)
+        if scores.shape != (len(rows),) or bool(scores.isnan().any()):
+            remedy = f"Return [{len(rows)}] numbers, none of them NaN"
+            raise InvalidArgumentError(f"score of {fqn!r}", tuple(scores.shape), remedy)
         return scores.float()

@@ -57,7 +57,11 @@ class LookupRecorder:
             rows = slice(begin, begin + length)
             begin += length
             for fqn, features in self._found.features.items():
-                if feature in features:
-                    ids = kjt.values()[rows]
+                spec = self._found.shards[fqn].spec
+                if feature in features and spec.num_rows:
+                    ids = kjt.values()[rows].long()
+                    if states is not None and states.shape[1] != spec.num_columns:
+                        remedy = f"Pass rows of {spec.num_columns} numbers for {fqn!r}"
+                        raise InvalidArgumentError("embeddings", tuple(states.shape), remedy)
                     first = (ids, None) if states is None else first_per_id(ids, states[rows])
                     self._log.mark(fqn, first[0], states=first[1])

@@ -65,8 +65,8 @@ class TopK:
         if len(given) != 1:
             raise InvalidArgumentError("TopK", budgets, "Give exactly one of rows, fraction and num_bytes")
         ((name, budget),) = given.items()
-        if not budget > 0 or (name == "fraction" and budget > 1):
-            raise InvalidArgumentError(name, budget, "Give more than 0, and a fraction up to 1")
+        if not budget > 0 or (budget > 1 if name == "fraction" else type(budget) is not int):
+            raise InvalidArgumentError(name, budget, "Give a whole number above 0, or a fraction up to 1")
         if self.max_age is not None and self.max_age < 1:
             raise InvalidArgumentError("max_age", self.max_age, "Give 1 or more reads")
 

@@ -334,7 +334,7 @@ class ModelDeltaTracker(LookupRecorder):
     # Attaching
 
     def reattach(self) -> None:
-        """Watch the model's present modules and shards, after TorchRec resharded it.
+        """Watch the model's present modules and shards, after TorchRec resharded it; with no backward still to come.
 
         A table whose block and lookup module on this rank are as they were keeps its log. Of any other one, and of all
         after :meth:`detach`, all rows held now count as changed, for every consumer: nobody watched them meanwhile.

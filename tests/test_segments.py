@@ -382,6 +382,23 @@ def test_only_the_newest_read_can_be_committed_and_only_once() -> None:
     assert (cursors.start("a"), cursors.start("b"), cursors.oldest) == ((2, 2), (0, 0), 0)
 
 
+def test_reads_alone_keep_the_log_short() -> None:
+    store = SegmentStore(100)
+    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, auto_compact=True, max_bytes=None)
+    for number in range(100):
+        log.mark("t", torch.tensor([number]))
+        reading = log.read("a")
+        sent = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=(0, 0))
+        log.seal(sent, commit=True)
+    assert store.num_segments <= 17
+
+
+@pytest.mark.parametrize("max_bytes", [0, -1, 1.5, "x"])
+def test_a_bound_that_is_none_is_refused(max_bytes: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_bytes"):
+        ChangeLog({}, ["a"], delete_on_read=True, max_bytes=max_bytes)
+
+
 def test_what_was_left_out_of_a_table_that_moved_is_forgotten() -> None:
     log = ChangeLog({"t": SegmentStore(30)}, ["a"], delete_on_read=True, max_bytes=None)
     log.mark("t", torch.tensor([3, 25]))

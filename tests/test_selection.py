@@ -150,6 +150,8 @@ def test_keys_are_ordered_as_scores() -> None:
         {"rows": 1, "fraction": 0.5},
         {"rows": 0},
         {"rows": -1},
+        {"rows": 0.5},
+        {"num_bytes": True},
         {"num_bytes": 0},
         {"fraction": 0.0},
         {"fraction": 1.5},
