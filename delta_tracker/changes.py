@@ -64,6 +64,7 @@ class ChangeLog:
         self._max_bytes = max_bytes
         self._position = 0
         self._num_batches = 0
+        self._num_recorded = dict.fromkeys(self._stores, 0)
 
     @property
     def stores(self) -> Mapping[str, SegmentStore]:
@@ -91,6 +92,21 @@ class ChangeLog:
         """Bytes of the rows that the consumers' reads left out."""
         return self._cursors.num_bytes
 
+    @property
+    def num_recorded(self) -> Mapping[str, int]:
+        """Table FQN to how many rows were recorded as changed so far, repeats included. Costs nothing."""
+        return self._num_recorded
+
+    def num_pending(self, consumer: str) -> dict[str, int]:
+        """Table FQN to how many rows are pending for a consumer. Waits for the device."""
+        with self.lock:
+            start, _ = self._cursors.start(consumer)
+            carried = self._cursors.carried(consumer)
+            return {
+                fqn: store.num_changed(start, carried[fqn].ids if fqn in carried else None)
+                for fqn, store in self._stores.items()
+            }
+
     def resolve(self, consumer: str | None, owner: object = None) -> str:
         """The name of a consumer that ``owner`` may read and move; None means the only one.
 
@@ -115,12 +131,14 @@ class ChangeLog:
         """Rows of tables were looked up, and that counts."""
         with self.lock:
             for fqn, table_ids in ids.items():
+                self._count(fqn, table_ids)
                 self._stores[fqn].mark(table_ids)
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         """Rows of tables are about to be written, under a key that no open batch has."""
         with self.lock:
             for fqn, table_ids in ids.items():
+                self._count(fqn, table_ids)
                 self._stores[fqn].open_batch(key, table_ids)
 
     def applied(self, key: int, tables: Iterable[str]) -> None:
@@ -132,6 +150,7 @@ class ChangeLog:
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
         """As :meth:`~delta_tracker.store.segments.SegmentStore.mark`."""
         with self.lock:
+            self._count(fqn, ids)
             self._stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def replace(self, stores: Mapping[str, SegmentStore]) -> None:
@@ -141,6 +160,7 @@ class ChangeLog:
                 self._cursors.forget_tables(stores)
             for fqn, store in stores.items():
                 self._stores[fqn] = store
+                self._count(fqn, None)
                 store.cut(self._position)
                 store.mark(None, is_written=True)
 
@@ -231,6 +251,10 @@ class ChangeLog:
                 store.compact(pinned)
                 if self._delete_on_read:
                     store.delete(oldest)
+
+    def _count(self, fqn: str, ids: Tensor | None) -> None:
+        num_rows = self._stores[fqn].num_rows if ids is None else ids.numel()
+        self._num_recorded[fqn] = self._num_recorded.get(fqn, 0) + num_rows
 
     def _after_read(self) -> None:
         # Every sixteenth read also under auto_compact: nobody need call step().

@@ -149,6 +149,17 @@ class StorageError(StreamError, OSError):
         self.reason = reason
 
 
+class UnsafeStoreError(StreamError, RuntimeError):
+    """The store at ``url`` lets a second writer replace an object that it was to create: nothing would fence it."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"the store {url} does not create an object only if it is absent",
+            "Use a store that honours If-None-Match: S3, GCS, Azure, a local directory, SeaweedFS, MinIO",
+        )
+        self.url = url
+
+
 class FencedError(StreamError, RuntimeError):
     """A newer generation owns the stream; this publisher published nothing and never can again."""
 

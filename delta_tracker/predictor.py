@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import (
-    CorruptPartError,
     InvalidArgumentError,
-    MalformedError,
     MissingVersionError,
     NoSnapshotError,
     StorageError,
     StreamReplacedError,
 )
-from delta_tracker.stream.codec import Rows, decode
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.manifest import Manifest, Part
+from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.part import RowChunk, read_parts
 from delta_tracker.stream.storage import Storage, open_storage
 from delta_tracker.table_lock import TableLock
 from delta_tracker.targets import check_targets, find_targets
@@ -231,31 +229,24 @@ class Predictor:
         """Read and check everything, then write."""
         targets = find_targets(self._model)
         check_targets(manifest, targets)
-        parts = [self._load(part, manifest) for part in manifest.parts]
-        for part in parts:
-            for rows in part:
-                self._write(rows, targets[rows.block.table])
+        parts = read_parts(self._log.storage, manifest)
+        for is_whole in (True, False):  # a snapshot's listed rows are newer than its whole blocks
+            for part in parts:
+                for index, block in enumerate(part.part.blocks):
+                    if (block.ids == "all") == is_whole:
+                        for chunk in part.chunks(index, _CHUNK_ROWS):
+                            self._write(chunk, targets[block.table])
         with self._tables.writing():
             self._head = manifest
             if manifest.kind != "claim":
                 self._manifest = manifest
 
-    def _load(self, part: Part, manifest: Manifest) -> list[Rows]:
-        try:
-            data = self._log.storage.read(part.name, max_bytes=part.num_bytes)
-        except MalformedError as error:
-            raise CorruptPartError(part.name, error.reason) from error
-        return decode(part, data, manifest.tables)
-
     @torch.no_grad()
-    def _write(self, rows: Rows, table: Tensor) -> None:
-        block = rows.block
-        target = table[:, block.columns[0] : block.columns[1]]
-        for begin in range(0, block.num_rows, _CHUNK_ROWS):
-            values = rows.values[begin : begin + _CHUNK_ROWS].to(target.device)
-            with self._tables.writing():
-                if rows.ids is None:
-                    first = block.rows[0] + begin
-                    target[first : first + len(values)] = values
-                else:
-                    target.index_copy_(0, rows.ids[begin : begin + _CHUNK_ROWS].to(target.device), values)
+    def _write(self, chunk: RowChunk, table: Tensor) -> None:
+        target = table[:, chunk.block.columns[0] : chunk.block.columns[1]]
+        values = chunk.values(table.dtype).to(target.device)
+        with self._tables.writing():
+            if chunk.ids is None:
+                target[chunk.first : chunk.first + len(values)] = values
+            else:
+                target.index_copy_(0, chunk.ids.to(target.device), values)

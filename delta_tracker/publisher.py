@@ -1,35 +1,55 @@
-"""Publisher: writes a tracker's changed rows to a stream, one version at a time."""
+"""Publisher: writes a tracker's changed rows to a stream, one version at a time, from all ranks."""
 
 from __future__ import annotations
 
-import secrets
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError
+from delta_tracker.cadence import Cadence, Pace
+from delta_tracker.errors import FencedError, InvalidArgumentError, RankLostError
+from delta_tracker.gather import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.selection import TopK
-from delta_tracker.stream.codec import Rows, encode
-from delta_tracker.stream.log import Claim, StreamLog
-from delta_tracker.stream.manifest import Block, Kind, Manifest, part_from_json, part_to_json
-from delta_tracker.stream.ranks import DEFAULT_TIMEOUT, Ranks
-from delta_tracker.stream.storage import Storage, open_storage
+from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.stream.codec import Rows
+from delta_tracker.stream.manifest import Kind, Manifest, Part
+from delta_tracker.stream.ranks import DEFAULT_TIMEOUT, Flags
+from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.writer import Draft, StreamWriter
 from delta_tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta, ShardSpec
+from delta_tracker.types import Delta
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A version on its way. A snapshot's rows are copied first; then it is cut, written and committed as any other."""
+
+    kind: Kind
+    job: Future[Any]
+    is_copying: bool
+    read: Delta | None = None
 
 
 class Publisher:
     """Publishes what changed since its last version, from all ranks, as one version.
 
-    Every rank builds one, and every rank calls :meth:`publish` and :meth:`snapshot` at the same batch, from the thread
-    that built it, which is the one that trains. Each rank writes its own rows; ranks exchange a few hundred bytes,
-    never rows. The version exists once rank 0 has created its manifest. Until then nothing is visible and every row
-    stays pending, whatever fails.
+    Every rank builds one, and every rank calls :meth:`publish`, :meth:`snapshot` or, after each batch, :meth:`step` at
+    the same batch, from the thread that built it, which is the one that trains. At the cut a rank gathers its own
+    rows; a thread of its own writes them and commits. Ranks exchange a few hundred bytes, never rows. The version
+    exists once rank 0 has created its manifest. Until then nothing is visible and every row stays pending, whatever
+    fails.
+
+    A snapshot of fused tables is copied while training goes on; the rows that changed meanwhile are read at its cut
+    and stand in the same version. Beside the tables it takes a few chunks of 4 MiB.
 
     Building one claims the stream: a publisher of an older generation is fenced from then on. What the stream holds
     of this trainer is unknown at that moment, so the first version of a publisher is a snapshot. It also reserves its
@@ -41,13 +61,19 @@ class Publisher:
             :class:`~delta_tracker.stream.storage.Storage`; the same place for every rank.
         consumer: the tracker's consumer that this publisher reads as; may be left out when there is only one.
         top_k: publish a part of the rows only, those that changed most; the others stay pending.
+        dense: dense parameters and buffers that each version carries, as rank 0 holds them at its cut: a module, or
+            their names in the model's ``state_dict``.
+        encoding: how rows are stored, one :class:`~delta_tracker.stream.encoding.Encoding` for all tables or FQN to
+            one; a table that is not named is stored in its own dtype.
+        cadence: when :meth:`step` publishes.
         timeout: how long ranks wait for each other.
 
     Raises:
         UnknownConsumerError: if the tracker has no such consumer.
         ReservedConsumerError: if another publisher reads as it.
         DetachedError: if the tracker is detached.
-        InvalidArgumentError: for a url that names no store.
+        InvalidArgumentError: for a url that names no store, dense names or an encoding that do not fit the model.
+        UnsafeStoreError: if the store lets two writers create one object.
         StorageError: if this rank cannot use the store.
         PublishError: if another rank cannot, or uses another one.
         RankLostError: if a rank dies meanwhile.
@@ -60,45 +86,85 @@ class Publisher:
         consumer: str | None = None,
         *,
         top_k: TopK | None = None,
+        dense: nn.Module | Iterable[str] | None = None,
+        encoding: EncodingChoice = None,
+        cadence: Cadence | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         self._tracker = tracker
         self._top_k = top_k
-        self._ranks = Ranks(timeout)
-        self._claim: Claim | None = None
+        self._dense_choice = dense if dense is None or isinstance(dense, nn.Module | str) else tuple(dense)
+        self._writer, self._flags = StreamWriter(timeout), Flags(timeout)
         self._has_snapshot = False
+        self._num_versions = 0
         self._thread = threading.get_ident()
-        self._storage: Storage
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._flight: _Flight | None = None
+        self._error: Exception | None = None
         self._consumer: str | None = None
+        self._gatherer: Gatherer
         try:
-            self._exchange("open", lambda: self._open(url, consumer))
-            self._head = self._from_rank_0("claim", self._take_stream)
-            self._exchange("check", self._check_same_store)
+            self._writer.exchange("arguments", lambda: self._prepare(consumer, encoding))
+            self._writer.open(url)
         except BaseException:
             self.close()
             raise
+        self._cadence = cadence
+        self._pace = None if cadence is None else Pace(cadence, self._count_pending, self._count_recorded)
 
     @property
     def generation(self) -> int:
         """This publisher's generation."""
-        return self._head.generation
+        return self._writer.head.generation
 
     @property
     def stream(self) -> str:
         """Id of the stream, 32 hex digits."""
-        return self._head.stream
+        return self._writer.head.stream
 
     @property
     def version(self) -> int:
         """The newest version that this publisher has committed, its claim to begin with."""
-        return self._head.version
+        return self._writer.head.version
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the last version that :meth:`step` began was not published; None once a later one was."""
+        return self._error
+
+    def step(self) -> None:
+        """Publish when the cadence says so; call it after each batch, and after ``tracker.step()``, on every rank.
+
+        Training waits for the gather of the rows only. While a version is on its way no other is begun: rows that
+        change meanwhile wait in the tracker, so a slow store costs no memory and makes the next version larger.
+
+        Failures do not reach training: they are logged and kept in :attr:`error`, all rows stay pending and the next
+        version tries again. After a :class:`~delta_tracker.errors.FencedError` or a
+        :class:`~delta_tracker.errors.RankLostError` nothing is tried any more.
+
+        Raises:
+            InvalidArgumentError: without a cadence, after :meth:`close`, or from another thread than the one that
+                built it.
+        """
+        self._check_usable()
+        if self._pace is None:
+            raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
+        if isinstance(self._error, FencedError | RankLostError):
+            return
+        try:
+            agreed = self._flags.result()
+            if agreed is not None:
+                self._advance(*map(bool, agreed))
+            self._flags.start(self._wishes(self._pace))
+        except RankLostError as error:
+            self._fail(error)
 
     def publish(self) -> Manifest:
         """Publish the rows that changed since the last version; all rows where the stream cannot be known to hold them.
 
         That is so for the first version of a publisher, and when the tracker has given its consumer up. A version
         without changed rows is published too: it tells predictors how fresh they are. Rows whose update is under way
-        are in this version and again in the next.
+        are in this version and again in the next. What :meth:`step` has begun is finished first.
 
         Returns:
             The committed manifest, the same on every rank.
@@ -119,150 +185,203 @@ class Publisher:
         """
         return self._publish("snapshot")
 
+    def flush(self) -> None:
+        """Finish what :meth:`step` has begun; every rank calls it at the same batch.
+
+        Raises: as :meth:`publish`.
+        """
+        self._check_usable()
+        self._flags.result()
+        self._land()
+        if self._error is not None:
+            raise self._error
+
     def close(self) -> None:
-        """Release the consumer and leave the ranks' group; every rank calls it. The stream stays claimed."""
+        """Finish what is under way, release the consumer and leave the ranks' group; every rank calls it.
+
+        The stream stays claimed. A version that fails now is logged, and its rows stay pending.
+        """
         if self._consumer is not None:
+            self._land()
             self._tracker.release(self._consumer, self)
         self._consumer = None
-        self._ranks.close()
+        self._worker.shutdown()
+        self._flags.close()
+        self._writer.close()
 
-    def _publish(self, kind: Kind) -> Manifest:
+    def _check_usable(self) -> None:
         if self._consumer is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         if threading.get_ident() != self._thread:
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
-        kind = self._agree(kind)
-        reads: list[Delta] = []
-        try:
-            votes = self._exchange("part", lambda: self._write_part(kind, reads))
-            draft = Manifest(
-                stream=self._head.stream,
-                generation=self._head.generation,
-                writer=self._head.writer,
-                version=self._head.version + 1,
-                kind=kind,
-                batches=reads[0].batches,
-                created=time.time(),
-                pending_rows=sum(vote["pending_rows"] for vote in votes),
-                tables=dict(self._tracker.tables),
-                parts=tuple(part_from_json(vote["part"]) for vote in votes if vote["part"] is not None),
-            )
-            self._head = self._from_rank_0("commit", lambda: self._commit(draft))
-        except BaseException:
-            for read in reads:
-                self._tracker.abort(read)
-            raise
-        self._tracker.commit(reads[0])
-        self._has_snapshot = True
-        return self._head
+
+    # Every rank goes through the same states at the same batches: nothing, copying, writing, nothing.
+
+    def _publish(self, kind: Kind) -> Manifest:
+        self._check_usable()
+        self._flags.result()
+        self._land()
+        self._error = None
+        self._begin(self._agree(kind))
+        self._land()
+        if self._error is not None:
+            raise self._error
+        return self._writer.head
+
+    def _wishes(self, pace: Pace) -> list[bool]:
+        """What this rank tells for the next batch: begin a version, make it a snapshot, wait for what is under way."""
+        if self._flight is not None:
+            return [False, False, not self._flight.job.done()]
+        assert self._cadence is not None, "there is a pace"
+        every = self._cadence.snapshot_every
+        wants_snapshot = self._needs_snapshot() or (every is not None and self._num_versions % every == 0)
+        return [pace.is_due(self._tracker.num_batches + 1, is_clock=self._writer.rank == 0), wants_snapshot, False]
+
+    def _advance(self, is_due: bool, wants_snapshot: bool, is_under_way: bool) -> None:  # noqa: FBT001  as told
+        if self._flight is None:
+            if is_due:
+                self._begin("snapshot" if wants_snapshot else "delta")
+        elif not is_under_way:
+            self._go_on(self._flight)
+
+    def _land(self) -> None:
+        """Wait until nothing is under way."""
+        while self._flight is not None:
+            self._go_on(self._flight)
+
+    def _go_on(self, flight: _Flight) -> None:
+        if flight.is_copying:
+            self._cut("snapshot", flight.job)
+        else:
+            self._finish(flight)
 
     def _agree(self, kind: Kind) -> Kind:
-        """Rank 0's kind, or a snapshot if any rank needs one, once all ranks stand at the same batch and tables."""
-        assert self._consumer is not None, "open"
-        needs_snapshot = not self._has_snapshot or self._tracker.needs_snapshot(self._consumer)
-        order = {
-            "kind": "snapshot" if needs_snapshot else kind,
-            "cut": f"batch {self._tracker.num_batches}",
-            "tables": f"the tables {sorted(str(table) + ' ' + fqn for fqn, table in self._tracker.tables.items())}",
-        }
-        orders = self._exchange("order", lambda: order)
-        for rank, each in enumerate(orders):
-            for field in ("cut", "tables"):
-                if each[field] != orders[0][field]:
-                    raise PublishError(rank, f"{each[field]} where rank 0 has {orders[0][field]}")
-        agreed: Kind = "snapshot" if any(each["kind"] == "snapshot" for each in orders[1:]) else orders[0]["kind"]
-        return agreed
+        wanted: Kind = "snapshot" if self._needs_snapshot() else kind
+        return self._writer.agree(wanted, self._tracker.num_batches, self._tracker.tables)
 
-    def _write_part(self, kind: Kind, reads: list[Delta]) -> dict[str, Any]:
-        """Read and write this rank's rows; their record, or None where there are none."""
+    def _needs_snapshot(self) -> bool:
+        assert self._consumer is not None, "open"
+        return not self._has_snapshot or self._tracker.needs_snapshot(self._consumer)
+
+    def _begin(self, kind: Kind) -> None:
+        if self._pace is not None:
+            self._pace.restart(self._tracker.num_batches)
+        if kind == "delta":
+            self._cut(kind, None)
+        else:
+            self._flight = _Flight(kind, self._submit(self._copy), is_copying=True)
+
+    def _copy(self) -> Callable[[], Part | None]:
+        """Begin a snapshot: from here on it is known which rows change, so that all may be copied in any order."""
         tracker = self._tracker
-        if self._consumer is not None and tracker.needs_snapshot(self._consumer):
+        assert self._consumer is not None, "open"
+        if tracker.needs_snapshot(self._consumer):
             self._has_snapshot = False  # until this one is committed: what was pending is gone
             tracker.clear(self._consumer, owner=self)
-        whole = kind == "snapshot"
-        delta = tracker.get_delta(
-            self._consumer, commit=False, with_values=not whole, top_k=None if whole else self._top_k, owner=self
-        )
-        reads.append(delta)
-        rows = [
-            block
-            for fqn, shard in tracker.shards.items()
-            # A table that every rank holds is rank 0's to write.
-            if self._ranks.rank == 0 or not shard.is_replicated
-            for block in (self._whole_blocks(fqn, shard) if whole else _delta_blocks(delta, fqn, shard))
-        ]
-        if not rows:
-            return {"part": None, "pending_rows": delta.pending_rows}
-        unique = f"{self._head.version + 1:020d}-g{self._head.generation}-r{self._ranks.rank}-{secrets.token_hex(8)}"
-        part, buffers = encode(rows, f"parts/{unique}.safetensors")
-        self._storage.put(part.name, buffers)
-        return {"part": part_to_json(part), "pending_rows": delta.pending_rows}
+        tracker.add_consumer(self._meanwhile)
+        tracker.reserve(self._meanwhile, self)
+        rows = self._gatherer.whole(tracker.fused_tables, now=False)
+        return lambda: self._writer.write_part(rows) if rows else None
 
-    def _whole_blocks(self, fqn: str, shard: ShardSpec) -> Iterator[Rows]:
-        rows = (shard.row_offset, shard.row_offset + shard.num_rows)
-        for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True):
-            if shard.num_rows:
-                yield Rows(Block(fqn, rows, columns, shard.num_rows, whole=True), None, view)
-
-    def _open(self, url: str | Storage, consumer: str | None) -> dict[str, Any]:
-        self._consumer = self._tracker.reserve(consumer, self)
-        self._storage = open_storage(url, create=True)
-        return {}
-
-    def _take_stream(self) -> Manifest:
-        self._claim = StreamLog(self._storage).claim()
-        return self._claim.head
-
-    def _check_same_store(self) -> dict[str, Any]:
-        """Every rank must see rank 0's claim: parts that land in another place would be missing for good."""
-        seen = StreamLog(self._storage).read(self._head.version)
-        if seen is None or seen.writer != self._head.writer:
-            raise InvalidArgumentError(
-                "url", self._storage.url, "Give all ranks the same store: this one lacks rank 0's claim"
-            )
-        return {}
-
-    def _commit(self, draft: Manifest) -> Manifest:
-        assert self._claim is not None, "only rank 0 commits"
-        return self._claim.commit(draft)
-
-    def _from_rank_0(self, phase: str, action: Callable[[], Manifest]) -> Manifest:
-        """The manifest that rank 0 gets from ``action``, on every rank; or its error, on every rank."""
-        answers = self._exchange(phase, lambda: {"entry": action().to_json().decode()} if self._ranks.rank == 0 else {})
-        return Manifest.from_json("entry of rank 0", answers[0]["entry"].encode())
-
-    def _exchange(self, phase: str, action: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Each rank's message from ``action``. A rank that fails says so to the others before it raises."""
-        failure: Exception | None = None
+    def _cut(self, kind: Kind, copy: Future[Part | None] | None) -> None:
+        """Read a version's rows and let the worker write it."""
+        flight = _Flight(kind, Future(), is_copying=False)
         try:
-            message = action()
-        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it; raised below
-            failure, message = error, {"error": f"{type(error).__name__}: {error}"}
-            if isinstance(error, FencedError):
-                message["fenced"] = [error.generation, error.owner, error.version]
-        messages = self._ranks.exchange(message | {"phase": phase})
-        if failure is not None:
-            raise failure
-        for rank, each in enumerate(messages):
-            if "fenced" in each:
-                raise FencedError(*each["fenced"])
-            if "error" in each:
-                raise PublishError(rank, each["error"])
-            if each["phase"] != phase:
-                raise PublishError(rank, f"the call {each['phase']!r} where rank {self._ranks.rank} is at {phase!r}")
-        return messages
+            draft = self._draft(flight, copy)
+        except Exception as error:  # noqa: BLE001  the other ranks have to hear of it: the writer tells them
+            failure = error
+            flight.job = self._worker.submit(self._writer.commit, lambda: _raise(failure))
+        else:
+            flight.job = self._worker.submit(self._writer.commit, lambda: draft)
+        self._flight = flight
+
+    def _draft(self, flight: _Flight, copy: Future[Part | None] | None) -> Draft:
+        tracker = self._tracker
+        copied: list[Part] = []
+        rows: list[Rows] = []
+        if copy is not None:
+            # What changed while the snapshot was copied; tables without a fused optimizer are copied whole only now,
+            # because a write of theirs is seen by comparison, and a value that came back by then would not be.
+            copied = [part for part in [copy.result()] if part is not None]
+            changed = tracker.get_delta(self._meanwhile, owner=self)
+            compared = frozenset(tracker.tables) - tracker.fused_tables
+            rows = self._gatherer.changed(changed, without=compared) + self._gatherer.whole(compared, now=True)
+        top_k = self._top_k if copy is None else None
+        flight.read = tracker.get_delta(self._consumer, commit=False, top_k=top_k, owner=self)
+        if copy is None:
+            rows = self._gatherer.changed(flight.read)
+        return Draft(
+            kind=flight.kind,
+            batches=flight.read.batches,
+            cut=time.time(),
+            tables=dict(tracker.tables),
+            pending_rows=flight.read.pending_rows,
+            parts=copied,
+            rows=rows,
+            dense={name: tensor.cpu().clone() for name, tensor in self._dense().items()},
+        )
+
+    def _finish(self, flight: _Flight) -> None:
+        """Wait for a version's end, and tell the tracker."""
+        self._flight = None
+        if self._meanwhile in self._tracker.consumers:
+            self._tracker.release(self._meanwhile, self)
+            self._tracker.remove_consumer(self._meanwhile)
+        try:
+            flight.job.result()
+        except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
+            if flight.read is not None:
+                self._tracker.abort(flight.read)
+            self._fail(error)
+            return
+        assert flight.read is not None, "a draft without a read fails"
+        self._tracker.commit(flight.read)
+        self._has_snapshot, self._error = True, None
+        self._num_versions += 1
+
+    def _fail(self, error: Exception) -> None:
+        if str(error) != str(self._error):
+            _logger.warning("version %d was not published: %s", self.version + 1, error)
+        self._error = error
+
+    def _submit(self, prepare: Callable[[], Callable[[], Any]]) -> Future[Any]:
+        """Call ``prepare`` now and what it returns on the worker; what either raises is the job's failure."""
+        try:
+            return self._worker.submit(prepare())
+        except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks hear of it
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _prepare(self, consumer: str | None, encoding: EncodingChoice) -> dict[str, Any]:
+        self._consumer = self._tracker.reserve(consumer, self)
+        encodings = choose_encodings(encoding, self._tracker)
+        self._gatherer = Gatherer(self._tracker, encodings, writes_replicas=self._writer.rank == 0)
+        self._dense()
+        return {}
+
+    @property
+    def _meanwhile(self) -> str:
+        """The consumer that learns what changes while a snapshot is copied."""
+        return f"{self._consumer} (snapshot)"
+
+    def _dense(self) -> dict[str, Tensor]:
+        """The live dense tensors that this rank writes."""
+        if self._dense_choice is None or self._writer.rank:
+            return {}
+        return dense_tensors(self._tracker.model, self._dense_choice)
+
+    def _count_pending(self) -> tuple[int, int]:
+        return self._sizes(self._tracker.num_pending(self._consumer, owner=self))
+
+    def _count_recorded(self) -> tuple[int, int]:
+        return self._sizes(self._tracker.num_recorded)
+
+    def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
+        """Rows, and bytes of their values in the tables' dtypes."""
+        row_bytes = {fqn: shard.num_columns * shard.table.dtype.itemsize for fqn, shard in self._tracker.shards.items()}
+        return sum(num_rows.values()), sum(count * row_bytes[fqn] for fqn, count in num_rows.items())
 
 
-def _delta_blocks(delta: Delta, fqn: str, shard: ShardSpec) -> list[Rows]:
-    """A table's changed rows, one block for each column range of this rank."""
-    changed = delta[fqn]
-    assert changed.values is not None, "the publisher reads values"
-    if len(changed) == 0:
-        return []
-    rows = (shard.row_offset, shard.row_offset + shard.num_rows)
-    widths = [stop - start for start, stop in shard.columns]
-    pieces: tuple[Tensor, ...] = torch.split(changed.values, widths, dim=1)
-    return [
-        Rows(Block(fqn, rows, columns, len(changed), whole=False), changed.global_ids, piece)
-        for columns, piece in zip(shard.columns, pieces, strict=True)
-    ]
+def _raise(error: Exception) -> NoReturn:
+    raise error

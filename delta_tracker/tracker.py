@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from delta_tracker.capture import CAPTURES, make_store
 from delta_tracker.changes import ChangeLog
 from delta_tracker.errors import DetachedError, InvalidArgumentError
+from delta_tracker.pending import PendingRows
 from delta_tracker.reader import DeltaReader
 from delta_tracker.recorder import LookupRecorder
 from delta_tracker.selection import TopK
@@ -25,7 +26,7 @@ from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMod
 Record = Literal["updates", "lookups"]
 
 
-class ModelDeltaTracker(LookupRecorder):
+class ModelDeltaTracker(LookupRecorder, PendingRows):
     """Keeps which rows of a model's sharded embedding tables changed, for any number of consumers.
 
     A row counts as changed when an update of it is written, not when it is looked up: passes under ``no_grad`` and

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from delta_tracker.stream.codec import Rows, encode
-from delta_tracker.stream.log import Claim, StreamLog
-from delta_tracker.stream.manifest import Block, Kind, Manifest
+from delta_tracker.stream.codec import PartWriter, Rows
+from delta_tracker.stream.encoding import Encoding, encode_rows
+from delta_tracker.stream.log import Claim, StreamLog, part_name
+from delta_tracker.stream.manifest import Block, DenseSpec, Kind, Manifest
 from delta_tracker.stream.storage import Storage
 from delta_tracker.types import TableSpec
 
@@ -20,25 +20,41 @@ FQN = "ec.embeddings.t"
 class Writer:
     """A trainer's table and its publisher in one; ``table`` is what predictors must end up with."""
 
-    def __init__(self, storage: Storage, num_rows: int = 20, dim: int = 4, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        num_rows: int = 20,
+        dim: int = 4,
+        dtype: torch.dtype = torch.float32,
+        encoding: Encoding | None = None,
+    ) -> None:
         self.storage = storage
         self.claim: Claim = StreamLog(storage).claim()
         self.spec = TableSpec(FQN, num_rows, dim, dtype)
         self.table = torch.zeros(num_rows, dim, dtype=dtype)
+        self.dense: dict[str, Tensor] = {}
+        self.encoding = encoding or Encoding.of(dtype)
 
     def snapshot(self) -> Manifest:
-        block = Block(FQN, (0, self.spec.num_rows), (0, self.spec.dim), self.spec.num_rows, whole=True)
-        return self.write("snapshot", [Rows(block, None, self.table)])
+        return self.write("snapshot", [self.rows(None)])
 
     def delta(self, ids: list[int]) -> Manifest:
         """Change the rows ``ids`` to new random values and publish them."""
         self.table[ids] = torch.randn(len(ids), self.spec.dim).to(self.table.dtype)
-        block = Block(FQN, (0, self.spec.num_rows), (0, self.spec.dim), len(ids), whole=False)
-        return self.write("delta", [Rows(block, torch.tensor(ids, dtype=torch.int64), self.table[ids])])
+        return self.write("delta", [self.rows(ids)])
+
+    def rows(self, ids: list[int] | None) -> Rows:
+        """Rows of the table as they are now; None for all of them."""
+        held = self.table.clone() if ids is None else self.table[ids]
+        form = "all" if ids is None else "gaps" if self.encoding.is_quantized else "list"
+        block = Block(FQN, (0, self.spec.num_rows), (0, self.spec.dim), len(held), form, self.encoding)
+        listed = None if ids is None else torch.tensor(ids, dtype=torch.int64)
+        return Rows(block, listed, [encode_rows(held, self.encoding)])
 
     def write(self, kind: Kind, rows: list[Rows], tables: Mapping[str, TableSpec] | None = None) -> Manifest:
-        part, buffers = encode(rows, f"parts/{secrets.token_hex(8)}.safetensors")
-        self.storage.put(part.name, buffers)
+        head = self.claim.head
+        part = PartWriter(part_name(head.version + 1, head.generation, "r0"), rows, self.dense)
+        self.storage.put(part._name, part.buffers())
         draft = Manifest(
             stream="",
             generation=0,
@@ -47,7 +63,8 @@ class Writer:
             kind=kind,
             created=0.0,
             tables={FQN: self.spec} if tables is None else tables,
-            parts=(part,),
+            dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in self.dense.items()},
+            parts=(part.part,),
         )
         return self.claim.commit(draft)
 

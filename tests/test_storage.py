@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import subprocess
+import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError
+from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError, UnsafeStoreError
 from delta_tracker.stream.storage import Storage, open_storage
 
 
@@ -44,20 +50,287 @@ def test_names_are_listed_in_order_and_from_a_place(storage: Storage) -> None:
     assert storage.names("nothing") == []
 
 
-def test_of_racing_writers_one_wins(storage: Storage) -> None:
-    wins: list[int] = []
-    start = threading.Barrier(4)
+def together(count: int, work) -> list:
+    """What ``work(0) ... work(count - 1)`` return, all started at once, in threads."""
+    start = threading.Barrier(count)
 
-    def write(writer: int) -> None:
+    def run(number: int):
         start.wait()
-        wins.extend(name for name in range(50) if storage.create(f"log/{name}", str(writer).encode()))
+        return work(number)
 
-    writers = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
-    assert sorted(wins) == list(range(50))
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(run, range(count)))
+
+
+def test_of_racing_writers_one_wins(storage: Storage) -> None:
+    names = [f"log/{name:03d}" for name in range(200)]
+    wins = together(4, lambda writer: [name for name in names if storage.create(name, b"%d" % writer * 50)])
+    assert sorted(itertools.chain(*wins)) == names
+    for writer, won in enumerate(wins):
+        assert all(storage.read(name, max_bytes=50).tobytes() == b"%d" % writer * 50 for name in won)
+    assert storage.names("drafts") == []
+
+
+def test_ranges_are_exact(storage: Storage) -> None:
+    data = os.urandom(9_000_001)
+    storage.put("parts/x", [memoryview(data)])
+    for begin, end in [(0, 1), (0, len(data)), (4, 4_194_310), (len(data) - 1, len(data)), (7, 7), (0, 0)]:
+        assert storage.read_range("parts/x", begin, end).tobytes() == data[begin:end]
+    for begin, end in [(0, len(data) + 1), (len(data), len(data) + 1), (1 << 40, 1 << 41), (1 << 40, 1 << 40)]:
+        with pytest.raises(StorageError, match=r"parts/x|ange"):
+            storage.read_range("parts/x", begin, end)
+    for begin, end in [(-1, 1), (2, 1)]:
+        with pytest.raises(InvalidArgumentError, match="begin"):
+            storage.read_range("parts/x", begin, end)
+    assert storage.read_range("parts/y", 0, 4) is None
+    assert storage.read_range("parts/y", 4, 4) is None
+    assert storage.read_range("parts", 0, 1) is None
+
+
+def test_sizes_deletions_and_what_is_no_object(storage: Storage) -> None:
+    storage.put("parts/a/x", [memoryview(b"123"), memoryview(b""), memoryview(b"45")])
+    storage.put("parts/a/empty", [])
+    assert [storage.size(name) for name in ("parts/a/x", "parts/a/empty", "parts/a", "none", "parts/a/x/y")] == [
+        5,
+        0,
+        None,
+        None,
+        None,
+    ]
+    assert storage.read("parts/a/empty", max_bytes=0).tobytes() == b""
+    assert storage.read("parts/a", max_bytes=9) is None
+    assert storage.read("parts/a/x/y", max_bytes=9) is None
+    for _ in range(2):
+        storage.delete("parts/a/x")
+        storage.delete("never/there")
+        assert storage.size("parts/a/x") is None
+    assert storage.names("parts") == ["parts/a/empty"]
+
+
+def test_buffers_of_any_type_and_size_are_concatenated(storage: Storage) -> None:
+    numbers = np.arange(3_000_000, dtype=np.float32)  # larger than one part of an upload
+    storage.put("x", (memoryview(array) for array in (numbers, numbers[:1], numbers[1:1], numbers)))
+    expected = np.concatenate([numbers, numbers[:1], numbers])
+    np.testing.assert_array_equal(storage.read("x", max_bytes=1 << 30).view(np.float32), expected)
+
+
+@pytest.mark.parametrize("num_bytes", [10, 20_000_000])
+def test_buffers_that_fail_leave_nothing(storage: Storage, num_bytes: int) -> None:
+    def buffers():
+        yield memoryview(bytes(num_bytes))
+        raise LookupError("the table is gone")
+
+    storage.put("x", [memoryview(b"old")])
+    for name in ("x", "y"):
+        with pytest.raises(LookupError, match="the table is gone"):
+            storage.put(name, buffers())
+    assert storage.read("x", max_bytes=3).tobytes() == b"old"
+    assert storage.size("y") is None
+
+
+def test_objects_say_their_size_and_age(storage: Storage) -> None:
+    before = time.time()
+    for name, data in {"a/2": b"22", "a/10": b"0", "ab/1": b"", "a/1": b"4444"}.items():
+        storage.replace(name, data)
+    found = storage.objects("a")
+    assert [(stored.name, stored.num_bytes) for stored in found] == [("a/1", 4), ("a/10", 1), ("a/2", 2)]
+    assert all(before - 5 <= stored.modified <= time.time() + 5 for stored in found)
+    assert [stored.name for stored in storage.objects("a", after="a/1")] == ["a/10", "a/2"]
+    assert storage.objects("a/1") == []
+
+
+def test_a_replaced_object_is_never_half_seen(storage: Storage) -> None:
+    storage.replace("alive/p", b"0" * 1000)
+
+    def work(number: int) -> None:
+        for turn in range(50):
+            if number == 0:
+                storage.replace("alive/p", b"%d" % (turn % 10) * 1000)
+            else:
+                data = storage.read("alive/p", max_bytes=1000).tobytes()
+                assert data == data[:1] * 1000
+
+    together(3, work)
+    assert storage.read("alive/p", max_bytes=1000).tobytes() == b"9" * 1000
+    assert storage.names("drafts") == []
+
+
+def test_listing_bears_what_vanishes_meanwhile(storage: Storage) -> None:
+    storage.create("a/0", b"x")
+
+    def work(number: int) -> None:
+        for turn in range(100):
+            if number == 0:
+                assert storage.names("a")[0] == "a/0"
+            else:
+                storage.put(f"a/{number}-{turn}", [memoryview(b"x")])
+                storage.delete(f"a/{number}-{turn}")
+
+    together(3, work)
+    assert storage.names("a") == ["a/0"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/",
+        "/etc/passwd",
+        "../x",
+        "a/../../x",
+        "a/..",
+        ".",
+        "./a",
+        "a//b",
+        "a/",
+        "a\\b",
+        "a\0b",
+        "a\nb",
+        "a\x7f",
+        "a#1",
+        "x" * 1025,
+        b"a",
+        None,
+    ],
+    ids=repr,
+)
+def test_names_that_leave_the_root_are_refused_by_every_call(name: str) -> None:
+    storage = Storage("memory://")
+    storage._store = None  # the store itself is never asked
+    storage._find_store = lambda: pytest.fail("the store was asked")
+    calls = [
+        lambda: storage.put(name, [memoryview(b"x")]),
+        lambda: storage.create(name, b"x"),
+        lambda: storage.replace(name, b"x"),
+        lambda: storage.read(name, max_bytes=1),
+        lambda: storage.read_range(name, 0, 1),
+        lambda: storage.size(name),
+        lambda: storage.delete(name),
+        lambda: storage.objects(name),
+        lambda: storage.names(name),
+        *([lambda: storage.objects("a", after=name)] if name is not None else []),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match=r"name=|prefix=|after="):
+            call()
+
+
+def test_names_that_are_merely_odd_are_served(storage: Storage) -> None:
+    odd = ["a b", "a%20b", "é", "a:b", "..a", "a.", "a+b", "a~", "a=b&c?d*"]
+    for name in odd:
+        assert storage.create(f"odd/{name}", name.encode())
+    assert storage.names("odd") == sorted(f"odd/{name}" for name in odd)
+    for name in odd:
+        assert storage.read(f"odd/{name}", max_bytes=99).tobytes() == name.encode()
+        assert storage.size(f"odd/{name}") == len(name.encode())
+        storage.delete(f"odd/{name}")
+    assert storage.names("odd") == []
+
+
+def test_a_safe_store_passes_the_probe_and_stays_clean(storage: Storage) -> None:
+    storage.probe()
+    assert storage.names("probe") == []
+
+
+def test_a_store_that_replaces_what_exists_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(name: str, data: bytes) -> bool:
+        storage.replace(name, data)
+        return True
+
+    monkeypatch.setattr(storage, "create", create)
+    with pytest.raises(UnsafeStoreError, match="If-None-Match") as caught:
+        storage.probe()
+    assert caught.value.url == storage.url
+    assert storage.names("probe") == []
+
+
+def test_a_store_that_replaces_what_exists_and_denies_it_is_refused(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(name: str, data: bytes) -> bool:
+        storage.replace(name, data)
+        return data == b"first"
+
+    monkeypatch.setattr(storage, "create", create)
+    with pytest.raises(UnsafeStoreError):
+        storage.probe()
+
+
+def test_a_probe_of_a_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="missing"):
+        Storage(f"file://{tmp_path}/missing").probe()
+
+
+def test_options_are_for_remote_stores_and_never_shown() -> None:
+    for url in ("file:///tmp", "memory://"):
+        with pytest.raises(InvalidArgumentError, match="options") as caught:
+            Storage(url, options={"secret_access_key": "hunter2"})
+        assert "hunter2" not in str(caught.value)
+    for options in ({"no_such_option": "hunter2"}, {"secret_access_key": 17}, {17: "hunter2"}):
+        with pytest.raises(InvalidArgumentError, match="options") as caught:
+            Storage("s3://bucket", options=options)
+        assert "hunter2" not in str(caught.value)
+    Storage("s3://bucket/a", options={"aws_allow_http": "true", "region": "us-east-1", "timeout": "5s"})
+    with pytest.raises(InvalidArgumentError, match="fsync"):
+        Storage("memory://", fsync=False)
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    storage = Storage(f"file://{tmp_path}")
+    with pytest.raises(StorageError, match="not a regular file"):
+        storage.read("pipe", max_bytes=10)
+    assert storage.size("pipe") is None
+
+
+def test_everything_is_on_disk_before_a_call_returns_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.path.relpath(Path(f"/proc/self/fd/{descriptor}").readlink(), tmp_path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    storage = Storage(f"file://{tmp_path}/a/b", create=True)
+    assert set(synced) == {".", "a"}
+    for write in (
+        lambda: storage.put("d/x", [memoryview(b"x")]),
+        lambda: storage.create("d/y", b"y"),
+        lambda: storage.replace("d/x", b"y"),
+    ):
+        synced.clear()
+        write()
+        assert {"a/b", "a/b/d"} <= set(synced)
+        assert any(name == "a/b/d/x" or name.startswith("a/b/drafts/") for name in synced)
+    synced.clear()
+    storage = Storage(f"file://{tmp_path}/c", create=True, fsync=False)
+    storage.put("d/x", [memoryview(b"x")])
+    storage.create("d/y", b"y")
+    storage.replace("d/x", b"y")
+    assert synced == []
+    assert storage.names("d") == ["d/x", "d/y"]
+
+
+_PUT_A_LOT = """
+import resource, sys
+from delta_tracker.stream.storage import Storage
+storage, piece = Storage(sys.argv[1]), memoryview(bytearray(int(sys.argv[2])))
+storage.put("warm", [piece[:1]])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+storage.put("parts/x", (piece for _ in range((1 << 28) // len(piece))))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 1 << 27])
+def test_a_large_object_is_streamed(tmp_path: Path, piece_bytes: int) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _PUT_A_LOT, f"file://{tmp_path}", str(piece_bytes)]
+    grown = int(subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout)
+    assert grown < 32 << 10  # kilobytes
+    assert (tmp_path / "parts/x").stat().st_size == 1 << 28
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     unsharded = []
     if isinstance(fqns_to_skip, str):
         raise InvalidArgumentError("fqns_to_skip", fqns_to_skip, "Pass a list of names")
-    for fqn, module in _walk(model, "", torchrec, set()):
+    for fqn, module in walk(model, "", torchrec, set()):
         if type(module) in torchrec.collections:
             found.modules[fqn] = module
             _add_collection(found, torchrec, fqn, module, fqns_to_skip)
@@ -109,20 +109,20 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     return found
 
 
-def _walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Modules with the FQNs that ``state_dict`` uses: wrappers add no name. Stops below a sharded collection."""
     if module in seen:
         return
     seen.add(module)
     if isinstance(module, torchrec.wrapper):
-        yield from _walk(module._dmp_wrapped_module, fqn, torchrec, seen)  # type: ignore[arg-type]  # noqa: SLF001
+        yield from walk(module._dmp_wrapped_module, fqn, torchrec, seen)  # type: ignore[arg-type]  # noqa: SLF001
     elif isinstance(module, DistributedDataParallel):
-        yield from _walk(module.module, fqn, torchrec, seen)
+        yield from walk(module.module, fqn, torchrec, seen)
     else:
         yield fqn, module
         if type(module) not in torchrec.collections:
             for name, child in module.named_children():
-                yield from _walk(child, f"{fqn}.{name}" if fqn else name, torchrec, seen)
+                yield from walk(child, f"{fqn}.{name}" if fqn else name, torchrec, seen)
 
 
 def _is_skipped(fqn: str, skips: Iterable[str]) -> bool:

@@ -145,6 +145,18 @@ class SegmentStore:
         for ids in self._open.values():
             self._mark(ids)
 
+    def num_changed(self, start: int, beside: Tensor | None = None) -> int:
+        """How many rows are marked from position ``start`` on, or are among ``beside``. Waits for the device.
+
+        Args:
+            start: a pinned position.
+            beside: ``[N]`` int64 local ids that count too.
+        """
+        merged = self._union([seg for seg in self._segments if start <= seg.start])
+        if beside is not None:
+            merged.mark(beside)
+        return len(merged.scan())
+
     def changed(self, start: int, stop: int) -> ChangedRows:
         """The rows marked from position ``start`` up to ``stop``, each with its oldest state in that range.
 
@@ -154,12 +166,7 @@ class SegmentStore:
         segments = [seg for seg in self._segments if start <= seg.start < stop and seg.rows is not None]
         if not segments:
             return self._with_states(torch.empty(0, dtype=torch.int64, device=self._device), None, [])
-        merged = segments[0].rows
-        if len(segments) > 1:
-            merged = self._engine(self.num_rows, self._device)
-            for segment in segments:
-                assert segment.rows is not None, "filtered above"
-                merged.absorb(segment.rows)
+        merged = segments[0].rows if len(segments) == 1 else self._union(segments)
         assert merged is not None, "filtered above"
         return self._with_states(merged.scan(), merged, segments)
 
@@ -207,6 +214,14 @@ class SegmentStore:
         ids = [self._open.pop(batch) for batch in oldest]
         whole = any(each is None for each in ids)
         self._open[_STUCK] = None if whole else torch.unique(torch.cat([each for each in ids if each is not None]))
+
+    def _union(self, segments: list[_Segment]) -> RowSet:
+        """A new set of the rows marked in some segments."""
+        merged = self._engine(self.num_rows, self._device)
+        for segment in segments:
+            if segment.rows is not None:
+                merged.absorb(segment.rows)
+        return merged
 
     def _trim(self) -> None:
         if self._pads:

@@ -1,4 +1,4 @@
-"""The log of a stream: dense entries, each created exactly once.
+"""The log of a stream: dense entries, each created exactly once and naming the one before it by its hash.
 
 The protocol, for each publisher:
 
@@ -8,6 +8,9 @@ The protocol, for each publisher:
    earlier attempt of its own: that one had won, go on behind it. Anyone else's: it is fenced, for good.
 
 So two publishers can race, die or sleep at any step, and the log has one history. What no entry names does not exist.
+
+Beside the log stand merged entries, which a compaction makes of several versions. They say nothing new: a reader may
+take one in place of the versions that it stands for.
 """
 
 from __future__ import annotations
@@ -15,19 +18,37 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from delta_tracker.errors import FencedError, MalformedError, MissingVersionError, StorageError
+from delta_tracker.errors import FencedError, MalformedError, StorageError
 from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.parse import parse_manifest
 from delta_tracker.stream.storage import Storage
 
-_PREFIX = "log"
 _DIGITS = 20  # names sort as the versions do, up to 2**63
-_SUFFIX = ".json"
-_MAX_ENTRY_BYTES = 64 << 20  # a manifest has some 200 bytes per rank and table
+_MAX_ENTRY_BYTES = 64 << 20  # a manifest has some 300 bytes per rank and table
+_ENTRY_NAME = re.compile(rf"log/([0-9]{{{_DIGITS}}})\.json")
+_MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(delta|snapshot)\.json")
 
 
-_ENTRY_NAME = re.compile(rf"{_PREFIX}/([0-9]{{{_DIGITS}}}){re.escape(_SUFFIX)}")
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A merged entry, by its name: it stands for the versions ``first`` to ``last``, or for all up to ``last``."""
+
+    last: int
+    first: int
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """Its name in the store; names sort by ``last``."""
+        return f"merged/{self.last:0{_DIGITS}d}-{self.first:0{_DIGITS}d}-{self.kind}.json"
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Merged:
+        """The name that a merged entry has."""
+        first = 0 if manifest.parent is None else manifest.parent.version + 1
+        return cls(manifest.version, first, manifest.kind)
 
 
 class StreamLog:
@@ -43,13 +64,10 @@ class StreamLog:
             MalformedError: if it does not follow the format, or is another version's.
             StorageError: if the store cannot be read.
         """
-        name = _name(version)
-        data = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
-        if data is None:
-            return None
-        manifest = Manifest.from_json(name, data.tobytes())
-        if manifest.version != version:
-            raise MalformedError(name, f"it says that it is version {manifest.version}")
+        name = entry_name(version)
+        manifest = self._read(name)
+        if manifest is not None and (manifest.version != version or manifest.merges is not None):
+            raise MalformedError(name, f"it says that it is version {manifest.version}, merged: {manifest.merges}")
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
@@ -60,7 +78,7 @@ class StreamLog:
         Raises:
             StorageError: if the store cannot be listed.
         """
-        names = self.storage.names(_PREFIX, after=_name(after) if after >= 0 else None)
+        names = self.storage.names("log", after=entry_name(after) if after >= 0 else None)
         return [int(match[1]) for match in map(_ENTRY_NAME.fullmatch, names) if match is not None]
 
     def head(self) -> Manifest | None:
@@ -72,20 +90,67 @@ class StreamLog:
         versions = self.versions()
         return self.read(versions[-1]) if versions else None
 
-    def newest_snapshot(self) -> Manifest | None:
-        """The newest snapshot of an unbroken log, None if there is none.
+    def merged(self, *, after: int = -1) -> list[Merged]:
+        """The merged entries that end above ``after``, by their end. Lists the store.
 
         Raises:
-            MissingVersionError: if a version between it and the head is gone.
+            StorageError: if the store cannot be listed.
+        """
+        names = self.storage.names("merged", after=f"merged/{after + 1:0{_DIGITS}d}")
+        matches = [match for match in map(_MERGED_NAME.fullmatch, names) if match is not None]
+        return [Merged(int(match[1]), int(match[2]), match[3]) for match in matches]
+
+    def read_merged(self, merged: Merged) -> Manifest | None:
+        """A merged entry, None if there is none.
+
+        Raises:
+            MalformedError: if it does not follow the format, or stands for other versions than its name says.
+            StorageError: if the store cannot be read.
+        """
+        manifest = self._read(merged.name)
+        if manifest is not None and (manifest.merges is None or Merged.of(manifest) != merged):
+            raise MalformedError(merged.name, f"it stands for {manifest.parent} to {manifest.merges}")
+        return manifest
+
+    def create_merged(self, manifest: Manifest) -> bool:
+        """Create a merged entry; False if there is one for these versions.
+
+        Raises:
+            MalformedError: if no reader would accept the entry.
+            StorageError: if the store fails and the entry is not seen in it.
+        """
+        name = Merged.of(manifest).name
+        parse_manifest(name, manifest.to_json())
+        return self._create(name, manifest.to_json())
+
+    def newest_snapshot(self) -> Manifest | None:
+        """The newest snapshot that a reader can start from, in the log or merged; None if there is none.
+
+        Raises:
             MalformedError, StorageError: as :meth:`read`.
         """
-        head = max(self.versions(), default=-1)
-        for version in range(head, -1, -1):
-            manifest = self.read(version)
-            if manifest is None:
-                raise MissingVersionError(version, head)
-            if manifest.kind == "snapshot":
-                return manifest
+        head = self.head()
+        if head is None:
+            return None
+        in_log = -1 if head.snapshot is None else head.snapshot
+        for merged in reversed(self.merged(after=in_log)):
+            if merged.kind == "snapshot" and merged.last <= head.version:
+                manifest = self.read_merged(merged)
+                if manifest is not None and manifest.stream == head.stream:
+                    return manifest
+        return self.read(in_log) if in_log >= 0 else None
+
+    def longest_merged(self, version: int) -> Manifest | None:
+        """The merged delta that takes a reader of ``version`` furthest, None if there is none.
+
+        Raises:
+            MalformedError, StorageError: as :meth:`read`.
+        """
+        for merged in reversed(self.merged(after=version)):
+            if merged.kind == "delta" and merged.first <= version + 1:
+                manifest = self.read_merged(merged)
+                if manifest is not None:
+                    return manifest
         return None
 
     def claim(self) -> Claim:
@@ -103,23 +168,47 @@ class StreamLog:
                 writer=writer,
                 version=0 if head is None else head.version + 1,
                 kind="claim",
+                parent=None if head is None else head.link,
+                snapshot=None if head is None else head.snapshot,
                 created=time.time(),
             )
-            if self._create(entry):
-                return Claim(self, entry)
+            claimed = self._append(entry)
+            if claimed is not None:
+                return Claim(self, claimed)
 
-    def _create(self, entry: Manifest) -> bool:
+    def _append(self, draft: Manifest) -> Manifest | None:
+        """Make ``draft`` the entry of its version; None if another one is, or was.
+
+        Raises:
+            MalformedError: if no reader would accept it, so that it would end the stream; nothing was created.
+            StorageError: if the store fails and the entry is not seen in it.
+        """
+        name, data = entry_name(draft.version), draft.to_json()
+        entry = parse_manifest(name, data)
+        if not self._create(name, data):
+            return None
+        if draft.parent is not None and self.storage.size(entry_name(draft.parent.version)) is None:
+            # The log went on long ago, and retention took this name away: whoever finds it free has slept for longer
+            # than a reader's grace. The head is never taken away, so a parent that is there was the head.
+            self.storage.delete(name)
+            return None
+        return entry
+
+    def _read(self, name: str) -> Manifest | None:
+        data = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
+        return None if data is None else parse_manifest(name, data.tobytes())
+
+    def _create(self, name: str, data: bytes) -> bool:
         """Create an entry; False if its name is taken by another one, also where the store's answer was lost."""
-        data = entry.to_json()
         try:
-            if self.storage.create(_name(entry.version), data):
+            if self.storage.create(name, data):
                 return True
         except StorageError:
-            there = self.storage.read(_name(entry.version), max_bytes=_MAX_ENTRY_BYTES)
+            there = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
             if there is None:
                 raise
         else:
-            there = self.storage.read(_name(entry.version), max_bytes=_MAX_ENTRY_BYTES)
+            there = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
         return there is not None and there.tobytes() == data
 
 
@@ -137,7 +226,7 @@ class Claim:
         return self._head
 
     def commit(self, entry: Manifest) -> Manifest:
-        """Append a version. Its stream, generation, writer and version are filled in.
+        """Append a version. Its place in the stream, and the time of its creation, are filled in.
 
         Returns:
             The entry as committed.
@@ -151,25 +240,40 @@ class Claim:
             raise self._fenced
         while True:
             head = self._head
-            entry = replace(
+            version = head.version + 1
+            draft = replace(
                 entry,
                 stream=head.stream,
                 generation=head.generation,
                 writer=head.writer,
-                version=head.version + 1,
+                version=version,
+                parent=head.link,
+                snapshot=version if entry.kind == "snapshot" else head.snapshot,
                 created=time.time(),
             )
-            Manifest.from_json(_name(entry.version), entry.to_json())  # what readers refuse would end the stream
-            if self._log._create(entry):  # noqa: SLF001  the two classes are one protocol
-                self._head = entry
-                return entry
-            taken = self._log.read(entry.version)
+            committed = self._log._append(draft)  # noqa: SLF001  the two classes are one protocol
+            if committed is not None:
+                self._head = committed
+                return committed
+            taken = self._log.read(version)
             if taken is None or taken.writer != head.writer:
-                owner = taken.generation if taken is not None else head.generation
-                self._fenced = FencedError(head.generation, owner, entry.version)
+                newest = taken or self._log.head() or head
+                self._fenced = FencedError(head.generation, newest.generation, newest.version)
                 raise self._fenced
             self._head = taken
 
 
-def _name(version: int) -> str:
-    return f"{_PREFIX}/{version:0{_DIGITS}d}{_SUFFIX}"
+def entry_name(version: int) -> str:
+    """Name of a version's entry in the store."""
+    return f"log/{version:0{_DIGITS}d}.json"
+
+
+def part_name(version: int, generation: int, author: str) -> str:
+    """A new name for a part of a version, which nothing else ever has.
+
+    Args:
+        version: the version, or one below the one that will name it.
+        generation: of the publisher.
+        author: who writes it, such as ``r3`` for rank 3.
+    """
+    return f"parts/{version:0{_DIGITS}d}-g{generation}-{author}-{secrets.token_hex(8)}.safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -45,7 +46,7 @@ class Ranks:
         try:
             return self._all_gather(text)
         except RuntimeError as error:
-            self._lost = RankLostError(str(error).split("\n", maxsplit=1)[0])
+            self._lost = _lost(error)
             raise self._lost from error
 
     def _all_gather(self, text: str) -> list[dict[str, Any]]:
@@ -64,3 +65,57 @@ class Ranks:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+class Flags:
+    """Small numbers of which all ranks learn the largest, one call later, so that nobody waits for anybody.
+
+    A collective as :class:`Ranks`: all ranks call :meth:`start` and :meth:`result` in turns.
+
+    Args:
+        timeout: as of :class:`Ranks`.
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if is_distributed else None
+        self._values: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def start(self, values: Sequence[int]) -> None:
+        """Tell this rank's numbers; returns at once.
+
+        Raises:
+            RankLostError: if a rank died.
+        """
+        self._values = torch.tensor(values, dtype=torch.int64)
+        if self._group is not None:
+            try:
+                self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            except RuntimeError as error:
+                raise _lost(error) from error
+
+    def result(self) -> list[int] | None:
+        """The largest of what the ranks told last, None before anything was told or when it was asked for already.
+
+        Raises:
+            RankLostError: if a rank died or did not answer in time.
+        """
+        values, self._values = self._values, None
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _lost(error) from error
+        return None if values is None else [int(value) for value in values]
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _lost(error: RuntimeError) -> RankLostError:
+    return RankLostError(str(error).split("\n", maxsplit=1)[0])

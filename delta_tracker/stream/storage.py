@@ -4,72 +4,100 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, UnknownConfigurationKeyError
 from obstore.store import from_url
 
-from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError
+from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError, UnsafeStoreError
+from delta_tracker.stream.address import check_name, connection, local_directory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from obstore.store import ObjectStore
 
-_SCHEMES = ("file", "memory", "s3", "gs", "az")
 # Large enough to cost nothing per chunk, small enough to be copied while it is still in the cache.
 _CHUNK_BYTES = 4 << 20
+# A multipart upload has at most 10,000 parts, so this bounds an object at 80 GB. Parts under way are held in memory.
+_UPLOAD_BYTES = 8 << 20
+_UPLOADS = 4
+_PAGE_OBJECTS = 1000  # what a remote store returns per request
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """What a listing says of an object: its name, its size, and when it was written in Unix seconds."""
+
+    name: str
+    num_bytes: int
+    modified: float
 
 
 class Storage:
-    """The objects under one url.
+    """The objects under one url. Safe for several threads.
 
-    Names are relative, with forward slashes. A local directory is made durable: an object is on disk (fsync) before
-    the call that wrote it returns. An object store promises that by itself.
+    Names are relative, with forward slashes, and stay below the root: a name that is absolute, has an empty, ``.`` or
+    ``..`` component, a backslash, a ``#`` or a control character is refused with :class:`InvalidArgumentError`. A local
+    directory is made durable: an object is on disk (fsync) before the call that wrote it returns. An object store
+    promises that by itself.
 
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...`` or ``memory://``.
             Every ``memory://`` is a store of its own: share the ``Storage`` object instead of the url.
         create: make a local directory that does not exist. Without it a missing one is an empty store until somebody
             makes it, so that a reader may start before the writer.
+        fsync: False leaves it to the operating system when the objects of a local directory reach the disk. They
+            survive a killed process, but not a machine that is lost.
+        options: settings of a remote store by obstore's names, such as ``endpoint``, ``region``, ``access_key_id``,
+            ``secret_access_key``, ``allow_http`` or ``timeout``; all values are strings.
 
     Raises:
-        InvalidArgumentError: for a url of another scheme.
+        InvalidArgumentError: for a url of another scheme, or options that the store does not have.
         StorageError: if the store cannot be opened.
     """
 
-    def __init__(self, url: str, *, create: bool = False) -> None:
-        if not isinstance(url, str):
-            raise InvalidArgumentError("url", url, "Pass a string; of a path, path.absolute().as_uri()")
-        parts = urlsplit(url)
-        if parts.query or parts.fragment:
-            raise InvalidArgumentError("url", url, "Leave ? and # out of it")
-        if parts.scheme not in _SCHEMES:
-            raise InvalidArgumentError("url", url, f"Give it one of the schemes {', '.join(_SCHEMES)}")
-        if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
-            raise InvalidArgumentError("url", url, "Write an absolute directory as file:///directory")
+    def __init__(
+        self, url: str, *, create: bool = False, fsync: bool = True, options: Mapping[str, str] | None = None
+    ) -> None:
+        self._directory = local_directory(url)
+        if not fsync and self._directory is None:
+            raise InvalidArgumentError("fsync", fsync, "Leave it out: only a local directory is synced")
         self.url = url
-        self._directory = Path(unquote(parts.path)) if parts.scheme == "file" else None
+        self._fsync = fsync
+        self._settings = connection(url, options)
         with self._translated():
             if self._directory is not None and create:
-                self._directory.mkdir(parents=True, exist_ok=True)
+                self._make_directory(self._directory)
             self._store: ObjectStore | None = None
-            self._find_store()
+            try:
+                self._find_store()
+            except UnknownConfigurationKeyError as error:
+                raise InvalidArgumentError("options", sorted(options or ()), str(error).split("\n")[0]) from error
 
-    def put(self, name: str, buffers: Sequence[memoryview]) -> None:
-        """Write an object of the concatenated ``buffers``, replacing one of the same name.
+    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
+        """Write an object of the concatenated ``buffers`` of bytes, replacing one of the same name.
+
+        The buffers are streamed: beyond them it takes some 10 MB for a local directory and 50 MB for a remote store,
+        whatever the object's size. A remote object may have 80 GB.
 
         Raises:
             StorageError: if it cannot be written; nothing is visible then.
         """
+        check_name("name", name)
         with self._translated():
-            obstore.put(self._open_store(), name, iter(buffers))
-            self._persist(name)
+            pieces = _pieces(buffers)
+            if self._directory is not None:
+                obstore.put(self._open_store(), name, pieces)
+                self._persist(name)
+            else:
+                self._upload(name, pieces)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless one of that name exists; False if it does. Of racing writers exactly one wins.
@@ -77,15 +105,29 @@ class Storage:
         Raises:
             StorageError: if it cannot be written; it may be there all the same when the answer was lost.
         """
+        check_name("name", name)
         with self._translated():
             try:
                 if self._directory is None:
                     obstore.put(self._open_store(), name, data, mode="create")
                 else:
-                    self._create_durably(name, data)
+                    self._rename_draft(name, data, overwrite=False)
             except AlreadyExistsError:
                 return False
             return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a small object, or replace it: a reader sees the old bytes or the new ones, also after a lost machine.
+
+        Raises:
+            StorageError: if it cannot be written; the old object is still there then.
+        """
+        check_name("name", name)
+        with self._translated():
+            if self._directory is None:
+                obstore.put(self._open_store(), name, data, use_multipart=False)
+            else:
+                self._rename_draft(name, data, overwrite=True)
 
     def read(self, name: str, *, max_bytes: int) -> NDArray[np.uint8] | None:
         """The bytes of an object, None if there is none.
@@ -94,46 +136,122 @@ class Storage:
             MalformedError: if it has more than ``max_bytes``; nothing was allocated for them.
             StorageError: if it cannot be read.
         """
+        check_name("name", name)
         with self._translated():
-            store = self._find_store()
-            if store is None:
-                return None
-            try:
-                answer = obstore.get(store, name)
-            except FileNotFoundError:
-                return None
-            num_bytes = answer.meta["size"]
-            if num_bytes > max_bytes:
-                raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
-            data = np.empty(num_bytes, dtype=np.uint8)
-            end = 0
-            for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
-                begin, end = end, end + len(chunk)
-                if end > num_bytes:
-                    break
-                data[begin:end] = np.frombuffer(chunk, dtype=np.uint8)
-            if end != len(data):
-                raise StorageError(self.url, f"{name} ended after {end} of {len(data)} bytes")
-            return data
+            if self._directory is None:
+                return self._download(name, max_bytes=max_bytes)
+            return self._read_file(name, max_bytes=max_bytes)
 
-    def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Names of the objects below ``prefix``, ascending, those above ``after`` only.
+    def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
+        """The bytes ``[begin, end)`` of an object, None if there is none.
+
+        Raises:
+            InvalidArgumentError: unless ``0 <= begin <= end``.
+            StorageError: if the object is shorter, or cannot be read; nothing was allocated for its bytes then.
+        """
+        check_name("name", name)
+        if not 0 <= begin <= end:
+            raise InvalidArgumentError("begin, end", (begin, end), "Pass 0 <= begin <= end")
+        with self._translated():
+            if self._directory is not None:
+                return self._read_file(name, begin, end)
+            if begin < end:
+                return self._download(name, begin, end)
+        num_bytes = self.size(name)  # an empty range cannot be asked for
+        if num_bytes is not None and num_bytes < end:
+            raise self._too_short(name, num_bytes, end)
+        return None if num_bytes is None else np.empty(0, dtype=np.uint8)
+
+    def size(self, name: str) -> int | None:
+        """The number of bytes of an object, None if there is none.
+
+        Raises:
+            StorageError: if the store cannot be asked.
+        """
+        check_name("name", name)
+        with self._translated():
+            try:
+                if self._directory is None:
+                    return obstore.head(self._open_store(), name)["size"]
+                self._find_store()
+                status = (self._directory / name).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def delete(self, name: str) -> None:
+        """Remove an object; one that does not exist is no error.
+
+        Raises:
+            StorageError: if it cannot be removed.
+        """
+        check_name("name", name)
+        with self._translated():
+            try:
+                if self._directory is None:
+                    obstore.delete(self._open_store(), name)
+                elif self._find_store() is not None:
+                    (self._directory / name).unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                return
+
+    def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
+        """The objects below the directory ``prefix``, ascending by name, those above ``after`` only.
 
         Raises:
             StorageError: if the store cannot be listed.
         """
+        check_name("prefix", prefix)
+        if after is not None:
+            check_name("after", after)
         with self._translated():
             store = self._find_store()
             if store is None:
                 return []
-            return sorted(found["path"] for page in obstore.list(store, prefix, offset=after) for found in page)
+            pages = obstore.list(store, prefix, offset=after, chunk_size=_PAGE_OBJECTS)
+            found = (
+                StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                for page in pages
+                for meta in page
+            )
+            return sorted(found, key=lambda stored: stored.name)
+
+    def names(self, prefix: str, *, after: str | None = None) -> list[str]:
+        """Names of the objects below the directory ``prefix``, ascending, those above ``after`` only.
+
+        Raises:
+            StorageError: if the store cannot be listed.
+        """
+        return [stored.name for stored in self.objects(prefix, after=after)]
+
+    def probe(self) -> None:
+        """Prove that of two writers who create the same object one is refused, by doing it. Leaves nothing behind.
+
+        Raises:
+            UnsafeStoreError: if the store lets both of them write.
+            StorageError: if it cannot be written.
+        """
+        name = f"probe/{secrets.token_hex(16)}"
+        try:
+            # This may be refused as well: a request whose answer was lost had won, and is repeated.
+            self.create(name, b"first")
+            second = self.create(name, b"second")
+            there = self.read(name, max_bytes=len(b"second"))
+        except StorageError as error:
+            if isinstance(error.__cause__, NotSupportedError | NotImplementedError):
+                raise UnsafeStoreError(self.url) from error
+            raise
+        finally:
+            self.delete(name)
+        if second or there is None or there.tobytes() != b"first":
+            raise UnsafeStoreError(self.url)
 
     def _find_store(self) -> ObjectStore | None:
         """The store; None while its directory does not exist."""
         if self._directory is not None and self._directory.exists() and not self._directory.is_dir():
             raise StorageError(self.url, "a file stands where its directory should be")
         if self._store is None and (self._directory is None or self._directory.is_dir()):
-            self._store = from_url(self.url)
+            self._store = from_url(self.url, **self._settings)
         return self._store
 
     def _open_store(self) -> ObjectStore:
@@ -142,27 +260,113 @@ class Storage:
             raise StorageError(self.url, "the directory does not exist")
         return store
 
-    def _create_durably(self, name: str, data: bytes) -> None:
-        """Write under a name of its own, sync, then link: a name is never seen before its bytes are on disk."""
+    def _upload(self, name: str, pieces: Iterator[memoryview]) -> None:
+        """Write to a remote store: one request if it is small, a multipart upload otherwise."""
+        first: list[memoryview] = []
+        num_bytes = 0
+        for piece in pieces:
+            first.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > _UPLOAD_BYTES:
+                break
+        store = self._open_store()
+        if num_bytes <= _UPLOAD_BYTES:
+            obstore.put(store, name, b"".join(first), use_multipart=False)
+            return
+        rest = (piece for group in (first, pieces) for piece in group)
+        obstore.put(store, name, rest, chunk_size=_UPLOAD_BYTES, max_concurrency=_UPLOADS)
+
+    def _download(
+        self, name: str, begin: int = 0, end: int | None = None, *, max_bytes: int | None = None
+    ) -> NDArray[np.uint8] | None:
+        store = self._open_store()
+        try:
+            answer = obstore.get(store, name, options={} if end is None else {"range": (begin, end)})
+        except FileNotFoundError:
+            return None
+        num_bytes = answer.meta["size"]
+        data = self._allocate(name, num_bytes, begin, end, max_bytes)
+        filled = 0
+        for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
+            if filled + len(chunk) > len(data):
+                raise StorageError(self.url, f"{name} sent more than the {len(data)} bytes that it announced")
+            data[filled : filled + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
+            filled += len(chunk)
+        if filled != len(data):
+            raise self._too_short(name, begin + filled, begin + len(data))
+        return data
+
+    def _read_file(
+        self, name: str, begin: int = 0, end: int | None = None, *, max_bytes: int | None = None
+    ) -> NDArray[np.uint8] | None:
+        """Read straight into the array, at the cost of a copy; obstore's stream of a file takes 30 times that."""
+        assert self._directory is not None
+        try:
+            # Whatever stands there: a pipe must not hold the reader up.
+            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            self._find_store()
+            return None
+        try:
+            status = os.fstat(descriptor)
+            if stat.S_ISDIR(status.st_mode):
+                return None
+            if not stat.S_ISREG(status.st_mode):
+                raise StorageError(self.url, f"{name} is not a regular file")
+            data = self._allocate(name, status.st_size, begin, end, max_bytes)
+            view = data.data
+            filled = 0
+            while filled < len(data):
+                count = os.preadv(descriptor, [view[filled:]], begin + filled)
+                if count == 0:
+                    raise self._too_short(name, begin + filled, begin + len(data))
+                filled += count
+            return data
+        finally:
+            os.close(descriptor)
+
+    def _allocate(
+        self, name: str, num_bytes: int, begin: int, end: int | None, max_bytes: int | None
+    ) -> NDArray[np.uint8]:
+        """Memory for ``[begin, end)`` of an object of ``num_bytes``, once it is known to be there and no larger."""
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
+        if end is not None and num_bytes < end:
+            raise self._too_short(name, num_bytes, end)
+        return np.empty((num_bytes if end is None else end) - begin, dtype=np.uint8)
+
+    def _too_short(self, name: str, num_bytes: int, expected: int) -> StorageError:
+        return StorageError(self.url, f"{name} ended after {num_bytes} of {expected} bytes")
+
+    def _rename_draft(self, name: str, data: bytes, *, overwrite: bool) -> None:
+        """Write under a name of its own, sync, then rename: a name is never seen before its bytes are on disk."""
         draft = f"drafts/{secrets.token_hex(8)}"
         store = self._open_store()
         obstore.put(store, draft, data)
-        self._persist(draft)
         try:
-            obstore.rename(store, draft, name, overwrite=False)
-        except AlreadyExistsError:
-            obstore.delete(store, draft)
+            self._persist(draft)
+            obstore.rename(store, draft, name, overwrite=overwrite)
+        except BaseException:
+            self.delete(draft)
             raise
-        self._sync_directory(name)
+        self._sync_directories(name)
+
+    def _make_directory(self, directory: Path) -> None:
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in missing if self._fsync else ():
+            _fsync(path.parent)
 
     def _persist(self, name: str) -> None:
-        if self._directory is not None:
+        if self._directory is not None and self._fsync:
             _fsync(self._directory / name)
-            self._sync_directory(name)
+            self._sync_directories(name)
 
-    def _sync_directory(self, name: str) -> None:
-        assert self._directory is not None
-        _fsync((self._directory / name).parent)
+    def _sync_directories(self, name: str) -> None:
+        """Make the name itself durable, and those of the directories above it, which may be new."""
+        if self._directory is not None and self._fsync:
+            for above in Path(name).parents:
+                _fsync(self._directory / above)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -171,7 +375,7 @@ class Storage:
             yield
         except (StorageError, MalformedError):
             raise
-        except (BaseError, OSError) as error:
+        except (BaseError, OSError, NotImplementedError) as error:
             reason = str(error).split("\n", maxsplit=1)[0]
             raise StorageError(self.url, f"{type(error).__name__}: {reason}") from error
 
@@ -179,6 +383,14 @@ class Storage:
 def open_storage(url: str | Storage, *, create: bool = False) -> Storage:
     """``url`` itself if it is a :class:`Storage`, otherwise the storage it names."""
     return url if isinstance(url, Storage) else Storage(url, create=create)
+
+
+def _pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The bytes of ``buffers`` in pieces that obstore may hold a few of, for it copies what it was given."""
+    for buffer in buffers:
+        flat = memoryview(buffer).cast("B")
+        for begin in range(0, len(flat), _CHUNK_BYTES):
+            yield flat[begin : begin + _CHUNK_BYTES]
 
 
 def _fsync(path: Path) -> None:

@@ -191,7 +191,7 @@ def killed_before_commit(rank: int, world_size: int, url: str) -> None:
     publisher.publish()
     model(batch(spec, torch.Generator().manual_seed(rank))).backward()
     if rank == 0:
-        publisher._claim.commit = lambda entry: os.kill(os.getpid(), signal.SIGKILL)
+        publisher._writer._claim.commit = lambda entry: os.kill(os.getpid(), signal.SIGKILL)
     publisher.publish()
 
 

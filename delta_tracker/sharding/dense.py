@@ -1,0 +1,62 @@
+"""The dense parameters and buffers of a trained model: what is in it beside its sharded tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.sharding.discover import walk
+from delta_tracker.sharding.versions import load_torchrec
+
+
+def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[str, Tensor]:
+    """The live tensors that ``dense`` stands for.
+
+    Args:
+        model: the model whose tables are tracked.
+        dense: a module: its parameters and persistent buffers, those of sharded collections aside; or their names,
+            as in the model's ``state_dict``.
+
+    Returns:
+        Name, as in the model's ``state_dict``, or in the module's own where it is no part of the model, to tensor,
+        detached. A tensor with several names stands under each.
+
+    Raises:
+        InvalidArgumentError: for a name that the model has not, or a tensor that is not whole on this rank.
+    """
+    if isinstance(dense, nn.Module):
+        found = dict(_tensors(model, dense))
+    else:
+        if isinstance(dense, str):
+            raise InvalidArgumentError("dense", dense, "Pass a module, or a list of names")
+        every = dict(_tensors(model, model))
+        for name in (names := list(dense)):
+            if name not in every:
+                raise InvalidArgumentError("dense", name, f"Pass some of {sorted(every)}")
+        found = {name: every[name] for name in names}
+    for name, tensor in found.items():
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_sparse:
+            raise InvalidArgumentError("dense", name, f"Leave it out: a {type(tensor).__name__} is not whole here")
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _tensors(model: nn.Module, root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of ``root``, under their names in ``model`` if it is a part of it."""
+    torchrec = load_torchrec()
+    inside = {id(module) for _, module in walk(root, "", torchrec, set())}
+    modules = list(walk(model, "", torchrec, set()))
+    if not any(id(module) in inside for _, module in modules):
+        modules = list(walk(root, "", torchrec, set()))
+    for fqn, module in modules:
+        if id(module) in inside and type(module) not in torchrec.collections:
+            for name, tensor in _own(module):
+                yield f"{fqn}.{name}" if fqn else name, tensor
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in module._non_persistent_buffers_set:  # noqa: SLF001  what state_dict itself asks
+            yield name, buffer
