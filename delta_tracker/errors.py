@@ -254,3 +254,22 @@ class TableMismatchError(StreamError, ValueError):
             f"table {table!r} is {expected} in the stream but {found} in the predictor's model{names}",
             "Build the predictor's model with the trainer's table names, sizes and dtypes",
         )
+
+
+class PartialRowsError(StreamError, ValueError):
+    """Rows came with a part of their columns for a table that takes whole rows only; nothing was applied.
+
+    ``table``, ``num_rows``, the column ranges ``found`` and the one that was ``needed`` say which.
+    """
+
+    def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:
+        self.table = table
+        self.num_rows = num_rows
+        self.found = tuple(found)
+        self.needed = needed
+        super().__init__(
+            f"{num_rows} rows of table {table!r} came with the columns {_listed(self.found)} only, "
+            f"and the predictor's model quantises the columns {needed!r} together",
+            "Wait for the next snapshot, which has whole rows; publish column-wise tables without top-k and with fused "
+            "kernels, or do not shard this one by columns",
+        )

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import (
@@ -20,6 +19,8 @@ from delta_tracker.errors import (
     StorageError,
     StreamReplacedError,
 )
+from delta_tracker.placement import Placement, place
+from delta_tracker.row_target import RowTarget
 from delta_tracker.stream.codec import Rows, decode
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.manifest import Manifest, Part
@@ -58,12 +59,13 @@ class Predictor:
         StorageError: if the store cannot be opened.
 
     Example:
+        >>> import torch
         >>> predictor = Predictor({"ec.embeddings.user": torch.zeros(10, 4)}, Storage("memory://"))
         >>> predictor.version is None
         True
     """
 
-    def __init__(self, model: nn.Module | Mapping[str, Tensor], url: str | Storage) -> None:
+    def __init__(self, model: nn.Module | Mapping[str, Tensor | RowTarget], url: str | Storage) -> None:
         find_targets(model)
         self._model = model
         self._log = StreamLog(open_storage(url))
@@ -231,10 +233,9 @@ class Predictor:
         """Read and check everything, then write."""
         targets = find_targets(self._model)
         check_targets(manifest, targets)
-        parts = [self._load(part, manifest) for part in manifest.parts]
-        for part in parts:
-            for rows in part:
-                self._write(rows, targets[rows.block.table])
+        rows = [rows for part in manifest.parts for rows in self._load(part, manifest)]
+        for placement in place(rows, targets):
+            self._write(placement)
         with self._tables.writing():
             self._head = manifest
             if manifest.kind != "claim":
@@ -247,15 +248,7 @@ class Predictor:
             raise CorruptPartError(part.name, error.reason) from error
         return decode(part, data, manifest.tables)
 
-    @torch.no_grad()
-    def _write(self, rows: Rows, table: Tensor) -> None:
-        block = rows.block
-        target = table[:, block.columns[0] : block.columns[1]]
-        for begin in range(0, block.num_rows, _CHUNK_ROWS):
-            values = rows.values[begin : begin + _CHUNK_ROWS].to(target.device)
+    def _write(self, placement: Placement) -> None:
+        for chunk in placement.chunks(_CHUNK_ROWS):
             with self._tables.writing():
-                if rows.ids is None:
-                    first = block.rows[0] + begin
-                    target[first : first + len(values)] = values
-                else:
-                    target.index_copy_(0, rows.ids[begin : begin + _CHUNK_ROWS].to(target.device), values)
+                chunk.write()
