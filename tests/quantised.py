@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +47,13 @@ class _Model(nn.Module):
 
 
 def quantise(
-    tables: Mapping[str, Tensor], kind: str, *, bag: bool = False, alignment: int = 16, split: bool = False
+    tables: Mapping[str, Tensor],
+    kind: str,
+    *,
+    bag: bool = False,
+    alignment: int = 16,
+    split: bool = False,
+    attributes: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A model whose ``ec`` is the quantised collection of float tables, ``[rows, columns]`` by name."""
     collection, config = (
@@ -61,10 +68,14 @@ def quantise(
     model = _Model(ec)
     for name, table in tables.items():
         (ec.embedding_bags if bag else ec.embeddings)[name].weight = nn.Parameter(table.clone())
+    for name, value in (attributes or {}).items():
+        setattr(ec, name, value)
     quant_prep_customize_row_alignment(model, [collection], alignment)
     if split:
         quant_prep_enable_quant_state_dict_split_scale_bias_for_types(model, [collection])
-    return quantize_inference_model(model, quantization_dtype=KINDS[kind])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.ao.quantization is deprecated", DeprecationWarning)
+        return quantize_inference_model(model, quantization_dtype=KINDS[kind])
 
 
 def shard_quantised(model: nn.Module, sharding: str) -> nn.Module:
