@@ -254,7 +254,7 @@ def unpack_ids(packed: Tensor, escapes: Tensor, num_ids: int) -> Tensor:
     inflate = zlib.decompressobj()
     try:
         # One byte more than wanted: a limit of 0 would be none, and an end at the limit would not be seen.
-        data = inflate.decompress(packed.cpu().contiguous().numpy(), num_ids + 1)
+        data = inflate.decompress(packed.cpu().contiguous().numpy().data, num_ids + 1)
     except zlib.error as error:
         raise ValueError(f"packed ids are no zlib stream: {error}") from error
     if len(data) != num_ids or not inflate.eof or inflate.unused_data:
