@@ -27,7 +27,8 @@ from delta_tracker.errors import (
     StreamReplacedError,
     TableMismatchError,
 )
-from delta_tracker.stream.codec import Rows, encode
+from delta_tracker.stream.codec import PartWriter, Rows
+from delta_tracker.stream.encoding import Encoding
 from delta_tracker.stream.manifest import Block, Manifest
 from delta_tracker.stream.storage import Storage
 from delta_tracker.types import TableSpec
@@ -202,7 +203,8 @@ def test_another_stream_in_the_same_place_is_refused(writer: Writer, tmp_path: P
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage)
     good = predictor.sync()
-    entry = replace(writer.claim.head, stream="0" * 32, version=good + 1)
+    head = writer.claim.head
+    entry = replace(head, stream="0" * 32, version=good + 1, parent=head.link, snapshot=good + 1)
     writer.storage.create(f"log/{good + 1:020d}.json", entry.to_json())
     with pytest.raises(StreamReplacedError, match=r"not the one of which version 1"):
         predictor.sync()
@@ -327,10 +329,11 @@ def _two_parts(writer: Writer) -> Manifest:
     writer.table[[1, 15]] = 7.0
     records = []
     for rows, row in (((0, 10), 1), ((10, 20), 15)):
-        block = Block(FQN, rows, (0, 4), 1, whole=False)
-        part, buffers = encode([Rows(block, torch.tensor([row]), writer.table[[row]])], f"parts/{row}.safetensors")
-        writer.storage.put(part.name, buffers)
-        records.append(part)
+        block = Block(FQN, rows, (0, 4), 1, "list", Encoding.F32)
+        name = f"parts/{row}.safetensors"
+        part = PartWriter(name, [Rows(block, torch.tensor([row]), [writer.table[[row]]])])
+        writer.storage.put(name, part.buffers())
+        records.append(part.part)
     draft = Manifest(
         stream="", generation=0, writer="", version=0, kind="delta", created=0.0,
         tables={FQN: writer.spec}, parts=tuple(records),
@@ -392,8 +395,8 @@ def test_tables_are_looked_up_anew_for_each_version(writer: Writer) -> None:
 def test_a_table_that_cannot_be_written_is_refused_before_any_row_is(tmp_path: Path, kind: str) -> None:
     writer = Writer(Storage(f"file://{tmp_path}", create=True))
     other = TableSpec("other", 20, 4, torch.float32)
-    blocks = [Block(fqn, (0, 20), (0, 4), 20, whole=True) for fqn in ("other", FQN)]
-    rows = [Rows(block, None, torch.ones(20, 4)) for block in blocks]
+    blocks = [Block(fqn, (0, 20), (0, 4), 20, "all", Encoding.F32) for fqn in ("other", FQN)]
+    rows = [Rows(block, None, [torch.ones(20, 4)]) for block in blocks]
     writer.write("snapshot", rows, {"other": other, FQN: writer.spec})
     memory = torch.zeros(40, 4)
     with torch.inference_mode():
