@@ -67,13 +67,13 @@ class Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the version that it is applying; raises the error that ended it before."""
+        """End the thread after the version that it is applying; raises what ended it before, or holds it up."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._stop.set()
         thread.join()
-        if isinstance(self.error, Exception) and self._is_final(self.error):
+        if self.error is not None:
             raise self.error
 
     def lag(self) -> tuple[int, float] | None:

@@ -27,7 +27,7 @@ from delta_tracker.gate import Gate, GateKeeper
 from delta_tracker.stream.contents import Contents
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.manifest import Link, Manifest
 from delta_tracker.stream.storage import Storage, open_storage
 from delta_tracker.table_lock import TableLock
 
@@ -136,6 +136,7 @@ class Predictor:
         self._held: HeldVersionError | None = None
         self._rows = self._num_bytes = self._resyncs = 0
         self._last_resync = ""
+        self._last_way: tuple[str, Link] | None = None
         self._syncing = threading.Lock()  # held by whoever moves the version
         self._follower = Follower(self.advance, self._cursor, self._syncing)
 
@@ -223,7 +224,7 @@ class Predictor:
         self._follower.start(poll_seconds)
 
     def stop(self) -> None:
-        """End :meth:`follow` after the version that it is applying; raises the error that ended it before.
+        """End :meth:`follow` after the version that it is applying; raises what ended it before, or holds it up now.
 
         Raises:
             InvalidArgumentError: inside :meth:`reading`, for whose end the version may be waiting.
@@ -324,11 +325,15 @@ class Predictor:
         """Go around a fault; raises it if nothing leads past it."""
         before = self.version
         for manifest in self._cursor.way_back(fault):
+            way = str(fault), manifest.link
+            if way == self._last_way:
+                continue  # it led to the same fault again
             try:
                 self._take(manifest)
             except _FAULTS as another:
                 _logger.warning("version %d leads past no fault: %s", manifest.version, another)
                 continue
+            self._last_way = way
             self._resyncs += 1
             self._last_resync = f"version {before} to {manifest.version}: {type(fault).__name__}: {fault}"
             _logger.warning("resync of %s from version %s to %d: %s", self._storage.url, before, self.version, fault)

@@ -84,7 +84,7 @@ def shard_quantised(model: nn.Module, sharding: str) -> nn.Module:
     set_propogate_device(True)
     bag = hasattr(model.ec, "embedding_bags")
     names = list(model.ec.embedding_bags if bag else model.ec.embeddings)
-    split = getattr(model.ec, "__quant_state_dict_split_scale_bias")  # noqa: B009  a name that Python would mangle
+    split = getattr(model.ec, "__quant_state_dict_split_scale_bias")
     fused_params = {FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: split, FUSED_PARAM_REGISTER_TBE_BOOL: True}
     sharder = (QuantEmbeddingBagCollectionSharder if bag else QuantEmbeddingCollectionSharder)(
         fused_params=fused_params

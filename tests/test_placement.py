@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ class _Recorder(RowTarget):
 def _edges(draw: Any, end: int) -> list[tuple[int, int]]:
     """Ranges that cover 0 up to ``end``."""
     cuts = sorted({0, end, *draw(st.lists(st.integers(1, end), max_size=3))})
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 @st.composite

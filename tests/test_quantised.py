@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_deltas_give_the_bytes_of_quantising_anew(
             scale = 10.0 ** data.draw(st.integers(-6, 4))
             table[ids] = (torch.randn(len(ids), 16, generator=generator) * scale).to(dtype)
             cuts = sorted({0, 16, *data.draw(st.sets(st.integers(1, 15), max_size=2))})
-            rows += _delta(_prefix(bag) + name, table, ids, list(zip(cuts, cuts[1:], strict=False)))
+            rows += _delta(_prefix(bag) + name, table, ids, list(itertools.pairwise(cuts)))
         _apply(model, rows, data.draw(st.integers(1, 5)))
     assert _equal(model, _build(tables, kind, bag, sharding, split, alignment=alignment))
 
@@ -228,7 +229,7 @@ def test_cached_rows_are_forgotten_after_every_write(monkeypatch: pytest.MonkeyP
 
 
 def test_post_pruning_rows_are_those_that_are_left() -> None:
-    from torchrec.quant.embedding_modules import MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT as KEY
+    from torchrec.quant.embedding_modules import MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT as KEY  # noqa: PLC0415
 
     table = torch.randn(20, 8)
     model = quantise({"t": torch.zeros(20, 8)}, "int8", bag=True, attributes={KEY: {"t": 12}})

@@ -131,6 +131,8 @@ class StreamCursor:
                 yield merged
         try:
             for snapshot in self.starts():
+                if place is not None and snapshot.link == place.link:
+                    continue
                 is_newer = place is None or snapshot.version > place.link.version
                 if not isinstance(fault, StreamReplacedError) and not is_newer:
                     return
