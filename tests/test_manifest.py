@@ -260,3 +260,14 @@ def test_a_manifest_of_very_many_blocks_costs_no_memory() -> None:
     ]
     with pytest.raises(MalformedError, match="too many"):
         _parse(entry)
+
+
+def test_very_many_large_blocks_are_counted_without_visiting_their_cells() -> None:
+    """Each of them covers four million cells; one by one they would take hours."""
+    entry = _entry()
+    entry["tables"]["t"] = {"num_rows": 60_000, "dim": 60_000, "dtype": "F32"}
+    rest = {"table": "t", "num_rows": 0, "ids": "list", "encoding": "F32"}
+    cuts = [rest | {"rows": [i, i + 1], "columns": [i, i + 1]} for i in range(1990)]
+    entry["parts"][0]["blocks"] = cuts + 100_000 * [rest | {"rows": [0, 60_000], "columns": [0, 60_000]}]
+    with pytest.raises(MalformedError, match="overlap"):
+        _parse(entry)
