@@ -187,12 +187,18 @@ class StreamLog:
         entry = parse_manifest(name, data)
         if not self._create(name, data):
             return None
-        if draft.parent is not None and self.storage.size(entry_name(draft.parent.version)) is None:
-            # The log went on long ago, and retention took this name away: whoever finds it free has slept for longer
-            # than a reader's grace. The head is never taken away, so a parent that is there was the head.
-            self.storage.delete(name)
-            return None
-        return entry
+        return entry if self._is_held(entry) else None
+
+    def _is_held(self, entry: Manifest) -> bool:
+        """Whether an entry of this writer's is in the log; removes it where it is not.
+
+        Where the log went on long ago, and retention took the names away, whoever finds one free has slept for longer
+        than a reader's grace. The head is never taken away, so a parent that is there was the head.
+        """
+        if entry.parent is None or self.storage.size(entry_name(entry.parent.version)) is not None:
+            return True
+        self.storage.delete(entry_name(entry.version))
+        return False
 
     def _read(self, name: str) -> Manifest | None:
         data = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
@@ -256,8 +262,10 @@ class Claim:
                 self._head = committed
                 return committed
             taken = self._log.read(version)
-            if taken is None or taken.writer != head.writer:
-                newest = taken or self._log.head() or head
+            is_own = taken is not None and taken.writer == head.writer
+            # An own entry whose place could not be looked at when it was made is looked at now.
+            if taken is None or not is_own or not self._log._is_held(taken):  # noqa: SLF001
+                newest = (None if is_own else taken) or self._log.head() or head
                 self._fenced = FencedError(head.generation, newest.generation, newest.version)
                 raise self._fenced
             self._head = taken
