@@ -45,6 +45,7 @@ _ORDER = [
     "pending",
     "tracker",
     "stream.address",
+    "stream.files",
     "stream.storage",
     "stream.encoding",
     "stream.manifest",
