@@ -47,6 +47,8 @@ _ORDER = [
     "stream.address",
     "stream.files",
     "stream.storage",
+    "stream.notify",
+    "stream.redis",
     "stream.encoding",
     "stream.manifest",
     "stream.parse",
