@@ -44,11 +44,11 @@ def compact(
     the last version that it stands for; a merged snapshot keeps the blocks of the one before it, with newer rows in
     their places. Rows that do not fit its blocks, for another encoding or other columns, stand beside them.
 
-    Memory: the rows of at most ``max_bytes`` of versions as they are stored, up to 40 bytes for each while they are
-    sorted, their dense tensors, and of the snapshot one part up to 256 MiB or pieces of 8 MiB of a larger one. What does
-    not fit is left to a later call. A version that is larger by itself is never merged, nor is the snapshot
-    before it. Deltas beyond ``max_bytes`` are folded into their snapshot piece by piece, each at the cost of
-    the snapshot: choose ``max_bytes`` around ``fold`` times its size.
+    Memory: the rows of at most ``max_bytes`` of versions as they are stored, with some 40 bytes for each while they are
+    sorted, and of the snapshot one part of up to 256 MiB or a few pieces of 8 MiB of a larger one. What does not fit is
+    left to a later call. A version that is larger by itself is never merged, nor is the snapshot before it. Deltas
+    beyond ``max_bytes`` are folded into their snapshot piece by piece, each at the cost of writing the snapshot: choose
+    ``max_bytes`` around ``fold`` times its size.
 
     Args:
         stream: where the stream lies, or its log.
@@ -215,7 +215,8 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
     merged = {
         each.first: each for each in log.merged(after=base.version) if each.kind == "delta"
     }  # the last is the longest
-    pieces, held = [], base
+    pieces: list[Manifest] = []
+    held = base
     while True:
         version = held.version + 1
         piece = log.read_merged(merged[version]) if version in merged else None

@@ -7,6 +7,7 @@ reader holds in the end is the same, bit for bit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ class Newest:
         width = self.encoding.width(self.columns[1] - self.columns[0])
         out = torch.empty(len(index), width, dtype=self.encoding.dtype)
         source, place = self.source[index], self.place[index]
-        for number in source.unique().tolist():
+        for number in set(source.tolist()):
             wanted = (source == number).nonzero()[:, 0]
             out.index_copy_(0, wanted, self._rows(self.sources[number], place[wanted]))
         return out
@@ -106,7 +107,10 @@ class _Chunks:
     step: int
 
     def __iter__(self) -> Iterator[Tensor]:
-        return map(self.newest.stored, self.places.split(self.step))
+        return (
+            self.newest.stored(self.places[begin : begin + self.step])
+            for begin in range(0, len(self.places), self.step)
+        )
 
 
 def rows_of(parts: Sequence[PartReader]) -> list[RowChunk]:
@@ -185,7 +189,7 @@ def _cut(group: Sequence[Shape], own: Encoding) -> Iterator[Shape]:
         yield group[0]
     else:
         edges = sorted({edge for columns, _ in group for edge in columns})
-        yield from ((columns, own) for columns in zip(edges, edges[1:], strict=False))
+        yield from ((columns, own) for columns in itertools.pairwise(edges))
 
 
 def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sources: Sequence[RowChunk]) -> Newest:
