@@ -1,10 +1,10 @@
 """Retention: what no reader needs any more leaves the store.
 
-The log stays a contiguous range whose start moves up: versions go oldest first, each entry before its parts. Never
-taken are the head, and whatever stands from the newest snapshot on that is older than the grace. So a reader that began
-at the snapshot before has the grace to finish, and one that stands further back finds its next version missing and
-begins anew. Any process may do this at any time, beside publishers, readers, compactions and others of its kind: all of
-them only ever take away what stays superseded.
+The log stays a contiguous range whose start moves up: versions go oldest first, each entry before its parts. What stays
+is the head with its parent, and whatever stands from the newest snapshot on that is older than the grace. So a reader
+that began at the snapshot before has the grace to finish, and one that stands further back finds its next version
+missing and begins anew. Any process may do this at any time, beside publishers, readers, compactions and others of its
+kind: all of them only ever take away what stays superseded.
 
 The age of a version counts from its ``created``, by the clocks of its publisher and of this process. The age of an
 object that nothing names counts by the clock of the store alone, up to the newest object in it.
@@ -106,9 +106,9 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
         return Retained()
     clock = now()
     start = _start(held, clock - retention.grace_seconds)
-    floor = min(
-        start if start in held.entries and held.entries[start].kind == "snapshot" else start + 1, held.head.version
-    )
+    floor = start if start in held.entries and held.entries[start].kind == "snapshot" else start + 1
+    # The parent of the head stays as well: by it a publisher knows that it has not slept for too long.
+    floor = min(floor, held.head.version - 1)
     expired = _expired(held, retention, clock)
     old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
     stale = _superseded(held, start, clock - retention.grace_seconds)
