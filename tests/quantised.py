@@ -53,12 +53,14 @@ def quantise(
     bag: bool = False,
     alignment: int = 16,
     split: bool = False,
+    kinds: Mapping[str, str] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A model whose ``ec`` is the quantised collection of float tables, ``[rows, columns]`` by name."""
-    collection, config = (
-        (EmbeddingBagCollection, EmbeddingBagConfig) if bag else (EmbeddingCollection, EmbeddingConfig)
-    )
+    """A model whose ``ec`` is the quantised collection of float tables, ``[rows, columns]`` by name.
+
+    ``kinds`` are those of single tables; ``attributes`` are set on the collection before.
+    """
+    collection, config = (EmbeddingBagCollection, EmbeddingBagConfig) if bag else (EmbeddingCollection, EmbeddingConfig)
     ec = collection(
         tables=[
             config(name=name, num_embeddings=len(table), embedding_dim=table.shape[1], feature_names=[name])
@@ -73,9 +75,10 @@ def quantise(
     quant_prep_customize_row_alignment(model, [collection], alignment)
     if split:
         quant_prep_enable_quant_state_dict_split_scale_bias_for_types(model, [collection])
+    per_table = {name: KINDS[each] for name, each in (kinds or {}).items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.ao.quantization is deprecated", DeprecationWarning)
-        return quantize_inference_model(model, quantization_dtype=KINDS[kind])
+        return quantize_inference_model(model, quantization_dtype=KINDS[kind], per_table_weight_dtype=per_table)
 
 
 def shard_quantised(model: nn.Module, sharding: str) -> nn.Module:
@@ -86,9 +89,11 @@ def shard_quantised(model: nn.Module, sharding: str) -> nn.Module:
     set_propogate_device(True)
     bag = hasattr(model.ec, "embedding_bags")
     names = list(model.ec.embedding_bags if bag else model.ec.embeddings)
-    split = getattr(model.ec, "__quant_state_dict_split_scale_bias")  # noqa: B009  a name that Python would mangle
+    split = getattr(model.ec, "__quant_state_dict_split_scale_bias")
     fused_params = {FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: split, FUSED_PARAM_REGISTER_TBE_BOOL: True}
-    sharder = (QuantEmbeddingBagCollectionSharder if bag else QuantEmbeddingCollectionSharder)(fused_params=fused_params)
+    sharder = (QuantEmbeddingBagCollectionSharder if bag else QuantEmbeddingCollectionSharder)(
+        fused_params=fused_params
+    )
     generator = {
         "table": table_wise(rank=1, device="cpu"),
         "row": row_wise(),

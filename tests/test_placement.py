@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ class _Recorder(RowTarget):
 def _edges(draw: Any, end: int) -> list[tuple[int, int]]:
     """Ranges that cover 0 up to ``end``."""
     cuts = sorted({0, end, *draw(st.lists(st.integers(1, end), max_size=3))})
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 @st.composite
@@ -125,9 +126,7 @@ def test_whole_blocks_are_neither_copied_nor_given_ids() -> None:
     blocks = [_rows((0, 8), (0, 2), None, table), _rows((0, 8), (2, 4), None, table)]
     (placement,) = place(blocks, {_FQN: target})
     assert placement.ids == slice(2, 7)
-    assert [piece.values.data_ptr() for piece in placement.pieces] == [
-        block.values[2:].data_ptr() for block in blocks
-    ]
+    assert [piece.values.data_ptr() for piece in placement.pieces] == [block.values[2:].data_ptr() for block in blocks]
     for chunk in placement.chunks(2):
         chunk.write()
     assert torch.equal(target.table[2:7], table[2:7])
