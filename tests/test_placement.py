@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -91,6 +91,7 @@ def _held(draw: Any, size: int) -> tuple[int, int]:
     return first, draw(st.integers(first, size))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_row_comes_once_with_all_its_columns(data: Any) -> None:
     table, blocks = data.draw(_versions())
