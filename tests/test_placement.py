@@ -141,11 +141,22 @@ def test_equal_ids_are_not_copied() -> None:
     assert [piece.values.data_ptr() for piece in placement.pieces] == [block.values.data_ptr() for block in blocks]
 
 
+def test_as_many_ids_are_not_the_same_ids() -> None:
+    target = _Recorder(torch.zeros(8, 4), (0, 8), ((0, 4),))
+    blocks = [_rows((0, 8), (0, 2), [1, 4], _TABLE), _rows((0, 8), (2, 4), [1, 5], _TABLE)]
+    for placement in place(blocks, {_FQN: target}):
+        for chunk in placement.chunks(8):
+            chunk.write()
+    expected = torch.zeros(8, 4)
+    expected[[1, 4], :2], expected[[1, 5], 2:] = _TABLE[[1, 4], :2], _TABLE[[1, 5], 2:4]
+    assert torch.equal(target.table, expected)
+
+
 def test_whole_rows_are_joined_or_refused() -> None:
     table = _TABLE
     target = _Recorder(torch.zeros(8, 6), (0, 8), ((0, 4), (4, 6)), whole=True)
     blocks = [_rows((0, 8), (0, 2), [1, 5], table), _rows((0, 8), (2, 6), [1, 5], table)]
-    for placement in place(blocks, {_FQN: target}):
+    for placement in place(reversed(blocks), {_FQN: target}):
         for chunk in placement.chunks(8):
             chunk.write()
     assert torch.equal(target.table[[1, 5]], table[[1, 5]])

@@ -131,10 +131,11 @@ def test_rows_are_written_bit_for_bit_whatever_the_layout(data: Any) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
 
     def noise(rows: int, columns: int, offset: int) -> Tensor:
-        """Random bits, NaN payloads too, anywhere in memory."""
-        size = offset + rows * columns
-        items = torch.randint(0, 256, (size * width,), dtype=torch.uint8, generator=generator).view(dtype)
-        return items[offset:].view(rows, columns)
+        """Random bits, NaN payloads too, anywhere in memory, whose own start may be odd."""
+        start = width * data.draw(st.integers(0, 3))
+        num_bytes = start + width * (offset + rows * columns + 1)
+        items = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).numpy()
+        return torch.from_numpy(items[start:]).view(dtype)[offset:-1].view(rows, columns)
 
     memory = noise(num_rows + 2, dim + margin, data.draw(st.integers(0, 3)))
     first = data.draw(st.integers(0, 5))
