@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_tracker.stream.compaction import compact
-from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.retention import Retention, retain
-from tests.histories import Clock, ClockedStorage, History, Reader, assert_equal
+from tests.histories import Clock, ClockedStorage, History, Reader
 
 _STEPS = ["delta"] * 6 + [
     "claim",

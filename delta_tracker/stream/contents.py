@@ -10,7 +10,7 @@ from torch import Tensor
 
 from delta_tracker.stream.encoding import decode_rows
 from delta_tracker.stream.manifest import Block, Manifest
-from delta_tracker.stream.part import MEMORY_BYTES, PartReader, read_parts
+from delta_tracker.stream.part import MEMORY_BYTES, PartReader, dense_of, read_parts
 from delta_tracker.stream.storage import Storage
 
 
@@ -56,7 +56,7 @@ class Contents:
         whole = [each for each in rows if each.ids is None]
         listed = [each for each in rows if each.ids is not None]
         self.rows = [_overlaid(each, listed) for each in whole] if manifest.kind == "snapshot" else listed
-        self.dense = {name: tensor for reader in readers for name, tensor in reader.dense().items()}
+        self.dense = dense_of(readers)
 
     def chunks(self, num_rows: int = 16_384) -> Iterator[tuple[str, Tensor]]:
         """FQN and values ``[n, columns]`` of all its rows, at most ``num_rows`` at a time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -279,3 +279,8 @@ def read_parts(storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMO
         if part.num_bytes <= left:
             left -= part.num_bytes
     return readers
+
+
+def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
+    """The dense tensors of a version, by name."""
+    return {name: tensor for reader in readers for name, tensor in reader.dense().items()}
