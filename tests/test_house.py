@@ -60,7 +60,6 @@ _ORDER = [
     "stream.retention",
     "stream.merging",
     "stream.compaction",
-    "stream.upkeep",
     "stream.ranks",
     "stream.writer",
     "sharding.dense",
