@@ -134,6 +134,8 @@ def _check_blocks(manifest: Manifest) -> None:
                 raise ValueError(f"block {block} is outside its table, which is {table}")
             if block.num_rows > span or (block.ids == "all" and block.num_rows != span):
                 raise ValueError(f"block {block} has {block.num_rows} rows in a range of {span}")
+            if block.ids == "all" and manifest.kind != "snapshot":
+                raise ValueError(f"block {block} holds all rows, which only a snapshot's do")
             block.encoding.width(block.num_columns)
             blocks[block.table].append(block)
     for fqn, table in manifest.tables.items():

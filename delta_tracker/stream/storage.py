@@ -53,8 +53,7 @@ class Storage:
             Every ``memory://`` is a store of its own: share the ``Storage`` object instead of the url.
         create: make a local directory that does not exist. Without it a missing one is an empty store until somebody
             makes it, so that a reader may start before the writer.
-        fsync: False leaves it to the operating system when the objects of a local directory reach the disk. They
-            survive a killed process, but not a machine that is lost.
+        fsync: False leaves it to the system when local objects reach the disk: a lost machine may lose them.
         options: settings of a remote store by obstore's names, such as ``endpoint``, ``region``, ``access_key_id``,
             ``secret_access_key``, ``allow_http`` or ``timeout``; all values are strings.
 
