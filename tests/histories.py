@@ -136,10 +136,7 @@ class History:
 
     def delta(self, num_rows: int | None = None) -> None:
         dense = [name for name in _DENSE if self.random.random() < 0.3]
-        if self.random.random() < 0.1:  # a delta may hold all rows as well, and listed ones over them
-            self._commit("delta", [self._rows(is_whole=True), self._rows(num_rows=num_rows)], dense)
-        else:
-            self._commit("delta", [self._rows(num_rows=num_rows)], dense)
+        self._commit("delta", [self._rows(num_rows=num_rows)], dense)
 
     def snapshot(self, *, is_fuzzy: bool = False) -> None:
         parts = [self._rows(is_whole=True)]

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import threading
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError
+from delta_tracker.stream.codec import Rows
 from delta_tracker.stream.compaction import compact
+from delta_tracker.stream.encoding import Encoding, encode_rows
+from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.manifest import Block
 from delta_tracker.stream.retention import Retention, retain
-from tests.histories import Clock, ClockedStorage, History, Reader
+from delta_tracker.stream.storage import Storage
+from tests.histories import Clock, ClockedStorage, History, Reader, assert_equal
+from tests.streams import FQN, Writer
 
 _STEPS = ["delta"] * 6 + [
     "claim",
@@ -27,7 +38,7 @@ _STEPS = ["delta"] * 6 + [
 
 def step(name: str, history: History, readers: list[Reader], chance: random.Random) -> None:
     """One step of a schedule."""
-    clock = history.storage.clock
+    clock = getattr(history.storage, "clock", None)
     if name in ("delta", "claim", "snapshot"):
         getattr(history, name)()
     elif name == "fuzzy":
@@ -66,3 +77,352 @@ def test_every_reader_ends_where_the_versions_end(steps: list[str], seed: int) -
         for reader in readers:
             reader.sync()
             assert reader.held.version == history.version
+
+
+def catch_up(history: History) -> Reader:
+    reader = Reader(history)
+    reader.sync()
+    assert (reader.held.version, reader.resyncs) == (history.version, 0)
+    return reader
+
+
+def test_a_delta_takes_up_the_merged_one_before_it_and_says_what_its_last_version_says() -> None:
+    history = History(Storage("memory://"), 1)
+    for _ in range(3):
+        history.delta()
+    first = compact(history.log, fold=1e9)
+    assert (first.kind, first.parent, first.merges) == ("delta", history.log.read(1).link, history.log.read(4).link)
+    assert compact(history.log, fold=1e9) is None
+    history.delta()
+    assert compact(history.log, fold=1e9) is None
+    history.delta()
+    second = compact(history.log, fold=1e9)
+    last = history.log.read(6)
+    assert (second.version, second.parent, second.merges) == (6, first.parent, last.link)
+    for name in ("stream", "generation", "writer", "snapshot", "cut", "pending_rows", "tables"):
+        assert getattr(second, name) == getattr(last, name)
+    assert second.batches == (history.log.read(2).batches[0], last.batches[1])
+    assert history.log.longest_merged(1) == second
+    assert catch_up(history).held.version == 6
+
+
+def test_claims_in_between_say_nothing_and_tables_that_change_end_a_run() -> None:
+    history = History(Storage("memory://"), 1)
+    while len(history.log.merged()) < 2:
+        history.claim()
+        history.delta()
+        history.delta()
+        compact(history.log, fold=1e9)
+        for merged in history.log.merged():
+            held = {str(history.log.read(version).tables) for version in range(merged.first, merged.last + 1)}
+            assert len(held - {"{}"}) == 1
+    catch_up(history)
+    history.claim()
+    manifest = compact(history.log, fold=1e9)
+    assert manifest is None or manifest.tables
+
+
+def test_a_snapshot_follows_once_the_deltas_are_large_enough() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage, num_rows=100)
+    snapshot = writer.snapshot()
+    for _ in range(12):  # the same rows again and again stay a small delta
+        writer.delta(list(range(20)))
+    first = compact(storage, fold=0.5)
+    assert (first.kind, first.num_rows) == ("delta", 20)
+    writer.delta(list(range(20, 50)))
+    writer.delta(list(range(50, 55)))
+    second = compact(storage, fold=0.5)
+    assert (second.kind, second.parent, second.snapshot) == ("snapshot", None, second.version)
+    blocks = [[part.blocks for part in manifest.parts] for manifest in (second, snapshot)]
+    assert blocks[0] == blocks[1]
+    assert StreamLog(storage).newest_snapshot() == second
+    assert compact(storage) is None
+
+
+def test_a_merged_delta_that_was_large_enough_all_along_is_folded() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage, num_rows=100)
+    writer.snapshot()
+    for first in (0, 40):
+        writer.delta(list(range(first, first + 40)))
+    assert compact(storage, fold=2).kind == "delta"
+    assert compact(storage, fold=0.5).kind == "snapshot"
+
+
+def test_what_does_not_fit_is_left_to_a_later_call() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage, num_rows=100)
+    writer.snapshot()
+    for _ in range(7):
+        writer.delta(list(range(10)))
+    big = writer.delta(list(range(90)))
+    for _ in range(3):
+        writer.delta(list(range(10)))
+    size = StreamLog(storage).read(2).num_bytes + 80
+    merged = []
+    while (manifest := compact(storage, fold=1e9, max_bytes=3 * size)) is not None:
+        merged.append(manifest)
+    assert [Merged.of(each) for each in merged] == [
+        Merged(4, 2, "delta"),
+        Merged(6, 2, "delta"),
+        Merged(8, 2, "delta"),
+        Merged(12, 10, "delta"),
+    ]
+    assert big.version == 9
+    assert compact(storage, fold=0.01, max_bytes=3 * size).kind == "snapshot"
+
+
+def _encoded(history_writer: Writer, ids: list[int], columns: tuple[int, int], encoding: Encoding) -> Rows:
+    block = Block(FQN, (0, 20), columns, len(ids), "gaps" if encoding.is_quantized else "list", encoding)
+    values = history_writer.table[ids, slice(*columns)]
+    return Rows(block, torch.tensor(ids), [encode_rows(values, encoding)])
+
+
+def test_stored_bytes_stay_where_nothing_of_another_shape_overlaps_them() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage)
+    writer.table = torch.randn(20, 4)
+    writer.snapshot()
+    writer.write("delta", [_encoded(writer, [1, 2], (0, 2), Encoding.INT8), _encoded(writer, [3], (2, 4), Encoding.F16)])
+    writer.write("delta", [_encoded(writer, [2, 4], (0, 2), Encoding.INT8)])
+    merged = compact(storage, fold=1e9)
+    assert [(block.columns, block.encoding, block.num_rows) for block in merged.parts[0].blocks] == [
+        ((0, 2), Encoding.INT8, 3),
+        ((2, 4), Encoding.F16, 1),
+    ]
+    writer.write("delta", [_encoded(writer, [5], (0, 4), Encoding.INT8)])
+    writer.write("delta", [_encoded(writer, [6], (0, 4), Encoding.INT8)])
+    merged = compact(storage, fold=1e9)
+    assert [(block.columns, block.encoding, block.num_rows) for block in merged.parts[0].blocks] == [
+        ((0, 2), Encoding.F32, 5),
+        ((2, 4), Encoding.F32, 3),
+    ]
+
+
+def test_of_two_that_race_one_entry_wins_and_the_other_takes_its_parts_back() -> None:
+    class Raced(Storage):
+        rival = None
+
+        def create(self, name, data):
+            if self.rival is not None:
+                rival, self.rival = self.rival, None
+                rival()
+            return super().create(name, data)
+
+    storage = Raced("memory://")
+    history = History(storage, 2)
+    history.delta(3)
+    history.delta(3)
+    won = []
+    storage.rival = lambda: won.append(compact(storage, fold=1e9))
+    assert [compact(storage, fold=1e9)] == won
+    named = {part.name for version in range(4) for part in history.log.read(version).parts}
+    assert set(storage.names("parts")) == named | {part.name for part in won[0].parts}
+    catch_up(history)
+
+
+def test_an_interrupt_leaves_orphans_only() -> None:
+    class Interrupted(Storage):
+        def create(self, name, data):
+            if name.startswith("merged/"):
+                raise KeyboardInterrupt
+            return super().create(name, data)
+
+    storage = Interrupted("memory://")
+    history = History(storage, 2)
+    history.delta(3)
+    history.delta(3)
+    with pytest.raises(KeyboardInterrupt):
+        compact(storage)
+    assert history.log.merged() == []
+    catch_up(history)
+
+
+def test_a_damaged_part_is_told_and_one_that_retention_took_is_not() -> None:
+    storage = Storage("memory://")
+    history = History(storage, 2)
+    history.delta(3)
+    history.delta(3)
+    part = history.log.read(3).parts[0]
+    storage.delete(part.name)
+    with pytest.raises(CorruptPartError, match=part.name):
+        compact(storage)
+
+    class Retained(StreamLog):
+        def read(self, version):
+            manifest = super().read(version)
+            if version == 3 and manifest is not None:
+                storage.delete(entry_name(3))
+            return manifest
+
+    history.delta(3)
+    assert compact(Retained(storage)) is None
+
+
+def test_entries_that_do_not_hang_together_are_refused() -> None:
+    storage = Storage("memory://")
+    history = History(storage, 2)
+    history.delta(3)
+    history.delta(3)
+    other = Storage("memory://")
+    strangers = History(other, 2)
+    strangers.delta(3)
+    strangers.delta(3)
+    storage.delete(entry_name(3))
+    storage.create(entry_name(3), other.read(entry_name(3), max_bytes=1 << 20).tobytes())
+    with pytest.raises(MalformedError, match="instead of"):
+        compact(storage)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("fold", 0), ("fold", float("nan")), ("max_bytes", 0), ("min_versions", 1), ("max_bytes", 1.5)]
+)
+def test_bounds_that_are_none_are_refused(name: str, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        compact(Storage("memory://"), **{name: value})
+
+
+class Killed(ClockedStorage):
+    """Fails before or after its n-th operation, and at all later ones, as a process that is gone."""
+
+    left = -1
+    is_after = False
+    num_operations = 0
+
+    def _around(self, call):
+        self.num_operations += 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        if self.left > 0:
+            self.left -= 1
+        if self.left == 0 and not self.is_after:
+            raise KeyboardInterrupt
+        found = call()
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return found
+
+    def put(self, name, buffers):
+        self._around(lambda: super(Killed, self).put(name, buffers))
+
+    def create(self, name, data):
+        return self._around(lambda: super(Killed, self).create(name, data))
+
+    def read(self, name, **bound):
+        return self._around(lambda: super(Killed, self).read(name, **bound))
+
+    def read_range(self, name, begin, end):
+        return self._around(lambda: super(Killed, self).read_range(name, begin, end))
+
+    def size(self, name):
+        return self._around(lambda: super(Killed, self).size(name))
+
+    def delete(self, name):
+        self._around(lambda: super(Killed, self).delete(name))
+
+    def objects(self, prefix, *, after=None):
+        return self._around(lambda: super(Killed, self).objects(prefix, after=after))
+
+
+def _compacted(fold: float):
+    return lambda storage: compact(storage, fold=fold, now=storage.clock)
+
+
+def _retained(storage: Storage) -> None:
+    retain(storage, Retention(versions=1, grace_seconds=0), storage.clock)
+
+
+@pytest.mark.parametrize("work", [_compacted(1e9), _compacted(1e-9), _retained], ids=["delta", "snapshot", "retention"])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_wherever_it_is_killed_readers_go_on_and_another_pass_finishes(work, is_after: bool) -> None:
+    """Every operation on the store is a point; all of them are visited."""
+    count, reached = 0, 1 << 30
+    while count < reached:
+        clock = Clock()
+        with clock.of_the_log():
+            storage = Killed(clock)
+            history = History(storage, 8)
+            behind = [Reader(history, seed) for seed in range(3)]
+            for reader in behind:
+                reader.sync()
+                history.delta(2)
+                history.delta(2)
+                compact(storage, fold=1e-9 if reader is behind[1] else 1e9, now=clock)
+            history.snapshot(is_fuzzy=True)
+            history.delta(2)
+            history.delta(2)
+            clock.seconds += 10
+            storage.num_operations, storage.left, storage.is_after = 0, count + 1, is_after
+            try:
+                work(storage)
+                reached = count
+            except KeyboardInterrupt:
+                assert storage.num_operations == count + 1
+            storage.left = -1
+            readers = [copy.copy(reader) for reader in behind] + [Reader(history)]
+            for reader in readers:
+                reader.sync()
+                assert reader.held.version == history.version
+            clock.seconds += 4000
+            work(storage)
+            storage.put("parts/newest", [memoryview(b"")])
+            for _ in range(2):  # with all that is superseded
+                retain(storage, Retention(versions=1), clock)
+            entries = [history.log.read(version) for version in history.log.versions()]
+            entries += [history.log.read_merged(each) for each in history.log.merged()]
+            named = {part.name for entry in entries for part in entry.parts}
+            assert set(storage.names("parts")) == named | {"parts/newest"}
+            for reader in [*behind, Reader(history)]:
+                reader.sync()
+                assert reader.held.version == history.version
+        count += 1
+    assert count > 20
+
+
+def test_readers_publishers_retention_and_compactions_all_at_once() -> None:
+    """Whatever meets whatever: no reader ever holds anything but what the versions say."""
+    storage = Storage("memory://")
+    history = History(storage, 9)
+    done = threading.Event()
+    failures: list[BaseException] = []
+    counts = dict.fromkeys(["merged", "removed", "jumps", "resyncs"], 0)
+
+    def loop(work) -> threading.Thread:
+        def run() -> None:
+            try:
+                while not done.is_set():
+                    work()
+            except BaseException as error:  # noqa: BLE001  asserted below
+                failures.append(error)
+                done.set()
+
+        return threading.Thread(target=run)
+
+    def compacting() -> None:
+        counts["merged"] += compact(storage, fold=0.5) is not None
+
+    def retaining() -> None:
+        counts["removed"] += retain(storage, Retention(versions=5, grace_seconds=0)).versions
+
+    readers = [Reader(history, seed) for seed in range(3)]
+    threads = [loop(reader.sync) for reader in readers]
+    threads += [loop(compacting), loop(compacting), loop(retaining), loop(retaining)]
+    for thread in threads:
+        thread.start()
+    chance = random.Random(9)
+    for _ in range(250):
+        name = chance.choice(["delta"] * 8 + ["snapshot", "fuzzy", "claim"])
+        step(name, history, [], chance) if name != "fuzzy" else history.snapshot(is_fuzzy=True)
+        if failures:
+            break
+    while not failures and (counts["merged"] < 3 or counts["removed"] < 50):
+        history.delta()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for reader in readers:
+        reader.sync()
+        assert reader.held.version == history.version
+        assert_equal(reader.state, history.state)

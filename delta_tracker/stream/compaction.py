@@ -17,8 +17,8 @@ from delta_tracker.errors import CorruptPartError, InvalidArgumentError, Malform
 from delta_tracker.stream.codec import PartWriter, Rows
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
 from delta_tracker.stream.manifest import DenseSpec, Manifest, Part
-from delta_tracker.stream.merging import Newest, blocks_of, laid_over, newest_rows, rows_of
-from delta_tracker.stream.part import PartReader, RowChunk, dense_of, read_parts
+from delta_tracker.stream.merging import Newest, laid_over, listed_rows, newest_rows
+from delta_tracker.stream.part import PartReader, RowChunk, read_parts
 from delta_tracker.stream.retention import ORPHAN_SECONDS
 from delta_tracker.stream.storage import Storage
 from delta_tracker.types import TableSpec
@@ -65,7 +65,7 @@ def compact(
         MalformedError, CorruptPartError: if a version is not what it says it is; nothing was merged.
         StorageError: if the store fails, or is so slow that retention may have taken the parts for left behind ones.
     """
-    _check_arguments(fold, max_bytes, min_versions)
+    check_bounds(fold, max_bytes, min_versions)
     log = stream if isinstance(stream, StreamLog) else StreamLog(stream)
     base = log.newest_snapshot()
     if base is None:
@@ -134,8 +134,9 @@ class _Compaction:
         dense: _Dense = {}
         for version in versions:
             parts = read_parts(self._log.storage, version, memory_bytes=self._max_bytes)
-            chunks += rows_of(parts)
-            dense |= dense_of(parts)
+            for part in parts:
+                chunks += listed_rows(part)
+                dense |= part.dense()
         return chunks, dense
 
     def _listed(self) -> Iterator[RowChunk]:
@@ -143,7 +144,7 @@ class _Compaction:
         for part in self._base.parts:
             if any(block.ids != "all" for block in part.blocks):
                 # Not held in memory: what is yielded are copies, and nothing else of the part stays.
-                yield from blocks_of(PartReader(self._log.storage, part, self._base, memory_bytes=0), is_whole=False)
+                yield from listed_rows(PartReader(self._log.storage, part, self._base, memory_bytes=0))
 
     def _lay_over(self, newest: Sequence[Newest], last: Manifest) -> tuple[list[Part], _Dense]:
         """Write the snapshot's whole blocks anew, part by part, with newer rows in their places."""
@@ -234,7 +235,7 @@ def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
     run: list[Manifest] = []
     num_bytes = 0
     for piece in pieces:
-        # Ids that are stored as gaps, or not at all, are held as 8 bytes.
+        # Ids that are stored as gaps are held as 8 bytes.
         num_bytes += piece.num_bytes + _ID_BYTES * piece.num_rows
         tables = _tables([*run, piece])
         if num_bytes > max_bytes or (piece.kind != "claim" and piece.tables != tables):
@@ -260,9 +261,20 @@ def _is_there(log: StreamLog, version: Manifest) -> bool:
     return log.read_merged(Merged.of(version)) is not None
 
 
-def _check_arguments(fold: float, max_bytes: int, min_versions: int) -> None:
-    if not 0 < fold < float("inf"):
+def check_bounds(fold: float, max_bytes: int, min_versions: int, *, name: str = "min_versions") -> None:
+    """Refuse what :func:`compact` cannot serve.
+
+    Args:
+        fold: as there.
+        max_bytes: as there.
+        min_versions: as there.
+        name: what that one is called where it comes from.
+
+    Raises:
+        InvalidArgumentError: for a bound that is none.
+    """
+    if type(fold) not in (int, float) or not 0 < fold < float("inf"):
         raise InvalidArgumentError("fold", fold, "Pass a positive part of the snapshot's bytes, such as 0.5")
-    for name, value, least in (("max_bytes", max_bytes, 1), ("min_versions", min_versions, 2)):
+    for argument, value, least in (("max_bytes", max_bytes, 1), (name, min_versions, 2)):
         if type(value) is not int or value < least:
-            raise InvalidArgumentError(name, value, f"Pass an integer of {least} or more")
+            raise InvalidArgumentError(argument, value, f"Pass an integer of {least} or more")

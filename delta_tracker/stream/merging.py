@@ -113,16 +113,11 @@ class _Chunks:
         )
 
 
-def rows_of(parts: Sequence[PartReader]) -> list[RowChunk]:
-    """All rows of a version, in the order in which they are applied: blocks of all rows before those of some."""
-    return [chunk for is_whole in (True, False) for part in parts for chunk in blocks_of(part, is_whole=is_whole)]
-
-
-def blocks_of(part: PartReader, *, is_whole: bool) -> Iterator[RowChunk]:
-    """The rows of those blocks of a part that hold all rows of their range, or of the others; a chunk for each."""
+def listed_rows(part: PartReader) -> Iterator[RowChunk]:
+    """The rows of those blocks of a part that list them, a chunk for each block."""
     for index, block in enumerate(part.part.blocks):
-        if (block.ids == "all") == is_whole and block.num_rows:
-            yield from part.chunks(index, block.num_rows)
+        if block.ids != "all":
+            yield from part.chunks(index, max(1, block.num_rows))
 
 
 def newest_rows(
@@ -131,7 +126,7 @@ def newest_rows(
     """The newest rows of each table, in ranges of columns that do not overlap.
 
     Args:
-        chunks: oldest first.
+        chunks: listed rows, oldest first.
         tables: FQN to table.
         beside: blocks that the result is to be laid over; they count where it is decided what can stay as stored.
     """
@@ -193,9 +188,7 @@ def _cut(group: Sequence[Shape], own: Encoding) -> Iterator[Shape]:
 
 
 def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sources: Sequence[RowChunk]) -> Newest:
-    listed = [
-        torch.arange(each.first, each.first + len(each.stored)) if each.ids is None else each.ids for each in sources
-    ]
+    listed = [each.ids for each in sources if each.ids is not None]
     ids, order = torch.cat(listed).sort(stable=True)
     is_last = torch.ones_like(ids, dtype=torch.bool)
     is_last[:-1] = ids[1:] != ids[:-1]
