@@ -184,7 +184,9 @@ def test_stored_bytes_stay_where_nothing_of_another_shape_overlaps_them() -> Non
     writer = Writer(storage)
     writer.table = torch.randn(20, 4)
     writer.snapshot()
-    writer.write("delta", [_encoded(writer, [1, 2], (0, 2), Encoding.INT8), _encoded(writer, [3], (2, 4), Encoding.F16)])
+    writer.write(
+        "delta", [_encoded(writer, [1, 2], (0, 2), Encoding.INT8), _encoded(writer, [3], (2, 4), Encoding.F16)]
+    )
     writer.write("delta", [_encoded(writer, [2, 4], (0, 2), Encoding.INT8)])
     merged = compact(storage, fold=1e9)
     assert [(block.columns, block.encoding, block.num_rows) for block in merged.parts[0].blocks] == [

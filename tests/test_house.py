@@ -61,6 +61,7 @@ _ORDER = [
     "stream.compaction",
     "stream.upkeep",
     "stream.cursor",
+    "stream.heartbeat",
     "stream.ranks",
     "stream.writer",
     "sharding.dense",
