@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import random
-import threading
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.manifest import Block
 from delta_tracker.stream.retention import Retention, retain
 from delta_tracker.stream.storage import Storage
-from tests.histories import Clock, ClockedStorage, History, Reader, assert_equal
+from tests.histories import Clock, ClockedStorage, History, Reader
 from tests.streams import FQN, Writer
 
 _STEPS = ["delta"] * 6 + [
@@ -283,148 +281,3 @@ def test_entries_that_do_not_hang_together_are_refused() -> None:
 def test_bounds_that_are_none_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
         compact(Storage("memory://"), **{name: value})
-
-
-class Killed(ClockedStorage):
-    """Fails before or after its n-th operation, and at all later ones, as a process that is gone."""
-
-    left = -1
-    is_after = False
-    num_operations = 0
-
-    def _around(self, call):
-        self.num_operations += 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-        if self.left > 0:
-            self.left -= 1
-        if self.left == 0 and not self.is_after:
-            raise KeyboardInterrupt
-        found = call()
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return found
-
-    def put(self, name, buffers):
-        self._around(lambda: super(Killed, self).put(name, buffers))
-
-    def create(self, name, data):
-        return self._around(lambda: super(Killed, self).create(name, data))
-
-    def read(self, name, **bound):
-        return self._around(lambda: super(Killed, self).read(name, **bound))
-
-    def read_range(self, name, begin, end):
-        return self._around(lambda: super(Killed, self).read_range(name, begin, end))
-
-    def size(self, name):
-        return self._around(lambda: super(Killed, self).size(name))
-
-    def delete(self, name):
-        self._around(lambda: super(Killed, self).delete(name))
-
-    def objects(self, prefix, *, after=None):
-        return self._around(lambda: super(Killed, self).objects(prefix, after=after))
-
-
-def _compacted(fold: float):
-    return lambda storage: compact(storage, fold=fold, now=storage.clock)
-
-
-def _retained(storage: Storage) -> None:
-    retain(storage, Retention(versions=1, grace_seconds=0), storage.clock)
-
-
-@pytest.mark.parametrize("work", [_compacted(1e9), _compacted(1e-9), _retained], ids=["delta", "snapshot", "retention"])
-@pytest.mark.parametrize("is_after", [False, True])
-def test_wherever_it_is_killed_readers_go_on_and_another_pass_finishes(work, is_after: bool) -> None:
-    """Every operation on the store is a point; all of them are visited."""
-    count, reached = 0, 1 << 30
-    while count < reached:
-        clock = Clock()
-        with clock.of_the_log():
-            storage = Killed(clock)
-            history = History(storage, 8)
-            behind = [Reader(history, seed) for seed in range(3)]
-            for reader in behind:
-                reader.sync()
-                history.delta(2)
-                history.delta(2)
-                compact(storage, fold=1e-9 if reader is behind[1] else 1e9, now=clock)
-            history.snapshot(is_fuzzy=True)
-            history.delta(2)
-            history.delta(2)
-            clock.seconds += 10
-            storage.num_operations, storage.left, storage.is_after = 0, count + 1, is_after
-            try:
-                work(storage)
-                reached = count
-            except KeyboardInterrupt:
-                assert storage.num_operations == count + 1
-            storage.left = -1
-            readers = [copy.copy(reader) for reader in behind] + [Reader(history)]
-            for reader in readers:
-                reader.sync()
-                assert reader.held.version == history.version
-            clock.seconds += 4000
-            work(storage)
-            storage.put("parts/newest", [memoryview(b"")])
-            for _ in range(2):  # with all that is superseded
-                retain(storage, Retention(versions=1), clock)
-            entries = [history.log.read(version) for version in history.log.versions()]
-            entries += [history.log.read_merged(each) for each in history.log.merged()]
-            named = {part.name for entry in entries for part in entry.parts}
-            assert set(storage.names("parts")) == named | {"parts/newest"}
-            for reader in [*behind, Reader(history)]:
-                reader.sync()
-                assert reader.held.version == history.version
-        count += 1
-    assert count > 20
-
-
-def test_readers_publishers_retention_and_compactions_all_at_once() -> None:
-    """Whatever meets whatever: no reader ever holds anything but what the versions say."""
-    storage = Storage("memory://")
-    history = History(storage, 9)
-    done = threading.Event()
-    failures: list[BaseException] = []
-    counts = dict.fromkeys(["merged", "removed", "jumps", "resyncs"], 0)
-
-    def loop(work) -> threading.Thread:
-        def run() -> None:
-            try:
-                while not done.is_set():
-                    work()
-            except BaseException as error:  # noqa: BLE001  asserted below
-                failures.append(error)
-                done.set()
-
-        return threading.Thread(target=run)
-
-    def compacting() -> None:
-        counts["merged"] += compact(storage, fold=0.5) is not None
-
-    def retaining() -> None:
-        counts["removed"] += retain(storage, Retention(versions=5, grace_seconds=0)).versions
-
-    readers = [Reader(history, seed) for seed in range(3)]
-    threads = [loop(reader.sync) for reader in readers]
-    threads += [loop(compacting), loop(compacting), loop(retaining), loop(retaining)]
-    for thread in threads:
-        thread.start()
-    chance = random.Random(9)
-    for _ in range(250):
-        name = chance.choice(["delta"] * 8 + ["snapshot", "fuzzy", "claim"])
-        step(name, history, [], chance) if name != "fuzzy" else history.snapshot(is_fuzzy=True)
-        if failures:
-            break
-    while not failures and (counts["merged"] < 3 or counts["removed"] < 50):
-        history.delta()
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    for reader in readers:
-        reader.sync()
-        assert reader.held.version == history.version
-        assert_equal(reader.state, history.state)
