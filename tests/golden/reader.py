@@ -15,7 +15,8 @@ _DTYPES |= {"BOOL": "?"}
 State = dict[str, np.ndarray[Any, Any]]
 
 
-def _tensors(data: bytes) -> State:
+def tensors_of(data: bytes) -> State:
+    """The tensors of a part, bfloat16 as float32 with the same bits on top."""
     start = 8 + int.from_bytes(data[:8], "little")
     found = {}
     for name, entry in json.loads(data[8:start]).items():
@@ -29,7 +30,8 @@ def _tensors(data: bytes) -> State:
     return found
 
 
-def _ids(index: int, block: dict[str, Any], tensors: State) -> list[int]:
+def ids_of(index: int, block: dict[str, Any], tensors: State) -> list[int]:
+    """Global ids of the rows of a block."""
     if block["ids"] == "all":
         return list(range(*block["rows"]))
     if block["ids"] == "list":
@@ -60,13 +62,13 @@ def apply(root: Path, entry: dict[str, Any], state: State) -> None:
     """Apply a manifest to tables and dense tensors."""
     for fqn, table in entry["tables"].items():
         state.setdefault(fqn, np.zeros((table["num_rows"], table["dim"]), _DTYPES[table["dtype"]]))
-    read = [(part, _tensors((root / part["name"]).read_bytes())) for part in entry["parts"]]
+    read = [(part, tensors_of((root / part["name"]).read_bytes())) for part in entry["parts"]]
     for is_whole in (True, False):
         for part, tensors in read:
             for index, block in enumerate(part["blocks"]):
                 if (block["ids"] == "all") == is_whole:
                     first, end = block["columns"]
-                    state[block["table"]][_ids(index, block, tensors), first:end] = _values(index, block, tensors)
+                    state[block["table"]][ids_of(index, block, tensors), first:end] = _values(index, block, tensors)
     for part, tensors in read:
         for index, name in enumerate(part["dense"]):
             state[name] = tensors[f"dense.{index}"]
