@@ -158,10 +158,13 @@ def _mutate_gaps(draw: Draw, raw: bytes) -> bytes:
         return raw[: draw.below(len(raw) + 1)]
     if kind == 4:
         return raw + raw
-    gaps = bytearray(zlib.decompress(raw))
+    try:
+        gaps = bytearray(zlib.decompress(raw))
+    except zlib.error:  # mutated before
+        return mutate_bytes(draw, raw)
     at = draw.below(len(gaps) + 1)
     gaps[at : at + 1] = draw.choice([b"", b"\x00", b"\xff", b"\xfe", b"\x00\x00", b"\xff\xff", b"\x05"])
-    return zlib.compress(bytes(gaps), draw.below(10))
+    return zlib.compress(bytes(gaps), draw.below(10) if len(gaps) < 10_000 else 9)
 
 
 def _tensors(data: bytes) -> dict[str, list[Any]]:
