@@ -186,6 +186,8 @@ class ChangeLog:
                 store.catch_up()
             consumers = {}
             for name in self._cursors.names:
+                if self._cursors.is_transient(name):
+                    continue
                 start, batch = self._cursors.start(name)
                 is_behind = self._cursors.is_behind(name)
                 rows = {} if is_behind else self._changed_since(start, self._cursors.carried(name))
@@ -209,6 +211,20 @@ class ChangeLog:
             if origin is None:
                 origin = {} if self._delete_on_read else {fqn: store.all_rows() for fqn, store in self._stores.items()}
             self._cursors.restore(self._position, state.consumers, origin)
+
+    def carry(self, consumer: str, rows: Mapping[str, Tensor]) -> None:
+        """Make rows pending for one consumer, old values unknown. Aborts its open read.
+
+        Args:
+            consumer: whose.
+            rows: table FQN to ``[N]`` int64 local ids, ascending and unique.
+        """
+        with self.lock:
+            carried = dict(self._cursors.carried(consumer))
+            for fqn, ids in rows.items():
+                unknown = self._stores[fqn].unknown_rows(ids)
+                carried[fqn] = merge_first(unknown, carried[fqn]) if fqn in carried else unknown
+            self._cursors.carry(consumer, carried)
 
     def mark_everything(self) -> None:
         """Make all rows changed for every consumer, old values unknown, whatever was pending. Aborts open reads."""
@@ -260,8 +276,8 @@ class ChangeLog:
             self._cursors.abort(delta)
             self._after_read()
 
-    def add(self, consumer: str) -> None:
-        """Add a consumer that stands at the end of the log.
+    def add(self, consumer: str, owner: object = None) -> None:
+        """Add a consumer that stands at the end of the log; for an ``owner``, whom nobody else reads it beside.
 
         Raises:
             InvalidArgumentError: if it exists.
@@ -270,6 +286,8 @@ class ChangeLog:
             if consumer in self._cursors.names:
                 raise InvalidArgumentError("consumer", consumer, f"Pass a name beside {list(self._cursors.names)}")
             self._place_at_end(consumer)
+            if owner is not None:
+                self._cursors.reserve(consumer, owner, is_transient=True)
 
     def remove(self, consumer: str) -> None:
         """Remove a consumer, and what only it needed."""

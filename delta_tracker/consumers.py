@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from delta_tracker.changes import ChangeLog
 from delta_tracker.errors import DetachedError
 
@@ -42,13 +46,18 @@ class Consumers:
         """Whether a consumer was given up to bound memory, so that only all rows can bring it up to date."""
         return self._log.is_behind(consumer)
 
-    def add_consumer(self, consumer: str) -> None:
+    def add_consumer(self, consumer: str, *, owner: object = None) -> None:
         """Add a reader, which from now on is told what changes from now on.
+
+        Args:
+            consumer: its name.
+            owner: reserve it for this object, as a part of whose life it is not saved in checkpoints; None for a
+                reader like those that the tracker was built with.
 
         Raises:
             InvalidArgumentError: if it exists.
         """
-        self._log.add(consumer)
+        self._log.add(consumer, owner)
 
     def remove_consumer(self, consumer: str) -> None:
         """Remove a reader and what only it needed.
@@ -68,6 +77,20 @@ class Consumers:
         """
         for name in self._log.consumers if consumer is None else [consumer]:
             self._log.clear(self._log.resolve(name, owner))
+
+    def mark_pending(self, consumer: str, rows: Mapping[str, Tensor], *, owner: object = None) -> None:
+        """Say that one consumer's copy of some rows is wrong, old values unknown. Aborts its open read.
+
+        Args:
+            consumer: whose copy.
+            rows: table FQN to ``[N]`` int64 local ids, ascending and unique.
+            owner: who reserved the consumer.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer.
+            ReservedConsumerError: if it is reserved by somebody else than ``owner``.
+        """
+        self._log.carry(self._log.resolve(consumer, owner), rows)
 
     def rewind(self, consumer: str | None = None) -> None:
         """Let a consumer read again everything that changed since the tracker was built; aborts its open read.

@@ -74,6 +74,8 @@ _ORDER = [
     "sharding.dense",
     "cadence",
     "gather",
+    "resume",
+    "cutter",
     "publisher",
     "placement",
     "targets",

@@ -156,7 +156,11 @@ class SegmentStore:
         """Every row, with nothing known of its state."""
         everything = self._engine(self.num_rows, self._device)
         everything.mark_all()
-        return self._with_states(everything.scan(), everything, [])
+        return self.unknown_rows(everything.scan())
+
+    def unknown_rows(self, ids: Tensor) -> ChangedRows:
+        """Some rows, ``[N]`` int64 local ids, ascending and unique, with nothing known of their state."""
+        return self._with_states(ids.to(self._device), None, [])
 
     def num_changed(self, start: int, beside: Tensor | None = None) -> int:
         """How many rows are marked from position ``start`` on, or are among ``beside``. Waits for the device.
