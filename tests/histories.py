@@ -226,7 +226,11 @@ class Reader:
         try:
             state = apply(self.state, self.log.storage, manifest)
         except CorruptPartError:
-            there = self.log.read(manifest.version) if manifest.merges is None else self.log.read_merged(Merged.of(manifest))
+            there = (
+                self.log.read(manifest.version)
+                if manifest.merges is None
+                else self.log.read_merged(Merged.of(manifest))
+            )
             # Another compaction may have made a merged entry of the same name, with parts of its own.
             assert there is None or there.xxh3 != manifest.xxh3, "a part went before its entry"
             self._resync()

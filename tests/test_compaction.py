@@ -17,7 +17,7 @@ from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.manifest import Block
 from delta_tracker.stream.retention import Retention, retain
 from delta_tracker.stream.storage import Storage
-from tests.histories import Clock, ClockedStorage, History, Reader
+from tests.histories import Clock, ClockedStorage, History, Reader, apply, assert_equal
 from tests.streams import FQN, Writer
 
 _STEPS = ["delta"] * 6 + [
@@ -198,6 +198,30 @@ def test_stored_bytes_stay_where_nothing_of_another_shape_overlaps_them() -> Non
         ((0, 2), Encoding.F32, 5),
         ((2, 4), Encoding.F32, 3),
     ]
+
+
+@pytest.mark.parametrize("encoding", [Encoding.INT8, Encoding.F32])
+@pytest.mark.parametrize("columns", [(0, 2), (2, 4), (0, 4)])
+def test_rows_that_do_not_fit_the_snapshots_blocks_stand_beside_them(encoding, columns: tuple[int, int]) -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage, encoding=encoding)
+    writer.table = torch.randn(20, 4)
+    writer.snapshot()
+    for row in (3, 7):
+        writer.table[row] = torch.randn(4)
+        writer.write("delta", [_encoded(writer, [row], columns, encoding)])
+    expected: dict = {}
+    for version in range(1, 4):
+        expected = apply(expected, storage, StreamLog(storage).read(version))
+    for fold in (1e-9, 1e-9):  # a snapshot of a snapshot, with rows beside its blocks
+        merged = compact(storage, fold=fold)
+        found = apply({}, storage, merged)
+        assert_equal(found, expected)
+        fits = encoding is Encoding.F32 or columns == (0, 4)
+        assert [block.ids for part in merged.parts for block in part.blocks] == ["all"] + ["gaps"] * (not fits)
+        for row in (7, 8):
+            writer.table[row] = torch.randn(4)
+            expected = apply(expected, storage, writer.write("delta", [_encoded(writer, [row], columns, encoding)]))
 
 
 def test_of_two_that_race_one_entry_wins_and_the_other_takes_its_parts_back() -> None:
