@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from delta_tracker.stream.codec import Rows
 from delta_tracker.stream.compaction import compact
 from delta_tracker.stream.encoding import Encoding, encode_rows
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
-from delta_tracker.stream.manifest import Block
+from delta_tracker.stream.manifest import Block, Link
 from delta_tracker.stream.retention import Retention, retain
 from delta_tracker.stream.storage import Storage
 from tests.histories import Clock, ClockedStorage, History, Reader, apply, assert_equal
@@ -177,6 +178,15 @@ def _encoded(history_writer: Writer, ids: list[int], columns: tuple[int, int], e
     return Rows(block, torch.tensor(ids), [encode_rows(values, encoding)])
 
 
+def test_deltas_of_other_tables_are_not_folded_into_a_snapshot() -> None:
+    history = History(Storage("memory://"), 1)
+    history.fqns = ["a", "b"] if history.fqns == ["a"] else ["a"]
+    history.delta(3)
+    history.delta(3)
+    assert compact(history.log, fold=1e-9).kind == "delta"
+    catch_up(history)
+
+
 def test_stored_bytes_stay_where_nothing_of_another_shape_overlaps_them() -> None:
     storage = Storage("memory://")
     writer = Writer(storage)
@@ -289,12 +299,9 @@ def test_entries_that_do_not_hang_together_are_refused() -> None:
     history = History(storage, 2)
     history.delta(3)
     history.delta(3)
-    other = Storage("memory://")
-    strangers = History(other, 2)
-    strangers.delta(3)
-    strangers.delta(3)
+    entry = history.log.read(3)
     storage.delete(entry_name(3))
-    storage.create(entry_name(3), other.read(entry_name(3), max_bytes=1 << 20).tobytes())
+    storage.create(entry_name(3), replace(entry, parent=Link(2, "0" * 32)).to_json())
     with pytest.raises(MalformedError, match="instead of"):
         compact(storage)
 
