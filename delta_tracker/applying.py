@@ -77,7 +77,8 @@ class Applier:
             tensor.copy_(contents.dense[name])
 
     def _placements(self, contents: Contents) -> list[Placement]:
-        return place(contents.rows, self._targets())
+        targets = self._targets()
+        return place(contents.whole, targets) + place(contents.listed, targets)
 
     def _targets(self) -> dict[str, RowTarget]:
         tables = find_targets(self._model)

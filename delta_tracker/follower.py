@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from delta_tracker.errors import (
@@ -16,12 +17,14 @@ from delta_tracker.errors import (
     TableMismatchError,
 )
 from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.notify import Hints, Notifier
 
 _logger = logging.getLogger(__name__)
 
 # A poll costs one probe of the next name; telling a gap from the head costs a listing, so that is done less often.
 _GAP_CHECK_SECONDS = 5.0
 _MAX_BACK_OFF_SECONDS = 5.0
+_NO_STREAM_SECONDS = 0.5
 # No later version changes what the model is.
 _FINAL = (TableMismatchError, DenseMismatchError)
 
@@ -41,13 +44,24 @@ class Follower:
         advance: applies one version, if there is one.
         cursor: the reader's place, for its lag.
         lock: held while ``advance`` runs.
+        notifier: carries hints of new versions.
+        beat: called after each look at the stream; it does not raise.
     """
 
-    def __init__(self, advance: Advance, cursor: StreamCursor, lock: threading.Lock) -> None:
+    def __init__(
+        self,
+        advance: Advance,
+        cursor: StreamCursor,
+        lock: threading.Lock,
+        notifier: Notifier | None,
+        beat: Callable[[], None],
+    ) -> None:
         self._advance = advance
         self._cursor = cursor
         self._lock = lock
+        self._beat = beat
         self._stop = threading.Event()
+        self._hints = Hints(notifier, self._stop)
         self._thread: threading.Thread | None = None
         self.error: Exception | None = None
 
@@ -93,7 +107,8 @@ class Follower:
                 with self._lock:
                     has_moved = self._advance(looks_for_gap=looks_for_gap)
             except NoSnapshotError:
-                self.error, pause = None, poll_seconds
+                # No hint can come of a stream whose id is not known.
+                self.error, pause = None, min(poll_seconds, _NO_STREAM_SECONDS)
             except Exception as error:
                 if self._is_final(error):
                     _logger.exception("the predictor stopped following %s", self._cursor.log.storage.url)
@@ -106,10 +121,16 @@ class Follower:
                     _logger.warning("the predictor follows again, at version %s", self._cursor.version)
                 self.error, pause = None, poll_seconds
                 if has_moved:
+                    self._beat()
                     continue
             if looks_for_gap:
                 gap_check = time.monotonic() + _GAP_CHECK_SECONDS
-            self._stop.wait(pause)
+            self._beat()
+            place = self._cursor.place
+            if self.error is not None or place is None:
+                self._stop.wait(pause)
+            else:
+                self._hints.wait(place.stream, place.link.version, pause)
 
     def _note(self, error: Exception) -> None:
         if str(error) != str(self.error) and not isinstance(error, HeldVersionError):

@@ -26,8 +26,10 @@ from delta_tracker.follower import Follower
 from delta_tracker.gate import Gate, GateKeeper
 from delta_tracker.stream.contents import Contents
 from delta_tracker.stream.cursor import Place, StreamCursor
+from delta_tracker.stream.heartbeat import Pulse
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.manifest import Link, Manifest
+from delta_tracker.stream.notify import Notifier
 from delta_tracker.stream.storage import Storage, open_storage
 from delta_tracker.table_lock import TableLock
 
@@ -99,6 +101,9 @@ class Predictor:
         dense: apply dense parameters and buffers too, if the stream has any; the model must then have them all.
         gate: bounds that a version must keep to; one that does not is held back.
         chunk_rows: rows written under one hold of the lock: a lookup waits for one chunk at most.
+        notifier: carries hints of new versions, for :meth:`follow`; without it, or when it fails, polling finds them.
+        name: leave a heartbeat of this name beside the stream every few seconds, see
+            :mod:`~delta_tracker.stream.heartbeat`; None for none. It needs leave to write there.
 
     Raises:
         InvalidArgumentError: for a model without tables, names that it has not, or a url that names no store.
@@ -120,6 +125,8 @@ class Predictor:
         dense: bool = True,
         gate: Gate | None = None,
         chunk_rows: int = 4096,
+        notifier: Notifier | None = None,
+        name: str | None = None,
     ) -> None:
         if chunk_rows < 1:
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
@@ -138,7 +145,8 @@ class Predictor:
         self._last_resync = ""
         self._last_way: tuple[str, Link] | None = None
         self._syncing = threading.Lock()  # held by whoever moves the version
-        self._follower = Follower(self.advance, self._cursor, self._syncing)
+        self._pulse = None if name is None else Pulse(self._storage, name)
+        self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -203,10 +211,11 @@ class Predictor:
         self._refuse_inside_reading("sync()")
         with self._syncing:
             for _ in itertools.count() if limit is None else range(limit):
-                if not self.advance(looks_for_gap=True):
+                if not self._advance(looks_for_gap=True):
                     break
-            assert self.version is not None, "the first advance moves or raises"
-            return self.version
+        self._beat()
+        assert self.version is not None, "the first advance moves or raises"
+        return self.version
 
     def follow(self, poll_seconds: float = 0.01) -> None:
         """Keep applying new versions in a background thread until :meth:`stop`.
@@ -294,11 +303,24 @@ class Predictor:
         with self._syncing:
             self._cursor.place = place
 
+    def _beat(self) -> None:
+        """Leave a heartbeat, if one is due."""
+        if self._pulse is not None and self._pulse.is_due():
+            status = self.status()
+            self._pulse.leave(
+                stream=status.stream,
+                version=status.version,
+                lag_versions=status.lag_versions,
+                lag_seconds=status.lag_seconds,
+                resyncs=status.resyncs,
+                error=status.error,
+            )
+
     def _refuse_inside_reading(self, call: str) -> None:
         if self._lock.is_reading:
             raise InvalidArgumentError(call, "inside reading()", "Leave the `with predictor.reading()` block first")
 
-    def advance(self, *, looks_for_gap: bool) -> bool:
+    def _advance(self, *, looks_for_gap: bool) -> bool:
         """Apply one version, if there is one. The caller holds the lock of those who move the version.
 
         Args:

@@ -178,12 +178,15 @@ def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, value
         if first < end:
             memory[first - rows[0] : end - rows[0]].copy_(values[first - ids.start : end - ids.start])
         return
-    first, end = torch.searchsorted(ids, torch.tensor(rows)).tolist()
-    if first == end:
+    if len(ids) and (int(ids[0]) < rows[0] or int(ids[-1]) >= rows[1]):
+        first, end = torch.searchsorted(ids, torch.tensor(rows)).tolist()
+        ids, values = ids[first:end], values[first:end]
+    if not len(ids):
         return
-    values = values[first:end].to(memory.device)
+    ids = (ids - rows[0] if rows[0] else ids).to(memory.device)
+    values = values.to(memory.device)
     lane = _lane(memory, values)
-    memory.view(lane).index_copy_(0, (ids[first:end] - rows[0]).to(memory.device), values.view(lane))
+    memory.view(lane).index_copy_(0, ids, values.view(lane))
 
 
 def _lane(memory: Tensor, values: Tensor) -> torch.dtype:

@@ -53,9 +53,13 @@ def quantise(
     bag: bool = False,
     alignment: int = 16,
     split: bool = False,
+    kinds: Mapping[str, str] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A model whose ``ec`` is the quantised collection of float tables, ``[rows, columns]`` by name."""
+    """A model whose ``ec`` is the quantised collection of float tables, ``[rows, columns]`` by name.
+
+    ``kinds`` are those of single tables; ``attributes`` are set on the collection before.
+    """
     collection, config = (EmbeddingBagCollection, EmbeddingBagConfig) if bag else (EmbeddingCollection, EmbeddingConfig)
     ec = collection(
         tables=[
@@ -71,9 +75,10 @@ def quantise(
     quant_prep_customize_row_alignment(model, [collection], alignment)
     if split:
         quant_prep_enable_quant_state_dict_split_scale_bias_for_types(model, [collection])
+    per_table = {name: KINDS[each] for name, each in (kinds or {}).items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.ao.quantization is deprecated", DeprecationWarning)
-        return quantize_inference_model(model, quantization_dtype=KINDS[kind])
+        return quantize_inference_model(model, quantization_dtype=KINDS[kind], per_table_weight_dtype=per_table)
 
 
 def shard_quantised(model: nn.Module, sharding: str) -> nn.Module:

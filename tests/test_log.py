@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -119,6 +120,34 @@ def test_who_slept_while_retention_took_its_place_away_is_fenced_and_leaves_noth
     assert StreamLog(storage).versions() == [newest.version]
     third = Writer(storage)
     assert (third.claim.head.version, third.claim.head.parent) == (newest.version + 1, newest.link)
+
+
+def test_who_could_not_see_that_retention_took_its_place_away_sees_it_later() -> None:
+    """The place is free, so the entry is made; the look at its parent fails; it must not be gone on behind."""
+
+    class Blind(Storage):
+        is_blind = False
+
+        def read(self, name: str, *, max_bytes: int) -> np.ndarray[Any, Any] | None:
+            if self.is_blind:
+                raise StorageError(self.url, "connection reset")
+            return super().read(name, max_bytes=max_bytes)
+
+    storage = Blind("memory://")
+    sleeper = Writer(storage)
+    sleeper.snapshot()
+    second = Writer(storage)
+    newest = second.snapshot()
+    for version in range(newest.version):
+        storage.delete(entry_name(version))
+    storage.is_blind = True
+    with pytest.raises(StorageError):
+        sleeper.delta([1])
+    storage.is_blind = False
+    with pytest.raises(FencedError) as caught:
+        sleeper.delta([1])
+    assert (caught.value.owner, caught.value.version) == (2, newest.version)
+    assert StreamLog(storage).versions() == [newest.version]
 
 
 def test_a_claim_whose_head_is_overtaken_begins_again() -> None:

@@ -106,6 +106,7 @@ _BAD_FIELDS: dict[str, Any] = {
         {"w": {"dtype": "F32", "shape": [3, 2]}},
         *({"w": {"dtype": "F32", "shape": shape}, "n": {"dtype": "I64", "shape": []}} for shape in (None, 3, [-1])),
         {"w": {"dtype": "F32", "shape": [2**31, 2**31]}, "n": {"dtype": "I64", "shape": []}},
+        {"w": {"dtype": "F32", "shape": [0, 2**62, 2**62]}, "n": {"dtype": "I64", "shape": []}},
         {"w": {"dtype": "F32", "shape": [1] * 17}, "n": {"dtype": "I64", "shape": []}},
         {"w": {"dtype": "C64", "shape": [3, 2]}, "n": {"dtype": "I64", "shape": []}},
     ],
@@ -241,9 +242,24 @@ def test_mutated_manifests_are_refused_or_right() -> None:
         else:
             assert parse_manifest("x", read.to_json()) == read
     assert refused > 1000
-    for garbage in (b"", b"[]", b"null", b'"x"', b"[" * 100_000, b"\xff\xfe", b"9" * 5000):
+    for garbage in (
+        good.replace(b"{", b'{"version":3,', 1),
+        b"",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b"9" * 5000,
+    ):
         with pytest.raises(MalformedError):
             parse_manifest("x", garbage)
+
+
+def test_an_error_quotes_no_more_than_a_person_reads() -> None:
+    with pytest.raises(MalformedError) as caught:
+        _parse(_entry() | {"kind": "x" * 1_000_000})
+    assert len(str(caught.value)) < 2000
 
 
 def test_every_error_of_a_stream_is_a_stream_error() -> None:
@@ -259,4 +275,15 @@ def test_a_manifest_of_very_many_blocks_costs_no_memory() -> None:
         for i in range(20_000)
     ]
     with pytest.raises(MalformedError, match="too many"):
+        _parse(entry)
+
+
+def test_very_many_large_blocks_are_counted_without_visiting_their_cells() -> None:
+    """Each of them covers four million cells; one by one they would take hours."""
+    entry = _entry()
+    entry["tables"]["t"] = {"num_rows": 60_000, "dim": 60_000, "dtype": "F32"}
+    rest = {"table": "t", "num_rows": 0, "ids": "list", "encoding": "F32"}
+    cuts = [rest | {"rows": [i, i + 1], "columns": [i, i + 1]} for i in range(1990)]
+    entry["parts"][0]["blocks"] = cuts + 100_000 * [rest | {"rows": [0, 60_000], "columns": [0, 60_000]}]
+    with pytest.raises(MalformedError, match="overlap"):
         _parse(entry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -194,6 +195,46 @@ def test_bytes_that_no_tensor_claims_are_refused(memory_bytes: int) -> None:
     stored.replace(stored.data + bytes(8), is_recorded=True)
     with pytest.raises(CorruptPartError, match="8 bytes after its last tensor"):
         stored.read(memory_bytes)
+
+
+def _with_header(data: bytes, edit: Callable[[bytes], bytes]) -> bytes:
+    """A part with another header and the same tensors."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    head = edit(data[8:end].rstrip())
+    head += b" " * (-len(head) % 8)
+    return len(head).to_bytes(8, "little") + head + data[end:]
+
+
+def test_a_bool_that_is_neither_is_refused(memory_bytes: int) -> None:
+    stored = Stored([], {"mask": torch.tensor([True, False, True])})
+    stored.replace(stored.data[:-1] + b"\2", is_recorded=True)
+    with pytest.raises(CorruptPartError, match="no bool"):
+        stored.read(memory_bytes)
+
+
+def test_a_tensor_that_stands_twice_in_the_header_is_refused(memory_bytes: int) -> None:
+    stored = Stored([], {"mask": torch.tensor([True])})
+    stored.replace(_with_header(stored.data, lambda head: head[:-1] + b"," + head[1:]), is_recorded=True)
+    with pytest.raises(CorruptPartError, match="twice"):
+        stored.read(memory_bytes)
+
+
+@pytest.mark.parametrize("number", [b"1.0", b"true", b'"1"'])
+def test_a_size_that_is_no_integer_is_refused(memory_bytes: int, number: bytes) -> None:
+    stored = Stored([], {"mask": torch.tensor([True])})
+    stored.replace(_with_header(stored.data, lambda head: head.replace(b"[1]", b"[" + number + b"]")), is_recorded=True)
+    with pytest.raises(CorruptPartError, match="instead of"):
+        stored.read(memory_bytes)
+
+
+def test_sizes_that_wrap_around_are_refused(memory_bytes: int) -> None:
+    """2^62 rows of 8 columns have no bytes, if a size is kept in 64 bits."""
+    stored = Stored([rows_of("t", (0, 0), torch.empty(0, 8), None)])
+    block = replace(stored.part.blocks[0], rows=(0, 2**62), num_rows=2**62)
+    wrapped = _with_header(stored.data, lambda head: head.replace(b"[0,8]", b"[%d,8]" % 2**62))
+    stored.replace(wrapped, is_recorded=True)
+    with pytest.raises(CorruptPartError, match="instead of"):
+        stored.read(memory_bytes, replace(stored.part, blocks=(block,)))
 
 
 def test_mutated_parts_are_refused_or_right(memory_bytes: int) -> None:

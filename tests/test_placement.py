@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -93,6 +93,7 @@ def _held(draw: Any, size: int) -> tuple[int, int]:
     return first, draw(st.integers(first, size))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_row_comes_once_with_all_its_columns(data: Any) -> None:
     table, blocks = data.draw(_versions())
@@ -146,11 +147,22 @@ def test_equal_ids_are_not_copied() -> None:
     ]
 
 
+def test_as_many_ids_are_not_the_same_ids() -> None:
+    target = _Recorder(torch.zeros(8, 4), (0, 8), ((0, 4),))
+    blocks = [_rows((0, 8), (0, 2), [1, 4], _TABLE), _rows((0, 8), (2, 4), [1, 5], _TABLE)]
+    for placement in place(blocks, {_FQN: target}):
+        for chunk in placement.chunks(8):
+            chunk.write()
+    expected = torch.zeros(8, 4)
+    expected[[1, 4], :2], expected[[1, 5], 2:] = _TABLE[[1, 4], :2], _TABLE[[1, 5], 2:4]
+    assert torch.equal(target.table, expected)
+
+
 def test_whole_rows_are_joined_or_refused() -> None:
     table = _TABLE
     target = _Recorder(torch.zeros(8, 6), (0, 8), ((0, 4), (4, 6)), whole=True)
     blocks = [_rows((0, 8), (0, 2), [1, 5], table), _rows((0, 8), (2, 6), [1, 5], table)]
-    for placement in place(blocks, {_FQN: target}):
+    for placement in place(reversed(blocks), {_FQN: target}):
         for chunk in placement.chunks(8):
             chunk.write()
     assert torch.equal(target.table[[1, 5]], table[[1, 5]])

@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
+from torchrec.quant.embedding_modules import (
+    MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT as _NUM_ROWS_LEFT,
+)
 
 from delta_tracker import Predictor
 from delta_tracker.errors import PartialRowsError, TableMismatchError
@@ -93,7 +96,7 @@ def test_deltas_give_the_bytes_of_quantising_anew(
             table[ids] = (torch.randn(len(ids), 16, generator=generator) * scale).to(dtype)
             cuts = sorted({0, 16, *data.draw(st.sets(st.integers(1, 15), max_size=2))})
             rows += _delta(_prefix(bag) + name, table, ids, list(itertools.pairwise(cuts)))
-        _apply(model, rows, data.draw(st.integers(1, 5)))
+        _apply(model, data.draw(st.permutations(rows)), data.draw(st.integers(1, 5)))
     assert _equal(model, _build(tables, kind, bag, sharding, split, alignment=alignment))
 
 
@@ -135,8 +138,17 @@ def test_wider_rows_of_bfloat16_are_quantised_from_float() -> None:
         assert _equal(model, quantise({"t": table.float()}, kind))
 
 
-def test_a_table_quantised_in_several_dtypes(tmp_path: Any) -> None:
-    """Each table of a model has its own kind; a stream brings both."""
+@pytest.mark.parametrize("bag", [False, True])
+def test_each_table_may_have_its_own_kind(bag: bool) -> None:
+    kinds = {"b": "int4", "c": "fp16"}
+    zeros = {name: torch.zeros(7, 8) for name in "abc"}
+    tables = {name: torch.randn(7, 8) for name in "abc"}
+    model = quantise(zeros, "int8", bag=bag, kinds=kinds)
+    _apply(model, [_snapshot(_prefix(bag) + name, table) for name, table in tables.items()])
+    assert _equal(model, quantise(tables, "int8", bag=bag, kinds=kinds))
+
+
+def test_a_predictor_follows_with_a_quantised_table(tmp_path: Any) -> None:
     writer = Writer(Storage(f"file://{tmp_path}", create=True), num_rows=20, dim=8)
     model = quantise({"t": torch.zeros(20, 8)}, "int8")
     predictor = Predictor(model, writer.storage)
@@ -229,11 +241,18 @@ def test_cached_rows_are_forgotten_after_every_write(monkeypatch: pytest.MonkeyP
 
 
 def test_post_pruning_rows_are_those_that_are_left() -> None:
-    from torchrec.quant.embedding_modules import MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT as KEY  # noqa: PLC0415
-
     table = torch.randn(20, 8)
-    model = quantise({"t": torch.zeros(20, 8)}, "int8", bag=True, attributes={KEY: {"t": 12}})
+    model = quantise({"t": torch.zeros(20, 8)}, "int8", bag=True, attributes={_NUM_ROWS_LEFT: {"t": 12}})
     target = find_targets(model)["ec.embedding_bags.t"]
     assert (target.num_rows, target.rows) == (20, (0, 12))
     _apply(model, [_snapshot("ec.embedding_bags.t", table)])
-    assert _equal(model, quantise({"t": table}, "int8", bag=True, attributes={KEY: {"t": 12}}))
+    assert _equal(model, quantise({"t": table}, "int8", bag=True, attributes={_NUM_ROWS_LEFT: {"t": 12}}))
+
+
+def test_rows_with_gaps_in_memory_are_quantised_like_others() -> None:
+    wide = torch.randn(20, 12)
+    table = wide[:, 2:10]  # fbgemm's quantiser would read the gaps
+    for kind in KINDS:
+        model = quantise({"t": torch.zeros(20, 8)}, kind)
+        _apply(model, [_snapshot("ec.embeddings.t", table)])
+        assert _equal(model, quantise({"t": table.contiguous()}, kind))

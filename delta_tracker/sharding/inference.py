@@ -39,8 +39,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
         MissingExtraError: if torchrec is not installed.
     """
     torchrec, quantised = load_torchrec(), load_quantised()
-    stops = (*torchrec.collections, *quantised.sharded, *quantised.collections)
-    for fqn, module in _walk(model, "", torchrec, stops):
+    for fqn, module in _walk(model, "", torchrec, (*quantised.sharded, *quantised.collections)):
         prefix = f"{fqn}." if fqn else ""
         if type(module) in torchrec.collections:
             tables = _sharded(module)
@@ -57,19 +56,22 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 
 
 def _walk(
-    module: nn.Module, fqn: str, torchrec: Torchrec, stops: tuple[type[nn.Module], ...]
+    module: nn.Module, fqn: str, torchrec: Torchrec, quantised: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with the FQNs that ``state_dict`` uses: wrappers add no name. A module in two places comes twice."""
+    """Modules with the FQNs that ``state_dict`` uses: wrappers add no name. A module in two places comes twice.
+
+    Stops below sharded and quantised collections.
+    """
     if isinstance(module, torchrec.wrapper):
-        yield from _walk(module._dmp_wrapped_module, fqn, torchrec, stops)  # type: ignore[arg-type]  # noqa: SLF001
+        yield from _walk(module._dmp_wrapped_module, fqn, torchrec, quantised)  # type: ignore[arg-type]  # noqa: SLF001
     elif isinstance(module, DistributedDataParallel):
-        yield from _walk(module.module, fqn, torchrec, stops)
+        yield from _walk(module.module, fqn, torchrec, quantised)
     else:
         yield fqn, module
-        if not isinstance(module, stops):
+        if type(module) not in torchrec.collections and not isinstance(module, quantised):
             for name, child in module._modules.items():  # noqa: SLF001  named_children leaves repeated ones out
                 if child is not None:
-                    yield from _walk(child, f"{fqn}.{name}" if fqn else name, torchrec, stops)
+                    yield from _walk(child, f"{fqn}.{name}" if fqn else name, torchrec, quantised)
 
 
 def _holder(module: nn.Module, collections: dict[type[nn.Module], str]) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from delta_tracker.stream.encoding import decode_rows
 from delta_tracker.stream.manifest import Block, Manifest
-from delta_tracker.stream.part import MEMORY_BYTES, PartReader, read_parts
+from delta_tracker.stream.part import MEMORY_BYTES, PartReader, dense_of, read_parts
 from delta_tracker.stream.storage import Storage
 
 
@@ -32,8 +32,8 @@ class BlockRows:
 class Contents:
     """The rows and dense tensors of a version, all checked when it is made.
 
-    The listed rows of a snapshot are newer than its whole blocks, whose rows may have been copied while they were
-    written. They are laid over them as they are read, so that nobody ever sees a row in between.
+    Listed rows are newer than whole blocks, whose rows may have been copied while they were written. They are laid
+    over them as they are read, so that nobody ever sees a row in between.
 
     Args:
         storage: where the version lies.
@@ -43,6 +43,12 @@ class Contents:
     Raises:
         CorruptPartError: if a part is not exactly what its record says.
         StorageError: if the store cannot be read.
+
+    Attributes:
+        manifest: as given.
+        whole: the blocks that hold all rows of their range, as they are in the end. To be applied first.
+        listed: the blocks of other rows.
+        dense: name to dense tensor.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -55,12 +61,13 @@ class Contents:
         ]
         whole = [each for each in rows if each.ids is None]
         listed = [each for each in rows if each.ids is not None]
-        self.rows = [_overlaid(each, listed) for each in whole] if manifest.kind == "snapshot" else listed
-        self.dense = {name: tensor for reader in readers for name, tensor in reader.dense().items()}
+        self.whole = [_overlaid(each, listed) for each in whole]
+        self.listed = [each for each in listed if not any(_covers(block, each) for block in whole)]
+        self.dense = dense_of(readers)
 
     def chunks(self, num_rows: int = 16_384) -> Iterator[tuple[str, Tensor]]:
         """FQN and values ``[n, columns]`` of all its rows, at most ``num_rows`` at a time."""
-        for rows in self.rows:
+        for rows in (*self.whole, *self.listed):
             for begin in range(0, rows.block.num_rows, num_rows):
                 yield rows.block.table, rows.read(begin, min(begin + num_rows, rows.block.num_rows))
 
@@ -71,6 +78,15 @@ def _rows(reader: PartReader, index: int, dtype: torch.dtype) -> BlockRows:
         block,
         reader.ids(index),
         lambda begin, end: decode_rows(reader.stored(index, begin, end), block.encoding, block.num_columns, dtype),
+    )
+
+
+def _covers(whole: BlockRows, listed: BlockRows) -> bool:
+    outer, inner = whole.block, listed.block
+    return (
+        outer.table == inner.table
+        and outer.rows[0] <= inner.rows[0] <= inner.rows[1] <= outer.rows[1]
+        and outer.columns[0] <= inner.columns[0] <= inner.columns[1] <= outer.columns[1]
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.stream.codec import ALIGNMENT, SIZE_BYTES, dense_key
 from delta_tracker.stream.encoding import decode_rows, unpack_ids
 from delta_tracker.stream.manifest import DTYPE_NAMES, Block, Manifest, Part
+from delta_tracker.stream.parse import load_json, reason_of
 from delta_tracker.stream.storage import Storage
 
 if TYPE_CHECKING:
@@ -85,10 +87,11 @@ class PartReader:
         try:
             self._spans = self._layout()
             self._ids = [self._checked_ids(index, block) for index, block in enumerate(part.blocks)]
+            self._check_flags()
         except _FAULTS as error:
             if isinstance(error, CorruptPartError):
                 raise
-            raise CorruptPartError(part.name, f"{type(error).__name__}: {error}") from error
+            raise CorruptPartError(part.name, reason_of(error)) from error
 
     def ids(self, index: int) -> Tensor | None:
         """``[N]`` int64 global ids of a block's rows, ascending and unique; None where it holds all of its range."""
@@ -136,7 +139,7 @@ class PartReader:
         if position > size or position % ALIGNMENT or header_bytes > _MAX_HEADER_BYTES:
             raise ValueError(f"its header claims {header_bytes} bytes of {size}")
         start = position
-        header = json.loads(self._read(SIZE_BYTES, start).tobytes())
+        header = load_json(self._read(SIZE_BYTES, start).tobytes())
         expected = self._expected()
         if header.keys() != expected.keys():
             raise ValueError(f"it holds the tensors {sorted(header)} instead of {sorted(expected)}")
@@ -146,10 +149,10 @@ class PartReader:
             if shape is None:  # as long as it says
                 (length,) = entry["shape"]
                 shape = (_length(length),)
-            end = position + torch.Size(shape).numel() * dtype.itemsize
+            end = position + math.prod(shape) * dtype.itemsize  # Size.numel() would wrap around
             offsets = [position - start, end - start]
             wanted = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
-            if entry != wanted:
+            if json.dumps(entry, sort_keys=True) != json.dumps(wanted, sort_keys=True):  # 1.0 and true equal 1
                 raise ValueError(f"its tensor {key} is {entry} instead of {wanted}")
             if end > size:
                 raise ValueError(f"its tensor {key} ends beyond its {size} bytes")
@@ -173,6 +176,13 @@ class PartReader:
         for index, name in enumerate(self.part.dense):
             expected[dense_key(index)] = self._specs[name].dtype, self._specs[name].shape
         return expected
+
+    def _check_flags(self) -> None:
+        """Torch takes every byte for a bool, and computes with it."""
+        for index, name in enumerate(self.part.dense):
+            span = self._spans[dense_key(index)]
+            if span.dtype == torch.bool and (self._read(span.begin, span.end) > 1).any():
+                raise ValueError(f"the dense tensor {name!r} has bytes that are no bool")
 
     def _checked_ids(self, index: int, block: Block) -> Tensor | None:
         if block.ids == "all":
@@ -270,3 +280,8 @@ def read_parts(storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMO
         if part.num_bytes <= left:
             left -= part.num_bytes
     return readers
+
+
+def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
+    """The dense tensors of a version, by name."""
+    return {name: tensor for reader in readers for name, tensor in reader.dense().items()}
