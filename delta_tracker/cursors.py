@@ -20,6 +20,22 @@ class _Consumer:
     owner: object = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingState:
+    """What one consumer has not received yet.
+
+    Args:
+        batch: ``step()`` count at its last committed read.
+        rows: table FQN to its pending rows, each with the state in which the consumer has it; tables without any may
+            be missing.
+        is_behind: its changes were given up to bound memory; ``rows`` is then empty.
+    """
+
+    batch: int
+    rows: Mapping[str, ChangedRows]
+    is_behind: bool = False
+
+
 class Cursors:
     """Where each consumer stands in the log, in cuts and in batches, and which rows its last reads left out.
 
@@ -38,6 +54,7 @@ class Cursors:
         if isinstance(names, str) or not names or len(set(names)) != len(names):
             raise InvalidArgumentError("consumers", names, "Pass a list of one or more different names")
         self._consumers = {name: _Consumer(position=0, batch=0) for name in names}
+        self._origin: Mapping[str, ChangedRows] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,6 +109,11 @@ class Cursors:
         if reserved_by is not None and reserved_by is not owner:
             raise ReservedConsumerError(name, type(reserved_by).__name__)
 
+    @property
+    def origin(self) -> Mapping[str, ChangedRows]:
+        """Table FQN to the rows that had changed before the log's first position."""
+        return self._origin
+
     def start(self, name: str) -> tuple[int, int]:
         """The cursor of consumer ``name``: its position and its batch count."""
         consumer = self._consumers[name]
@@ -111,8 +133,21 @@ class Cursors:
         owner = None if known is None else known.owner
         self._consumers[name] = _Consumer(position=position, batch=batch, is_behind=is_behind, owner=owner)
 
+    def rewind(self, name: str) -> None:
+        """Put consumer ``name`` back to the log's first position, with what had changed before it."""
+        self.place(name, 0, 0)
+        self._consumers[name].carried = self._origin
+
+    def restore(self, position: int, states: Mapping[str, PendingState], origin: Mapping[str, ChangedRows]) -> None:
+        """Put every consumer of ``states`` at a position, with what is pending for it. Drops their open reads."""
+        self._origin = origin
+        for name, state in states.items():
+            self.place(name, position, state.batch, is_behind=state.is_behind)
+            self._consumers[name].carried = {fqn: rows for fqn, rows in state.rows.items() if len(rows)}
+
     def forget_tables(self, fqns: Collection[str]) -> None:
         """Drop what reads have left out of some tables, whose ids mean other rows from now on, and every open read."""
+        self._origin = {fqn: rows for fqn, rows in self._origin.items() if fqn not in fqns}
         for consumer in self._consumers.values():
             consumer.carried = {fqn: rows for fqn, rows in consumer.carried.items() if fqn not in fqns}
             consumer.sealed = None

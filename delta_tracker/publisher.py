@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +20,11 @@ from delta_tracker.selection import TopK
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.stream.codec import Rows
 from delta_tracker.stream.manifest import Kind, Manifest, Part
+from delta_tracker.stream.notify import Hints, Notifier
 from delta_tracker.stream.ranks import DEFAULT_TIMEOUT, Flags
+from delta_tracker.stream.retention import Retention
 from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.upkeep import Upkeep
 from delta_tracker.stream.writer import Draft, StreamWriter
 from delta_tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta
@@ -66,6 +69,9 @@ class Publisher:
         encoding: how rows are stored, one :class:`~delta_tracker.stream.encoding.Encoding` for all tables or FQN to
             one; a table that is not named is stored in its own dtype.
         cadence: when :meth:`step` publishes.
+        retention: what the stream keeps; rank 0 removes the rest now and then, in a thread of its own.
+        compact_every: after so many versions rank 0 merges them, in that thread too; None for never.
+        notifier: carries a hint of each version to predictors that wait for one.
         timeout: how long ranks wait for each other.
 
     Raises:
@@ -79,7 +85,7 @@ class Publisher:
         RankLostError: if a rank dies meanwhile.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but two have a default that most users keep
         self,
         tracker: ModelDeltaTracker,
         url: str | Storage,
@@ -89,6 +95,9 @@ class Publisher:
         dense: nn.Module | Iterable[str] | None = None,
         encoding: EncodingChoice = None,
         cadence: Cadence | None = None,
+        retention: Retention | None = None,
+        compact_every: int | None = None,
+        notifier: Notifier | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         self._tracker = tracker
@@ -103,14 +112,18 @@ class Publisher:
         self._error: Exception | None = None
         self._consumer: str | None = None
         self._gatherer: Gatherer
+        self._hints = Hints(notifier)
+        self._upkeep: Upkeep | None = None
         try:
             self._writer.exchange("arguments", lambda: self._prepare(consumer, encoding))
             self._writer.open(url)
+            if retention is not None or compact_every is not None:
+                self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every)
         except BaseException:
             self.close()
             raise
         self._cadence = cadence
-        self._pace = None if cadence is None else Pace(cadence, self._count_pending, self._count_recorded)
+        self._pace = None if cadence is None else Pace(cadence, tracker, self._consumer, self)
 
     @property
     def generation(self) -> int:
@@ -206,6 +219,9 @@ class Publisher:
             self._tracker.release(self._consumer, self)
         self._consumer = None
         self._worker.shutdown()
+        self._hints.close()
+        if self._upkeep is not None:
+            self._upkeep.close()
         self._flags.close()
         self._writer.close()
 
@@ -235,7 +251,7 @@ class Publisher:
         assert self._cadence is not None, "there is a pace"
         every = self._cadence.snapshot_every
         wants_snapshot = self._needs_snapshot() or (every is not None and self._num_versions % every == 0)
-        return [pace.is_due(self._tracker.num_batches + 1, is_clock=self._writer.rank == 0), wants_snapshot, False]
+        return [pace.is_due(is_clock=self._writer.rank == 0), wants_snapshot, False]
 
     def _advance(self, is_due: bool, wants_snapshot: bool, is_under_way: bool) -> None:  # noqa: FBT001  as told
         if self._flight is None:
@@ -265,7 +281,7 @@ class Publisher:
 
     def _begin(self, kind: Kind) -> None:
         if self._pace is not None:
-            self._pace.restart(self._tracker.num_batches)
+            self._pace.restart()
         if kind == "delta":
             self._cut(kind, None)
         else:
@@ -290,10 +306,18 @@ class Publisher:
             draft = self._draft(flight, copy)
         except Exception as error:  # noqa: BLE001  the other ranks have to hear of it: the writer tells them
             failure = error
-            flight.job = self._worker.submit(self._writer.commit, lambda: _raise(failure))
+            flight.job = self._worker.submit(self._commit, lambda: _raise(failure))
         else:
-            flight.job = self._worker.submit(self._writer.commit, lambda: draft)
+            flight.job = self._worker.submit(self._commit, lambda: draft)
         self._flight = flight
+
+    def _commit(self, prepare: Callable[[], Draft]) -> None:
+        """On the worker: write a version, commit it, and tell who waits for it."""
+        manifest = self._writer.commit(prepare)
+        if self._writer.rank == 0:
+            self._hints.announce(manifest.stream, manifest.version)
+            if self._upkeep is not None:
+                self._upkeep.after(manifest.version)
 
     def _draft(self, flight: _Flight, copy: Future[Part | None] | None) -> Draft:
         tracker = self._tracker
@@ -370,17 +394,6 @@ class Publisher:
         if self._dense_choice is None or self._writer.rank:
             return {}
         return dense_tensors(self._tracker.model, self._dense_choice)
-
-    def _count_pending(self) -> tuple[int, int]:
-        return self._sizes(self._tracker.num_pending(self._consumer, owner=self))
-
-    def _count_recorded(self) -> tuple[int, int]:
-        return self._sizes(self._tracker.num_recorded)
-
-    def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
-        """Rows, and bytes of their values in the tables' dtypes."""
-        row_bytes = {fqn: shard.num_columns * shard.table.dtype.itemsize for fqn, shard in self._tracker.shards.items()}
-        return sum(num_rows.values()), sum(count * row_bytes[fqn] for fqn, count in num_rows.items())
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -85,10 +85,13 @@ def test_merged_versions_are_read_exactly(log: StreamLog) -> None:
 
 def test_a_predictor_holds_the_newest_version() -> None:
     expected = _expected(7)
-    model = {fqn: torch.full_like(expected[fqn], -1) for fqn in (USER, ITEM)}
+    model = {name: torch.ones_like(tensor) for name, tensor in expected.items()}
     assert Predictor(model, _STREAM.as_uri()).sync() == 7
-    for fqn, table in model.items():
-        assert torch.equal(table, expected[fqn])
+    for name, tensor in model.items():
+        assert torch.equal(tensor, expected[name]), name
+    tables = {fqn: torch.ones_like(expected[fqn]) for fqn in (USER, ITEM)}
+    assert Predictor(tables, _STREAM.as_uri(), dense=False).sync() == 7
+    assert all(torch.equal(table, expected[fqn]) for fqn, table in tables.items())
 
 
 def test_every_form_of_the_format_is_in_it(log: StreamLog) -> None:

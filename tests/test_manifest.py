@@ -30,7 +30,7 @@ _TABLES = {"t": TableSpec("t", 10, 4, torch.float32), "h": TableSpec("h", 6, 8, 
 
 def _manifest() -> Manifest:
     blocks = (
-        Block("h", (0, 6), (0, 8), 6, "all", Encoding.BF16),
+        Block("h", (0, 6), (0, 8), 6, "list", Encoding.BF16),
         Block("t", (5, 10), (0, 4), 2, "list", Encoding.F32),
         Block("t", (0, 5), (0, 4), 0, "gaps", Encoding.INT4),
     )

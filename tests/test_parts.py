@@ -18,7 +18,7 @@ from delta_tracker.stream import part as part_module
 from delta_tracker.stream.codec import PartWriter, Rows
 from delta_tracker.stream.encoding import Encoding, encode_rows
 from delta_tracker.stream.manifest import Block, DenseSpec, Manifest, Part
-from delta_tracker.stream.part import PartReader, dense_of, read_parts
+from delta_tracker.stream.part import PartReader, read_parts
 from delta_tracker.stream.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.streams import FQN, Writer
@@ -302,7 +302,7 @@ def test_parts_together_stay_within_the_memory() -> None:
         readers = read_parts(writer.storage, manifest, memory_bytes=memory_bytes)
         held = [not isinstance(getattr(reader._read, "__self__", None), part_module._Pieces) for reader in readers]
         assert sum(held) == memory_bytes // part.num_bytes
-        assert torch.equal(dense_of(readers)["w"], writer.dense["w"])
+        assert torch.equal(readers[0].dense()["w"], writer.dense["w"])
 
 
 def test_the_table_of_the_writer_is_what_a_reader_gets(memory_bytes: int) -> None:

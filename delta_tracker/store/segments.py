@@ -145,6 +145,19 @@ class SegmentStore:
         for ids in self._open.values():
             self._mark(ids)
 
+    def catch_up(self) -> None:
+        """Mark what changed without a word; here every change is told of."""
+
+    def forget(self) -> None:
+        """Drop everything that is marked: the shard as it is now is where the log starts. Open batches stay open."""
+        self.delete(None)
+
+    def all_rows(self) -> ChangedRows:
+        """Every row, with nothing known of its state."""
+        everything = self._engine(self.num_rows, self._device)
+        everything.mark_all()
+        return self._with_states(everything.scan(), everything, [])
+
     def num_changed(self, start: int, beside: Tensor | None = None) -> int:
         """How many rows are marked from position ``start`` on, or are among ``beside``. Waits for the device.
 

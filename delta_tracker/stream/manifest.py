@@ -90,6 +90,9 @@ class DenseSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
     @property
     def num_bytes(self) -> int:
         """Bytes of its values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,20 +93,32 @@ class PartReader:
                 raise
             raise CorruptPartError(part.name, reason_of(error)) from error
 
-    def chunks(self, index: int, num_rows: int) -> Iterator[RowChunk]:
-        """The rows of the part's ``index``-th block, at most ``num_rows`` at a time.
+    def ids(self, index: int) -> Tensor | None:
+        """``[N]`` int64 global ids of a block's rows, ascending and unique; None where it holds all of its range."""
+        return self._ids[index]
+
+    def stored(self, index: int, begin: int, end: int) -> Tensor:
+        """The rows ``begin`` to ``end`` of the part's ``index``-th block, ``[N, width]`` as they stand in the part.
 
         Raises:
             CorruptPartError: if a large part has changed since it was checked.
             StorageError: if the store cannot be read.
         """
-        block, ids = self.part.blocks[index], self._ids[index]
+        row_bytes = self.part.blocks[index].row_bytes
         span = self._spans[f"{index}.values"]
+        data = self._read(span.begin + begin * row_bytes, span.begin + end * row_bytes)
+        return torch.from_numpy(data).view(span.dtype).view(end - begin, -1)
+
+    def chunks(self, index: int, num_rows: int) -> Iterator[RowChunk]:
+        """The rows of the part's ``index``-th block, at most ``num_rows`` at a time.
+
+        Raises: as :meth:`stored`.
+        """
+        block, ids = self.part.blocks[index], self._ids[index]
         for begin in range(0, block.num_rows, num_rows):
             end = min(begin + num_rows, block.num_rows)
-            data = self._read(span.begin + begin * block.row_bytes, span.begin + end * block.row_bytes)
-            stored = torch.from_numpy(data).view(span.dtype).view(end - begin, -1)
-            yield RowChunk(block, block.rows[0] + begin, None if ids is None else ids[begin:end], stored)
+            listed = None if ids is None else ids[begin:end]
+            yield RowChunk(block, block.rows[0] + begin, listed, self.stored(index, begin, end))
 
     def dense(self) -> dict[str, Tensor]:
         """The dense tensors of the part, by name."""
@@ -270,6 +282,6 @@ def read_parts(storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMO
     return readers
 
 
-def dense_of(readers: list[PartReader]) -> Mapping[str, Tensor]:
-    """The dense tensors of a version."""
+def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
+    """The dense tensors of a version, by name."""
     return {name: tensor for reader in readers for name, tensor in reader.dense().items()}

@@ -30,12 +30,23 @@ _WIDE = [0, 1, 255, 256, 511, 599]  # gaps of 0, 253, 254 and 87: none escapes
 _WIDER = [3, 259, 599]  # gaps of 3, 255 and 339: two escape
 
 
+class _Counted:
+    """What stands for the module ``secrets``."""
+
+    def __init__(self, names: Iterator[int]) -> None:
+        self._names = names
+
+    def token_hex(self, num_bytes: int) -> str:
+        return f"{next(self._names):0{2 * num_bytes}x}"
+
+
 @contextmanager
 def without_chance() -> Iterator[None]:
     """A clock that ticks by the quarter, and names that are counted."""
     names = itertools.count(1)
     with (
-        mock.patch("secrets.token_hex", lambda num_bytes: f"{next(names):0{2 * num_bytes}x}"),
+        # the log's alone: stores name their drafts by chance too
+        mock.patch("delta_tracker.stream.log.secrets", _Counted(names)),
         mock.patch("time.time", side_effect=(tick / 4 for tick in itertools.count(4))),
     ):
         yield

@@ -1,0 +1,85 @@
+"""The readers of a tracker: who they are, who may move them, and how far back they may stand."""
+
+from __future__ import annotations
+
+from delta_tracker.changes import ChangeLog
+from delta_tracker.errors import DetachedError
+
+
+class Consumers:
+    """Base of the tracker: its consumers and the log that they share."""
+
+    _log: ChangeLog
+    _is_attached: bool
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """Names of the consumers."""
+        return self._log.consumers
+
+    def reserve(self, consumer: str | None, owner: object) -> str:
+        """Let nobody but ``owner`` read or move a consumer until :meth:`release`; a publisher does so with its own.
+
+        Returns:
+            The consumer's name.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            ReservedConsumerError: if somebody else has it.
+            DetachedError: after :meth:`detach`.
+        """
+        if not self._is_attached:
+            raise DetachedError
+        name = self._log.resolve(consumer, owner)
+        self._log.reserve(name, owner)
+        return name
+
+    def release(self, consumer: str, owner: object) -> None:
+        """End a reservation of ``owner``; anybody else's stays."""
+        self._log.reserve(self._log.resolve(consumer, owner), None)
+
+    def needs_snapshot(self, consumer: str) -> bool:
+        """Whether a consumer was given up to bound memory, so that only all rows can bring it up to date."""
+        return self._log.is_behind(consumer)
+
+    def add_consumer(self, consumer: str) -> None:
+        """Add a reader, which from now on is told what changes from now on.
+
+        Raises:
+            InvalidArgumentError: if it exists.
+        """
+        self._log.add(consumer)
+
+    def remove_consumer(self, consumer: str) -> None:
+        """Remove a reader and what only it needed.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer.
+        """
+        self._log.remove(self._log.resolve(consumer))
+
+    def clear(self, consumer: str | None = None, *, owner: object = None) -> None:
+        """Forget what is pending for a consumer, or for all of them if none is named.
+
+        It is also the way back for a consumer that was given up: clear it, then give it all rows (:meth:`read_rows`).
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer.
+        """
+        for name in self._log.consumers if consumer is None else [consumer]:
+            self._log.clear(self._log.resolve(name, owner))
+
+    def rewind(self, consumer: str | None = None) -> None:
+        """Let a consumer read again everything that changed since the tracker was built; aborts its open read.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            InvalidArgumentError: if the tracker forgets what was read (``delete_on_read=True``).
+        """
+        self._log.rewind(self._log.resolve(consumer))
+
+    def compact(self) -> None:
+        """Drop what every consumer has committed and merge what no cursor tells apart."""
+        self._log.compact()
+
+    trigger_compaction = compact  # the seed interface's name
