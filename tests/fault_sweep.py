@@ -144,7 +144,7 @@ class Reader:
         self._tables = {
             f"ec.embeddings.{table.name}": torch.full((table.rows, table.dim), -1.0) for table in _SPEC.tables
         }
-        self._predictor = Predictor(self._tables, Storage(url))
+        self._predictor = Predictor(self._tables, Storage(url), dense=False)
         self._lock = threading.Lock()
         self.num_polls = 0
 
