@@ -144,7 +144,7 @@ class Reader:
         self._tables = {
             f"ec.embeddings.{table.name}": torch.full((table.rows, table.dim), -1.0) for table in _SPEC.tables
         }
-        self._predictor = Predictor(self._tables, Storage(url))
+        self._predictor = Predictor(self._tables, Storage(url), dense=False)
         self._lock = threading.Lock()
         self.num_polls = 0
 
@@ -352,7 +352,41 @@ def _failed(root: Path, point: Point) -> None:
 
 def _raced(root: Path, point: Point) -> None:
     """The publisher stops at the point; another one claims and publishes; the first one goes on."""
+    first, second, fate = _overtaken(root, point)
+    head = StreamLog(Storage(first.storage.url)).head()
+    assert head is not None
+    # Whoever claimed last has the stream; a version of the first one is in it only if it came before that claim.
+    if head.writer == second.trainer.publisher._writer.head.writer:
+        assert fate == ("finished" if first.is_over else "fenced")
+        winner, loser = second, first.trainer
+    else:
+        assert (fate, "claim" in point.scenario) == ("finished", True)
+        winner, loser = first, second.trainer
+        loser.train()
+    for publisher in (loser.publisher, winner.trainer.publisher):
+        publisher._thread = threading.get_ident()  # the first one's own thread has ended
+    pending = loser.tracker.num_pending(owner=loser.publisher)
+    assert sum(pending.values()) > 0 or first.is_over, "what a fenced publisher read is pending again"
+    log = StreamLog(Storage(first.storage.url))
+    before = log.versions()
+    for _ in range(2):
+        try:
+            loser.publisher.publish()
+        except FencedError:
+            continue
+        raise AssertionError("both publish")
+    assert log.versions() == before
+    assert loser.tracker.num_pending(owner=loser.publisher) == pending
+    winner.publish()
+    winner.reader.finish(winner.trainer)
+    check_log(first.storage.url)
+
+
+def _overtaken(root: Path, point: Point) -> tuple[Stage, Stage, str]:
+    """Both publishers after the race, and how the first one's scenario ended."""
     stopped, go_on = threading.Event(), threading.Event()
+    stages: list[Stage] = []
+    fates: list[str] = []
 
     def act(number: int, _name: str, when: When) -> None:
         if (number, when) == (point.number, point.when):
@@ -360,13 +394,10 @@ def _raced(root: Path, point: Point) -> None:
             stopped.set()
             assert go_on.wait(_TIMEOUT_SECONDS)
 
-    first: dict[str, Any] = {}
-    fates: list[str] = []
-
     def live() -> None:
-        stage = first["stage"] = _stage(root, act)
+        stages.append(_stage(root, act))
         try:
-            _play(stage, point.scenario)
+            _play(stages[0], point.scenario)
             fates.append("finished")
         except FencedError:
             fates.append("fenced")
@@ -374,45 +405,21 @@ def _raced(root: Path, point: Point) -> None:
     thread = threading.Thread(target=live)
     thread.start()
     assert stopped.wait(_TIMEOUT_SECONDS), "the first one never came to the point"
-    stage = first["stage"]
-    plain = Storage(stage.storage.url, fsync=False)
-    second = Stage(stage.storage, Reader(plain.url, root / "expected"), Trainer(plain, seed=3))
-    stage.reader.poll()  # what the first one had committed is known by now
+    (first,) = stages
+    plain = Watched(first.storage.url, lambda _number, _name, _when: None)
+    second = Stage(plain, Reader(plain.url, root / "expected"), Trainer(plain, seed=3))
     second.trainer.claim()
     for _ in range(3):
         second.publish()
         second.reader.finish(second.trainer)
         second.trainer.train()
-    stage.storage.is_armed = False
-    pending = sum(second.trainer.tracker.num_pending(owner=second.trainer.publisher).values())
+    first.storage.is_armed = False
     go_on.set()
     thread.join(_TIMEOUT_SECONDS)
-    assert not thread.is_alive()
+    assert len(fates) == 1, "the first one neither finished nor was fenced"
     check_log(plain.url)
-    # Whoever claimed last has the stream; the other one is told, and publishes nothing.
-    head = StreamLog(plain).head()
-    assert head is not None
-    if head.writer == second.trainer.publisher._writer.head.writer:
-        assert fates == ["fenced"] or stage.is_over or "claim" in point.scenario
-        winner, loser = second, stage.trainer
-    else:
-        assert fates == ["finished"]
-        assert "claim" in point.scenario
-        winner, loser = stage, second.trainer
-    loser.publisher._thread = winner.trainer.publisher._thread = threading.get_ident()  # the first one's has ended
-    before = StreamLog(plain).versions()
-    num_pending = sum(loser.tracker.num_pending(owner=loser.publisher).values())
-    for _ in range(2):
-        try:
-            loser.publisher.publish()
-        except FencedError:
-            continue
-        raise AssertionError("both publish")
-    assert StreamLog(plain).versions() == before
-    assert sum(loser.tracker.num_pending(owner=loser.publisher).values()) == num_pending >= min(pending, 1)
-    winner.publish()
-    winner.reader.finish(winner.trainer)
-    check_log(plain.url)
+    first.reader.poll()
+    return first, second, fates[0]
 
 
 def _in_child(root: Path, body: Callable[[], Any]) -> int:

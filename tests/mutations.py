@@ -147,17 +147,15 @@ def _mutate_ids(draw: Draw, ids: list[int]) -> list[int]:
 
 
 def _mutate_gaps(draw: Draw, raw: bytes) -> bytes:
-    kind = draw.below(7)
-    if kind == 0:
-        return mutate_bytes(draw, raw)
-    if kind == 1:
-        return raw + bytes(draw.between(1, 9))
-    if kind == 2:
-        return _zeros(draw.choice([0, 1, 1000, 1_000_000, 50_000_000]))  # a bomb at its largest
-    if kind == 3:
-        return raw[: draw.below(len(raw) + 1)]
-    if kind == 4:
-        return raw + raw
+    simple: list[Callable[[], bytes]] = [
+        lambda: mutate_bytes(draw, raw),
+        lambda: raw + bytes(draw.between(1, 9)),
+        lambda: _zeros(draw.choice([0, 1, 1000, 1_000_000, 50_000_000])),  # a bomb at its largest
+        lambda: raw[: draw.below(len(raw) + 1)],
+        lambda: raw + raw,
+    ]
+    if draw.chance(0.7):
+        return draw.choice(simple)()
     try:
         gaps = bytearray(zlib.decompress(raw))
     except zlib.error:  # mutated before
