@@ -269,7 +269,7 @@ class CorruptPartError(StreamError, ValueError):
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
-            f"part {path} is corrupt: {reason}", "Publish a new snapshot, then build a new Predictor: it starts there"
+            f"part {path} is corrupt: {reason}", "Publish a new snapshot: predictors go on from there by themselves"
         )
         self.path = path
         self.reason = reason
@@ -281,7 +281,7 @@ class MissingVersionError(StreamError, LookupError):
     def __init__(self, version: int, head: int) -> None:
         super().__init__(
             f"version {version} is missing while the stream goes on to version {head}",
-            "Publish a new snapshot, then build a new Predictor: it starts there",
+            "Publish a new snapshot: predictors go on from there by themselves",
         )
         self.version = version
         self.head = head
@@ -293,7 +293,7 @@ class StreamReplacedError(StreamError, RuntimeError):
     def __init__(self, url: str, version: int) -> None:
         super().__init__(
             f"the stream {url} is not the one of which version {version} was applied",
-            "Build a new Predictor: it starts from the newest snapshot of what is there now",
+            "Publish a snapshot to the stream that is there now: predictors go on from it by themselves",
         )
         self.url = url
         self.version = version

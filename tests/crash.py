@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def run(seed: int, root: Path, num_lives: int = 4) -> dict[str, Any]:
         world_size = draw.choice([1, 2])
         logs = [root / f"life-{life}-rank-{rank}.log" for rank in range(world_size)]
         pids = [
-            _fork(lambda rank=rank: _rank(root, seed, life, rank, world_size, is_last=is_last), logs[rank])  # type: ignore[misc]
+            _fork(partial(_rank, root, seed, life, rank, world_size, is_last=is_last), logs[rank])
             for rank in range(world_size)
         ]
         deadline = time.monotonic() + (_LIFE_SECONDS if is_last else draw.uniform(0.5, 5.0))
