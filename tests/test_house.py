@@ -138,16 +138,22 @@ def test_no_file_is_too_long(path: Path) -> None:
 
 def test_the_public_names() -> None:
     assert delta_tracker.__all__ == [
+        "Cadence",
         "Delta",
         "DeltaRows",
         "DeltaStore",
         "EmbdUpdateMode",
+        "Encoding",
+        "Gate",
         "IndexedLookup",
         "Memory",
         "ModelDeltaTracker",
         "Predictor",
         "Publisher",
+        "Retention",
+        "RowTarget",
         "ShardSpec",
+        "Storage",
         "TableSpec",
         "TopK",
         "TrackingMode",
