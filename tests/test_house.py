@@ -73,6 +73,7 @@ _ORDER = [
     "table_lock",
     "applying",
     "gate",
+    "status",
     "follower",
     "predictor",
 ]
