@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import StorageError
+from delta_tracker import Predictor
+from delta_tracker.errors import StorageError, StreamError
+from delta_tracker.stream.compaction import compact
 from delta_tracker.stream.storage import Storage
-from tests.histories import History
+from tests.histories import Clock, ClockedStorage, History
 
 _PATIENCE_SECONDS = 60
 
@@ -77,3 +80,59 @@ class Flaky(Storage):
     def objects(self, prefix: str, **bound: Any) -> Any:
         self._fail(prefix)
         return super().objects(prefix, **bound)
+
+
+def beside(storage: Storage) -> Flaky:
+    """Another view of a store in memory, for a reader whose operations are to fail while the writer's do not."""
+    view = Flaky("memory://")
+    view._store = storage._store
+    return view
+
+
+class Follower:
+    """A predictor and its model, which after every call must hold exactly the version that it tells."""
+
+    def __init__(self, history: History, state: dict | None = None, model: dict | None = None) -> None:
+        self.history, self.storage = history, beside(history.storage)
+        self.model = empty_model() if model is None else model
+        self.predictor = Predictor(self.model, self.storage, chunk_rows=2)
+        if state is not None:
+            self.predictor.load_state_dict(state)
+        self.is_lost = False  # what it holds is of a history that was cut off and begun anew
+
+    def sync(self, limit: int | None = None) -> StreamError | None:
+        error = None
+        try:
+            self.predictor.sync(limit)
+        except StreamError as caught:
+            error = caught
+        else:
+            self.is_lost = False
+        self.check()
+        return error
+
+    def check(self) -> None:
+        with self.predictor.reading() as served:
+            if served.version is not None and served.applying is None and not self.is_lost:
+                assert_holds(self.model, self.history, served.version)
+
+    def restart(self) -> Follower:
+        return Follower(self.history, self.predictor.state_dict(), self.model)
+
+
+def read(storage: Storage, name: str) -> bytes:
+    return storage.read(name, max_bytes=1 << 24).tobytes()
+
+
+def a_history(seed: int, num_steps: int, clock: Clock | None = None) -> History:
+    history = History(Storage("memory://") if clock is None else ClockedStorage(clock), seed)
+    chance = random.Random(seed)
+    for _ in range(num_steps):
+        kind = chance.choice(["delta"] * 5 + ["claim", "snapshot", "compact"])
+        if kind == "compact":
+            compact(history.storage, fold=chance.choice([0.2, 1e9]))
+        else:
+            getattr(history, kind)()
+            if kind == "claim":
+                history.snapshot()
+    return history
