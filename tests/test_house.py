@@ -82,6 +82,7 @@ _ORDER = [
     "table_lock",
     "applying",
     "gate",
+    "status",
     "follower",
     "predictor",
 ]

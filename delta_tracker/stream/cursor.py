@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from delta_tracker.errors import (
+    HeldVersionError,
     InvalidArgumentError,
     MissingVersionError,
     NoSnapshotError,
@@ -110,9 +111,9 @@ class StreamCursor:
             MalformedError, StorageError: if the log cannot be read.
         """
         manifest = self.log.newest_snapshot()
-        if manifest is None:
+        if manifest is None or manifest.kind != "snapshot":
             raise NoSnapshotError(self.log.storage.url)
-        while manifest is not None:
+        while manifest is not None and manifest.kind == "snapshot":
             yield manifest
             before = None if manifest.version == 0 else self.log.read(manifest.version - 1)
             has_older = before is not None and before.snapshot is not None
@@ -121,11 +122,13 @@ class StreamCursor:
     def way_back(self, fault: StreamError) -> Iterator[Manifest]:
         """The entries that lead past a fault, the best first: a merged delta over it, then newer snapshots.
 
+        Past a version that is held only snapshots lead: a merged delta has its rows too.
+
         Raises:
             MalformedError, StorageError: if the log cannot be read.
         """
         place = self.place
-        if place is not None and not isinstance(fault, StreamReplacedError):
+        if place is not None and not isinstance(fault, StreamReplacedError | HeldVersionError):
             merged = self.log.longest_merged(place.link.version)
             if merged is not None and merged.stream == place.stream:
                 yield merged
@@ -141,35 +144,44 @@ class StreamCursor:
             return
 
     def path_to(self, version: int) -> list[Manifest]:
-        """The entries that make a version, from a snapshot on, in order.
+        """The entries that make a version, from a snapshot on, in order, each the parent of the next.
 
         Raises:
-            MissingVersionError: if an entry that it takes is gone.
+            MissingVersionError: if an entry that it takes is gone, or another one stands in its place.
+            NoSnapshotError: if there is no snapshot below it.
             InvalidArgumentError: for a version that the stream does not have yet.
+            StreamReplacedError: if the stream is not the one of this place.
             MalformedError, StorageError: if the log cannot be read.
         """
         head = self.log.head()
         if head is None or not 0 <= version <= head.version:
             newest = "nothing" if head is None else f"versions up to {head.version}"
             raise InvalidArgumentError("version", version, f"The stream has {newest}")
+        if self.place is not None and self.place.stream != head.stream:
+            raise StreamReplacedError(self.log.storage.url, self.place.link.version)
         path: list[Manifest] = []
+        link: Link | None = None
         while not path or path[-1].kind != "snapshot":
-            manifest = self.log.read(version) or self._merged_at(version)
-            if manifest is None:
+            manifest = self._entry(version, link)
+            if manifest is None or manifest.stream != head.stream:
                 raise MissingVersionError(version, head.version)
             path.append(manifest)
             if manifest.kind != "snapshot":
                 if manifest.parent is None:
                     raise NoSnapshotError(self.log.storage.url)
-                version = manifest.parent.version
+                link = manifest.parent
+                version = link.version
         return path[::-1]
 
-    def _merged_at(self, version: int) -> Manifest | None:
-        """A merged entry that ends at a version, best a snapshot."""
+    def _entry(self, version: int, link: Link | None) -> Manifest | None:
+        """The entry that ends at a version, with this link if one is given: of the log, or merged, best a snapshot."""
+        manifest = self.log.read(version)
+        if manifest is not None and link in (None, manifest.link):
+            return manifest
         found = [merged for merged in self.log.merged(after=version - 1) if merged.last == version]
         for merged in sorted(found, key=lambda each: (each.kind != "snapshot", each.first)):
             manifest = self.log.read_merged(merged)
-            if manifest is not None:
+            if manifest is not None and link in (None, manifest.link):
                 return manifest
         return None
 
