@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, seconds_of
-from benchmarks.workloads import distinct_ids, zipf_ids
+from benchmarks.workloads import distinct_ids, uniform_ids
 from delta_tracker import Predictor
 from delta_tracker.applying import Applier
 from delta_tracker.stream.codec import Rows
@@ -110,8 +110,8 @@ class _Lookups:
 
     def __init__(self, stream: _Stream, predictor: Predictor) -> None:
         generator = torch.Generator().manual_seed(1)
-        held = torch.cat(stream.ids)  # rows that change, the popular ones more often
-        self._batches = [held[zipf_ids(len(held), _LOOKUPS, generator)] for _ in range(64)]
+        held = torch.cat(stream.ids)  # the rows that change
+        self._batches = [held[uniform_ids(len(held), _LOOKUPS, generator)] for _ in range(64)]
         self._offsets = torch.arange(0, _LOOKUPS, _BAG)
         self._table, self._predictor = stream.table, predictor
         self._done = threading.Event()
