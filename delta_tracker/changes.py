@@ -207,7 +207,7 @@ class ChangeLog:
             self._cut()
             origin = state.history
             if origin is None:
-                origin = {} if self._delete_on_read else {fqn: store.all_rows() for fqn, store in self._stores.items()}
+                origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
             self._cursors.restore(self._position, state.consumers, origin)
 
     def mark_everything(self) -> None:
@@ -217,6 +217,19 @@ class ChangeLog:
             self.restore(LogState(self._num_batches, nothing, {}))
             for fqn in self._stores:
                 self.mark(fqn, None, is_written=True)
+
+    def distrust(self, consumer: str, fqn: str, ids: Tensor) -> None:
+        """Make rows pending for one consumer, old values unknown, whatever was pending of them. Aborts its open read.
+
+        Args:
+            consumer: whose copy of the rows is not what it last received.
+            fqn: the table.
+            ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
+        """
+        with self.lock:
+            if len(ids):
+                rows = self._stores[fqn].unknown(ids)
+                self._cursors.carry(consumer, fqn, rows, in_origin=not self._delete_on_read)
 
     def step(self) -> None:
         """Count a batch, and keep the memory within its bound."""
