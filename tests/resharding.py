@@ -22,7 +22,8 @@ from torch import Tensor
 
 from delta_tracker.capture import CAPTURES, make_store
 from delta_tracker.changes import ChangeLog
-from delta_tracker.checkpoint.part import HEADER, pack, parse
+from delta_tracker.checkpoint.pack import pack
+from delta_tracker.checkpoint.part import HEADER, parse
 from delta_tracker.checkpoint.reshard import Resharding
 from delta_tracker.sharding.discover import Kernel, LocalShard
 from delta_tracker.types import Delta, DeltaRows, ShardSpec, TableSpec, TrackingMode

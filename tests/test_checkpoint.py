@@ -99,8 +99,11 @@ def test_what_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_path: Pat
         "one rank's consumers": ("StateMismatchError", "consumers ['a', 'b', "),
         "part": ("PartialStateError", "parts missing of ranks: "),
         "no header": ("MalformedStateError", "no header"),
-        "a tensor": ("MalformedStateError", "/ids' of the saved tracker state is malformed: the tensor is missing"),
-        "a length": ("MalformedStateError", "the tensor is torch.int32 of shape"),
+        "a tensor": (
+            "MalformedStateError",
+            "/rows/ec.embeddings.t0' of the saved tracker state is malformed: the tensor is missing",
+        ),
+        "a length": ("MalformedStateError", "the tensor is torch.uint8 of shape"),
         "an id": ("MalformedStateError", "are not rows of its shard"),
         "not JSON": ("MalformedStateError", "its header cannot be read"),
         "another rank": ("MalformedStateError", "its header says that it is"),

@@ -87,7 +87,12 @@ class SavedTracker:
             return _Wanted()
         self._headers = self._read(metadata, key, found[key])
         plan = self._tracker.plan_load([parse(name, tensor) for name, tensor in self._headers.items()])
-        return _Wanted({name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in plan.needs().items()})
+        needed = plan.needs()
+        for name, (_, shape) in needed.items():
+            stored = metadata.state_dict_metadata.get(f"{key}.{name}" if key else name)
+            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != shape:
+                raise MalformedStateError(name, f"the checkpoint has no tensor of shape {shape} there")
+        return _Wanted({name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in needed.items()})
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Let the tracker take over what was loaded.

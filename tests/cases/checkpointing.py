@@ -237,7 +237,7 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
     whole = exchange(tracker.state_dict())
     mine = tracker.state_dict()
     other = {key: tensor for key, tensor in whole.items() if key not in mine}
-    ids = next(key for key in mine if key.endswith("/ids"))
+    rows = next(key for key in mine if "/rows/" in key)
     train(made, model, torch.Generator().manual_seed(9 + rank), 1)
     tracker.annotate("a", "before")
     before = tracker._log.state()
@@ -250,10 +250,10 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
         "dtype": _renamed(whole, '8, "float32"', '8, "float16"'),
         "one rank's consumers": {**mine, **_renamed(other, '["c", ', '["d", ')},
         "part": other,
-        "no header": {ids: mine[ids]},
-        "a tensor": {key: tensor for key, tensor in whole.items() if key != ids},
-        "a length": {**whole, ids: mine[ids][:-1]},
-        "an id": {**whole, ids: mine[ids] + 1000},
+        "no header": {rows: mine[rows]},
+        "a tensor": {key: tensor for key, tensor in whole.items() if key != rows},
+        "a length": {**whole, rows: mine[rows][:-1]},
+        "an id": {**whole, rows: mine[rows] + 1},
         "not JSON": {**whole, f"rank{rank}of{world_size}/header": torch.zeros(3, dtype=torch.uint8)},
         "another rank": _renamed(whole, '"world_size": 2', '"world_size": 3'),
         "a negative count": _renamed(whole, '"num_batches": 1', '"num_batches": -1'),
