@@ -174,9 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--rows", type=int, default=10_000_000, help="rows of the table, of 64 columns each")
     arguments.add_argument("--seconds", type=float, default=60.0, help="how long lookups run beside applying, in all")
     settings = arguments.parse_args(argv)
-    num_rows, num_changed, chunks = (
-        (1000, 500, (64, 256)) if settings.tiny else (settings.rows, 1_000_000, _CHUNKS)
-    )
+    num_rows, num_changed, chunks = (1000, 500, (64, 256)) if settings.tiny else (settings.rows, 1_000_000, _CHUNKS)
     repeats = settings.repeats or (1 if settings.tiny else 3)
     seconds = 0.05 if settings.tiny else settings.seconds / (repeats * len(chunks))
     torch.set_num_threads(1)
@@ -185,7 +183,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = Report(
             name="bench_predict",
             settings={"table": f"{num_rows} x {_DIM} float32", "rows in a version": num_changed, "repeats": repeats},
-            columns=("lookups while", "p50, ms", "p99, ms", "p99 of that without", "M rows/s applied", "lookups", "torn"),
+            columns=(
+                "lookups while",
+                "p50, ms",
+                "p99, ms",
+                "p99 of that without",
+                "M rows/s applied",
+                "lookups",
+                "torn",
+            ),
         )
         _report_apply(report, interleaved(_apply_cases(stream), repeats=max(repeats, 1 if settings.tiny else 9)))
         cases: dict[str, Callable[[], Figures]] = {

@@ -38,14 +38,14 @@ _CHUNK_BYTES = 4 << 20
 class _Stream:
     """A publisher, and what it writes."""
 
-    def __init__(self, trainer: Trainer, tracker: ModelDeltaTracker, root: Path, encoding: Encoding, fsync: bool) -> None:  # noqa: FBT001, PLR0913  one caller
+    def __init__(
+        self, trainer: Trainer, tracker: ModelDeltaTracker, root: Path, encoding: Encoding, fsync: bool
+    ) -> None:  # noqa: FBT001, PLR0913  one caller
         self.name = _name(encoding, fsync)
         self._directory = root / self.name
         self._trainer, self._tracker, self._encoding = trainer, tracker, encoding
         self._storage = Storage(self._directory.as_uri(), create=True, fsync=fsync)
-        self.publisher = Publisher(
-            tracker, self._storage, self.name, encoding=encoding, cadence=Cadence(batches=1)
-        )
+        self.publisher = Publisher(tracker, self._storage, self.name, encoding=encoding, cadence=Cadence(batches=1))
         self.publisher.snapshot()
         self._forget()
 
@@ -155,7 +155,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(
         name="bench_publish",
         settings={"table": f"{num_rows} x 64 float32", "repeats": repeats},
-        columns=("rows, encoding", "training waits, ms", "total, ms", "M rows/s", "MB/s", "of plain write", "of memcpy"),
+        columns=(
+            "rows, encoding",
+            "training waits, ms",
+            "total, ms",
+            "M rows/s",
+            "MB/s",
+            "of plain write",
+            "of memcpy",
+        ),
         notes=[
             "Medians (smallest-largest). Training waits from the call to the end of the gather; total is until the"
             " version is committed. MB are of the stored rows with 8 bytes for an id.",

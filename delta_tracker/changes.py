@@ -209,22 +209,8 @@ class ChangeLog:
             self._cut()
             origin = state.history
             if origin is None:
-                origin = {} if self._delete_on_read else {fqn: store.all_rows() for fqn, store in self._stores.items()}
+                origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
             self._cursors.restore(self._position, state.consumers, origin)
-
-    def carry(self, consumer: str, rows: Mapping[str, Tensor]) -> None:
-        """Make rows pending for one consumer, old values unknown. Aborts its open read.
-
-        Args:
-            consumer: whose.
-            rows: table FQN to ``[N]`` int64 local ids, ascending and unique.
-        """
-        with self.lock:
-            carried = dict(self._cursors.carried(consumer))
-            for fqn, ids in rows.items():
-                unknown = self._stores[fqn].unknown_rows(ids)
-                carried[fqn] = merge_first(unknown, carried[fqn]) if fqn in carried else unknown
-            self._cursors.carry(consumer, carried)
 
     def mark_everything(self) -> None:
         """Make all rows changed for every consumer, old values unknown, whatever was pending. Aborts open reads."""
@@ -233,6 +219,19 @@ class ChangeLog:
             self.restore(LogState(self._num_batches, nothing, {}))
             for fqn in self._stores:
                 self.mark(fqn, None, is_written=True)
+
+    def distrust(self, consumer: str, fqn: str, ids: Tensor) -> None:
+        """Make rows pending for one consumer, old values unknown, whatever was pending of them. Aborts its open read.
+
+        Args:
+            consumer: whose copy of the rows is not what it last received.
+            fqn: the table.
+            ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
+        """
+        with self.lock:
+            if len(ids):
+                rows = self._stores[fqn].unknown(ids)
+                self._cursors.carry(consumer, fqn, rows, in_origin=not self._delete_on_read)
 
     def step(self) -> None:
         """Count a batch, and keep the memory within its bound."""

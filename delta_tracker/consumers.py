@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from delta_tracker.changes import ChangeLog
-from delta_tracker.errors import DetachedError
+from delta_tracker.errors import DetachedError, InvalidArgumentError
+from delta_tracker.sharding.discover import LocalShard
 
 
 class Consumers:
     """Base of the tracker: its consumers and the log that they share."""
 
     _log: ChangeLog
+    _shards: dict[str, LocalShard]
     _is_attached: bool
 
     @property
@@ -67,6 +67,29 @@ class Consumers:
         """
         self._log.remove(self._log.resolve(consumer))
 
+    def distrust(self, consumer: str, fqn: str, ids: Tensor, *, owner: object = None) -> None:
+        """Say that a consumer's copy of rows is not what the tracker takes it to be.
+
+        They become pending for it, old values unknown, also where they were pending with a known one. Its open read is
+        aborted.
+
+        Args:
+            consumer: whose copy.
+            fqn: the table.
+            ids: ``[N]`` integer local ids, in any order.
+            owner: who reserved the consumer.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer.
+            ReservedConsumerError: if it is reserved by somebody else than ``owner``.
+            InvalidArgumentError: for a table that is not tracked, or ids outside the shard.
+        """
+        name = self._log.resolve(consumer, owner)
+        if fqn not in self._shards:
+            raise InvalidArgumentError("fqn", fqn, f"Pass one of the tracked tables {sorted(self._shards)}")
+        self._shards[fqn].spec.check_ids(ids)
+        self._log.distrust(name, fqn, ids.long())
+
     def clear(self, consumer: str | None = None, *, owner: object = None) -> None:
         """Forget what is pending for a consumer, or for all of them if none is named.
 
@@ -77,20 +100,6 @@ class Consumers:
         """
         for name in self._log.consumers if consumer is None else [consumer]:
             self._log.clear(self._log.resolve(name, owner))
-
-    def mark_pending(self, consumer: str, rows: Mapping[str, Tensor], *, owner: object = None) -> None:
-        """Say that one consumer's copy of some rows is wrong, old values unknown. Aborts its open read.
-
-        Args:
-            consumer: whose copy.
-            rows: table FQN to ``[N]`` int64 local ids, ascending and unique.
-            owner: who reserved the consumer.
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer.
-            ReservedConsumerError: if it is reserved by somebody else than ``owner``.
-        """
-        self._log.carry(self._log.resolve(consumer, owner), rows)
 
     def rewind(self, consumer: str | None = None) -> None:
         """Let a consumer read again everything that changed since the tracker was built; aborts its open read.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, StaleDeltaError, UnknownConsumerError
-from delta_tracker.rows import ChangedRows
+from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.types import Delta
 
 
@@ -153,10 +153,20 @@ class Cursors:
             self.place(name, position, state.batch, is_behind=state.is_behind)
             self._consumers[name].carried = {fqn: rows for fqn, rows in state.rows.items() if len(rows)}
 
-    def carry(self, name: str, rows: Mapping[str, ChangedRows]) -> None:
-        """Replace what the committed reads of ``name`` have left out; drops its open read."""
-        self._consumers[name].carried = rows
-        self._consumers[name].sealed = None
+    def carry(self, name: str, fqn: str, rows: ChangedRows, *, in_origin: bool) -> None:
+        """Make rows of a table pending for ``name``, in place of what is carried of them. Drops its open read.
+
+        Args:
+            name: the consumer.
+            fqn: the table.
+            rows: the rows.
+            in_origin: let :meth:`rewind` give them too.
+        """
+        consumer = self._consumers[name]
+        consumer.carried = _over(rows, fqn, consumer.carried)
+        consumer.sealed = None
+        if in_origin:
+            self._origin = _over(rows, fqn, self._origin)
 
     def forget_tables(self, fqns: Collection[str]) -> None:
         """Drop what reads have left out of some tables, whose ids mean other rows from now on, and every open read."""
@@ -201,3 +211,8 @@ class Cursors:
         if consumer.sealed is not delta:
             raise StaleDeltaError(delta.consumer)
         return consumer
+
+
+def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
+    """Tables with some rows in place of what was there of them."""
+    return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

@@ -88,7 +88,8 @@ class Cutter:
             return {"knows": rows is not None}
 
         if all(vote["knows"] for vote in writer.exchange("resume", find)) and rows is not None:
-            tracker.mark_pending(self.consumer, rows, owner=self._owner)
+            for fqn, ids in rows.items():
+                tracker.distrust(self.consumer, fqn, ids, owner=self._owner)
             self._has_snapshot = self._is_repairing = True
         self._note(writer.head)
 

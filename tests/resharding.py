@@ -12,7 +12,7 @@ import copy
 import io
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from delta_tracker.capture import CAPTURES, make_store
 from delta_tracker.changes import ChangeLog
-from delta_tracker.checkpoint.part import HEADER, pack, parse
+from delta_tracker.checkpoint.pack import pack
+from delta_tracker.checkpoint.part import HEADER, parse
 from delta_tracker.checkpoint.reshard import Resharding
 from delta_tracker.sharding.discover import Kernel, LocalShard
 from delta_tracker.types import Delta, DeltaRows, ShardSpec, TableSpec, TrackingMode
@@ -192,6 +193,21 @@ class World:
         self._mark(where, known=not self.is_fused)
         for rank in self.ranks if self.is_fused else []:
             rank.log.mark("t", torch.tensor(rank.local(rows), dtype=torch.int64), is_written=True)
+
+    def distrust(self, name: str, rows: set[int]) -> None:
+        """A consumer's copy of some rows is not what it was thought to be."""
+        self.abort(name)
+        cells = self.readers[name].cells
+        where = torch.zeros(NUM_ROWS, DIM, dtype=torch.bool)
+        where[sorted(rows)] = True
+        where &= _held(self.ranks)
+        self.readers[name].has[where] = -1.0
+        self.ever |= where
+        cells.pending |= where
+        cells.known[where] = False
+        cells.ages[where] = 0
+        for rank in self.ranks:
+            rank.log.distrust(name, "t", torch.tensor(rank.local(rows), dtype=torch.int64))
 
     def step(self) -> None:
         self.num_batches += 1
@@ -373,47 +389,36 @@ def _held(ranks: list[Rank]) -> Tensor:
     return torch.stack([_block(rank) for rank in ranks]).any(dim=0)
 
 
-def run_events(world: World, draw: random.Random, num_events: int, blocks: Callable[[], Blocks]) -> Iterator[str]:
-    """Random events; gives the name of each."""
+def run_events(world: World, draw: random.Random, num_events: int, blocks: Callable[[], Blocks]) -> None:
+    """Random events, all of them allowed at any time."""
     for _ in range(num_events):
-        event = draw.choice(
-            [
-                "open",
-                "open",
-                "write",
-                "close",
-                "edit",
-                "read",
-                "commit",
-                "commit",
-                "abort",
-                "step",
-                "reshard",
-                "remember",
-                "roll_back",
-            ]
-        )
-        rows = set(draw.sample(range(NUM_ROWS), draw.randrange(1, 4)))
-        name = draw.choice(CONSUMERS)
-        key = draw.choice(list(world.opened)) if world.opened else None
-        if event == "open" and len(world.opened) < 3:
-            fails = world.is_fused and draw.random() < 0.1
-            opened = world.open(rows, draw.randrange(len(world.ranks)) if fails else None)
-            if not world.is_fused:
-                world.close(opened)
-        elif event in ("write", "close") and key is not None:
-            getattr(world, event)(key)
-        elif event == "edit" and draw.random() < 0.4:
-            world.edit(rows)
-        elif event == "read":
-            share = draw.choice([0.0, 0.3, 0.6])
-            world.read(name, lambda _, share=share: draw.random() < share)
-        elif event in ("commit", "abort"):
-            getattr(world, event)(name)
-        elif event in ("step", "remember", "roll_back"):
-            getattr(world, event)()
-        elif event == "reshard" and draw.random() < 0.7:
-            world.reshard(blocks())
-        else:
-            continue
-        yield event
+        _run_event(world, draw, blocks)
+        if not world.is_fused:
+            for key in list(world.opened):
+                world.close(key)
+
+
+def _run_event(world: World, draw: random.Random, blocks: Callable[[], Blocks]) -> None:
+    rows = set(draw.sample(range(NUM_ROWS), draw.randrange(1, 4)))
+    name = draw.choice(CONSUMERS)
+    share = draw.choice([0.0, 0.3, 0.6])
+    fails = world.is_fused and draw.random() < 0.1
+    events: dict[str, Callable[[], object]] = {
+        "open": lambda: world.open(rows, draw.randrange(len(world.ranks)) if fails else None),
+        "write": lambda: world.write(draw.choice(list(world.opened))),
+        "close": lambda: world.close(draw.choice(list(world.opened))),
+        "edit": lambda: world.edit(rows),
+        "read": lambda: world.read(name, lambda _: draw.random() < share),
+        "commit": lambda: world.commit(name),
+        "abort": lambda: world.abort(name),
+        "distrust": lambda: world.distrust(name, rows),
+        "step": world.step,
+        "remember": world.remember,
+        "roll back": world.roll_back,
+        "reshard": lambda: world.reshard(blocks()),
+    }
+    weights = [4 if event in ("open", "commit") else 1 if event in ("edit", "distrust") else 2 for event in events]
+    event = draw.choices(list(events), weights)[0]
+    is_possible = {"open": len(world.opened) < 3, "write": bool(world.opened), "close": bool(world.opened)}
+    if is_possible.get(event, True):
+        events[event]()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import random
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from benchmarks.reshard import JOURNEYS, Journey, Leg, markdown
+from delta_tracker.capture import CAPTURES
 from delta_tracker.types import TrackingMode
+from tests.cases.checkpointing import spec_of
+from tests.checkpoint_files import compare, load
 from tests.ranks import RankPool
 from tests.resharding import World, random_blocks, run_events
 
@@ -23,8 +27,8 @@ _EVERYTHING = {"rows", "unknown", "aged", "joined", "sealed", "open", "rolled ba
     [
         (TrackingMode.EMBEDDING, True, False, _EVERYTHING),
         (TrackingMode.EMBEDDING, True, True, _EVERYTHING),
-        (TrackingMode.EMBEDDING, False, False, _EVERYTHING - {"unknown", "open"}),
-        (TrackingMode.EMBEDDING, False, True, _EVERYTHING - {"unknown", "open"}),
+        (TrackingMode.EMBEDDING, False, False, _EVERYTHING - {"open"}),
+        (TrackingMode.EMBEDDING, False, True, _EVERYTHING - {"open"}),
         (TrackingMode.MOMENTUM_DIFF, True, False, _EVERYTHING),
         (TrackingMode.ID_ONLY, True, False, _EVERYTHING - {"unknown"}),
         (TrackingMode.ID_ONLY, False, False, _EVERYTHING - {"unknown", "open"}),
@@ -39,148 +43,46 @@ def test_a_restored_log_goes_on_where_the_saved_one_stood(
         draw = random.Random(seed)
         edges = tuple(sorted({0, draw.randrange(7), 6})) if mode is TrackingMode.MOMENTUM_DIFF else None
         world = World(random_blocks(draw, edges), mode, is_fused=is_fused, keeps_all=keeps_all)
-        for _ in run_events(world, draw, 60, lambda draw=draw, edges=edges: random_blocks(draw, edges)):
-            pass
+        run_events(world, draw, 60, partial(random_blocks, draw, edges))
         world.finish()
         counts = {key: counts[key] + world.counts[key] for key in counts}
     assert {key for key, count in counts.items() if count} == seen, counts
 
 
-def _load(path: Path, kind: str, world_size: int) -> list[dict[str, Any]]:
-    return [torch.load(path / f"{kind}-{rank}of{world_size}.pt") for rank in range(world_size)]
+_RUN: list[tuple[Journey, list[Leg]]] = []
 
 
-def _compare(saved: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> dict[str, int]:
-    """Each loaded rank has pending what any saved block under its own has, with that block's values and ages."""
-    counts = dict.fromkeys(("rows", "aged", "states"), 0)
-    tables = [fqn for fqn in saved[0] if fqn != "num_batches"]
-    for (rank, here), fqn, name in itertools.product(enumerate(loaded), tables, ("a", "b", "c")):
-        assert here["num_batches"] == saved[0]["num_batches"]
-        mine = here[fqn]
-        sources = [part[fqn] for part in saved]
-        if sources[0]["replicated"]:
-            sources = [sources[rank if mine["replicated"] and rank < len(saved) else 0]]
-        columns = _columns(mine)
-        expected: dict[int, tuple[int, dict[int, float]]] = {}
-        for source in sources:
-            shared = set(_columns(source)) & set(columns)
-            if name not in source or not shared:
-                continue
-            rows = source[name]
-            for place, row in enumerate(rows["ids"].tolist()):
-                if not mine["rows"][0] <= row < mine["rows"][1]:
-                    continue
-                age, values = expected.setdefault(row, (0, {}))
-                if rows["states"] is not None:
-                    assert rows["known"][place]
-                    states = rows["states"][place].tolist()
-                    held = (
-                        _columns(source) if len(states) == len(_columns(source)) else [c for c, _ in source["columns"]]
-                    )
-                    values.update(
-                        {column: state for column, state in zip(held, states, strict=True) if column in shared}
-                    )
-                expected[row] = max(age, int(rows["ages"][place])), values
-        found = mine.get(name, {"ids": torch.empty(0), "states": None, "ages": torch.empty(0)})
-        assert found["ids"].tolist() == sorted(expected), (fqn, name, rank)
-        for place, row in enumerate(sorted(expected)):
-            age, values = expected[row]
-            assert found["ages"][place] == age
-            counts["rows"] += 1
-            counts["aged"] += age > 0
-            if found["states"] is not None:
-                states = found["states"][place].tolist()
-                weights = mine["weights"][row - mine["rows"][0]].tolist()
-                held = columns if len(states) == len(columns) else [first for first, _ in mine["columns"]]
-                assert states == [values.get(column, weights[columns.index(column)]) for column in held]
-                counts["states"] += 1
-    return counts
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[RankPool]:
+    pool = RankPool(3)
+    yield pool
+    pool.stop()
 
 
-def _columns(block: dict[str, Any]) -> list[int]:
-    return [column for start, stop in block["columns"] for column in range(start, stop)]
-
-
-def _weights(parts: list[dict[str, Any]], fqn: str) -> torch.Tensor:
-    """The whole table."""
-    sizes = [
-        max(max(part[fqn]["rows"]) for part in parts),
-        max(max(_columns(part[fqn]), default=0) for part in parts) + 1,
-    ]
-    table = torch.zeros(sizes)
-    for part in parts:
-        table[slice(*part[fqn]["rows"]), _columns(part[fqn])] = part[fqn]["weights"]
-    return table
-
-
-def _tables(*shardings: str, **kwargs: Any) -> dict[str, Any]:
-    rows = (17, 10, 9, 12)
-    tables = [{"name": f"t{i}", "rows": rows[i], "sharding": each} for i, each in enumerate(shardings)]
-    return {"tables": tables, **kwargs}
-
-
-_PLANS = {
-    "row to column": (_tables("row", "row"), _tables("column:0,1", "column:1,0")),
-    "column to row": (_tables("column:0,1", "column:0,0"), _tables("row", "row")),
-    "table to row": (_tables("table:1", "table:0"), _tables("row", "row")),
-    "mixed": (_tables("row", "table:0", "column:0,1"), _tables("column:1,0", "column:0,1", "table:1")),
-    "same": (_tables("row", "table:0", "column:0,1"), _tables("row", "table:0", "column:0,1")),
-    "dense": (
-        _tables("data", "data", "row", "column:0,1", kernel="dense", bag=True),
-        _tables("data", "row", "data", "row", kernel="dense", bag=True),
-    ),
-}
-_PLANS["bags"] = tuple({**plan, "bag": True} for plan in _PLANS["mixed"])
-
-
-@pytest.mark.parametrize(
-    ("plans", "mode", "how"),
-    [
-        ("row to column", "embedding", "sync"),
-        ("column to row", "embedding", "async"),
-        ("table to row", "momentum_diff", "sync"),
-        ("table to row", "momentum_last", "sync"),
-        ("mixed", "id_only", "async"),
-        ("bags", "embedding", "sync"),
-        ("same", "rowwise_adagrad", "sync"),
-        ("same", "embedding", "async"),
-        ("dense", "embedding", "sync"),
-    ],
-)
+@pytest.mark.parametrize("journey", JOURNEYS, ids=str)
 def test_a_checkpoint_is_restored_under_another_plan(
-    two_ranks: RankPool, tmp_path: Path, plans: str, mode: str, how: str
+    one_rank: RankPool,
+    two_ranks: RankPool,
+    three_ranks: RankPool,
+    four_ranks: RankPool,
+    tmp_path: Path,
+    journey: Journey,
 ) -> None:
-    before, after = _PLANS[plans]
-    pending = two_ranks.run(f"{_CASES}:saving", path=str(tmp_path), spec=before, mode=mode, how=how)
-    assert all(all(counts) for counts in zip(*pending, strict=True))
-    two_ranks.run(f"{_CASES}:loading", path=str(tmp_path), spec=after, mode=mode)
-    saved, loaded = _load(tmp_path, "saved", 2), _load(tmp_path, "loaded", 2)
-    counts = _compare(saved, loaded)
-    assert counts["rows"] > 20
-    assert (counts["aged"] > 0) == (mode != "id_only")
-    assert (counts["states"] > 0) == (mode in ("embedding", "momentum_diff", "rowwise_adagrad"))
-    for fqn in set(saved[0]) - {"num_batches"}:
-        assert torch.equal(_weights(saved, fqn), _weights(loaded, fqn))
+    legs = journey.run({1: one_rank, 2: two_ranks, 3: three_ranks, 4: four_ranks}, tmp_path)
+    _RUN.append((journey, legs))
+    for leg in legs:
+        assert leg.rows > 20
+        assert (leg.aged > 0) == (journey.mode is not TrackingMode.ID_ONLY)
+        assert (leg.states > 0) == CAPTURES[journey.mode].keeps_old
+        assert (leg.messages, leg.num_bytes) == (0, 0)
+        assert leg.plan_bytes < 20_000
 
 
-def test_four_ranks_to_one_to_three(one_rank: RankPool, four_ranks: RankPool, tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
-    plans = [
-        _tables("row", "table:3", "column:2,0"),
-        _tables("table:0", "row", "column:0,0"),
-        _tables("row", "row", "row"),
-    ]
-    four_ranks.run(f"{_CASES}:saving", path=str(first), spec=plans[0], mode="embedding")
-    one_rank.run(f"{_CASES}:loading", path=str(first), spec=plans[1], mode="embedding", again=str(second))
-    assert _compare(_load(first, "saved", 4), _load(first, "loaded", 1))["states"] > 20
-    three_ranks = RankPool(3)
-    try:
-        three_ranks.run(f"{_CASES}:loading", path=str(second), spec=plans[2], mode="embedding")
-    finally:
-        three_ranks.stop()
-    assert _compare(_load(second, "saved", 1), _load(second, "loaded", 3))["states"] > 20
+def test_the_readme_has_the_table_of_this_run() -> None:
+    if len(_RUN) < len(JOURNEYS):
+        pytest.skip("only after all journeys were run")
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert f"<!-- reshard -->\n{markdown(_RUN).strip()}\n<!-- /reshard -->" in readme
 
 
 def test_what_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -197,8 +99,11 @@ def test_what_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_path: Pat
         "one rank's consumers": ("StateMismatchError", "consumers ['a', 'b', "),
         "part": ("PartialStateError", "parts missing of ranks: "),
         "no header": ("MalformedStateError", "no header"),
-        "a tensor": ("MalformedStateError", "/ids' of the saved tracker state is malformed: the tensor is missing"),
-        "a length": ("MalformedStateError", "the tensor is torch.int32 of shape"),
+        "a tensor": (
+            "MalformedStateError",
+            "/rows/ec.embeddings.t0' of the saved tracker state is malformed: the tensor is missing",
+        ),
+        "a length": ("MalformedStateError", "the tensor is torch.uint8 of shape"),
         "an id": ("MalformedStateError", "are not rows of its shard"),
         "not JSON": ("MalformedStateError", "its header cannot be read"),
         "another rank": ("MalformedStateError", "its header says that it is"),
@@ -226,10 +131,15 @@ def test_sums_over_column_ranges_are_not_cut_anew(two_ranks: RankPool) -> None:
         assert "in table 'ec.embeddings.t0' one old state for each of the column ranges ((" in message
 
 
-def test_a_checkpoint_without_state_means_that_everything_changed(two_ranks: RankPool, tmp_path: Path) -> None:
-    for answer in two_ranks.run(f"{_CASES}:legacy", path=str(tmp_path)):
+@pytest.mark.parametrize(
+    ("spec", "num_rows"), [(spec_of("row", "data", bag=True, kernel="dense"), (19, 18)), (spec_of("table:0"), (17, 0))]
+)
+def test_a_checkpoint_without_state_means_that_everything_changed(
+    two_ranks: RankPool, tmp_path: Path, spec: dict[str, Any], num_rows: tuple[int, int]
+) -> None:
+    for rank, answer in enumerate(two_ranks.run(f"{_CASES}:legacy", path=str(tmp_path), spec=spec)):
         assert answer["restored"] == "NOTHING"
-        assert min(answer["rows"]) > 10
+        assert answer["rows"] == [num_rows[rank]] * 3
         assert len(answer["logs"]) == 1
         assert "every row counts as changed" in answer["logs"][0]
 
@@ -264,7 +174,7 @@ def test_restored_totals_are_the_true_totals(
     sums = [answer["sum"] for answer in answers]
     assert sums[1:] == {1: [], 2: [20], 4: [20, 0, 0]}[world_size] or how == "gather"
     assert how != "gather" or sums == [30, *[0] * (world_size - 1)]
-    assert _compare(_load(tmp_path, "saved", 2), _load(tmp_path, "loaded", world_size))["rows"] > 10
+    assert compare(load(tmp_path, "saved", 2), load(tmp_path, "loaded", world_size))["rows"] > 10
 
 
 def test_a_counter_that_cannot_be_restored_is_refused(one_rank: RankPool) -> None:

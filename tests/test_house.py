@@ -45,6 +45,7 @@ _ORDER = [
     "pending",
     "consumers",
     "checkpoint.part",
+    "checkpoint.pack",
     "checkpoint.reshard",
     "checkpoint.counters",
     "checkpoint.gather",

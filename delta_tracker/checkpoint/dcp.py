@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,17 @@ if TYPE_CHECKING:
 
 _KEY = re.compile(rf"(?:(?P<prefix>.*)\.)?(?P<header>{HEADER.pattern})")
 _MAX_HEADER_BYTES = 1 << 28
+
+
+class _Wanted(dict[str, Tensor]):
+    """The tensors to load, possibly none.
+
+    Where a rank has no shard of some table, DCP tries the way in which torch 2.3 flattened dicts, to which an empty one
+    is an entry of the checkpoint. This one always looks as if it had a tensor.
+    """
+
+    def values(self) -> Any:  # noqa: ANN401  dict's own view cannot be made
+        return super().values() or [torch.empty(0)]
 
 
 class SavedTracker:
@@ -73,10 +84,15 @@ class SavedTracker:
             raise InvalidArgumentError("key", self._key, f"Name one of the trackers in the checkpoint: {sorted(found)}")
         key = next(iter(found), "") if self._key is None else self._key
         if key not in found:
-            return {}
+            return _Wanted()
         self._headers = self._read(metadata, key, found[key])
         plan = self._tracker.plan_load([parse(name, tensor) for name, tensor in self._headers.items()])
-        return {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in plan.needs().items()}
+        needed = plan.needs()
+        for name, (_, shape) in needed.items():
+            stored = metadata.state_dict_metadata.get(f"{key}.{name}" if key else name)
+            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != shape:
+                raise MalformedStateError(name, f"the checkpoint has no tensor of shape {shape} there")
+        return _Wanted({name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in needed.items()})
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Let the tracker take over what was loaded.

@@ -41,7 +41,7 @@ def gather_parts(state: Mapping[str, Tensor], rank: int, group: dist.ProcessGrou
         dist.recv(received, src=source, group=group)
         part = parse(f"rank{source}of{len(lengths)}/header", received)
         gathered[f"{part.prefix}header"] = received
-        for name, (dtype, shape) in part.layouts.items():
+        for name, (dtype, shape) in part.all_layouts().items():
             tensor = torch.empty(shape, dtype=dtype)
             if tensor.numel():
                 dist.recv(tensor.reshape(-1).view(_BYTE), src=source, group=group)

@@ -4,11 +4,15 @@ Every key starts with ``rank{rank}of{world_size}/``, so that no two ranks share 
 silently keeps a single copy of what several ranks save under the same key. Behind that stand
 
 - ``header``: ``[B]`` uint8, the JSON that :class:`Part` is made of;
-- ``rows/{set}/{table}/ids``: ``[N]`` int32 (int64 for tables of 2^31 rows and more), global, ascending and unique. A
-  set is a consumer, by its place in the header, or ``history``; a table without rows has no tensors;
-- ``.../known``: ``[N]`` bool, which old states are known; missing if all are, or none are kept;
-- ``.../states``: ``[K, S]``, the old states of the known rows, in the modes that keep them;
-- ``.../ages``: ``[N]`` int32, how many reads have left each row out; missing if none has;
+- ``rows/{table}``: ``[B]`` uint8, the table's rows in all sets, piece behind piece as the header lists them, each
+  filled up to 8 bytes; one tensor per table, because DCP's plan has an entry for every tensor. A set is a consumer, by
+  its place in the header, or ``history``. Its pieces are
+
+  - ``ids``: ``[N]`` int32 (int64 for tables of 2^31 rows and more), global, ascending and unique;
+  - ``known``: ``[N]`` bool, which old states are known; missing if all are, or none are kept;
+  - ``states``: ``[K, S]``, the old states of the known rows, in the modes that keep them;
+  - ``ages``: ``[N]`` int32, how many reads have left each row out; missing if none has;
+
 - ``counters/{name}/{field}``: the tensors of what was registered to be saved with the tracker.
 
 Letters: ``N`` rows, ``K`` of them with a known state, ``S`` numbers in an old state, ``B`` bytes.
@@ -17,23 +21,23 @@ Letters: ``N`` rows, ``K`` of them with a known state, ``S`` numbers in an old s
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from delta_tracker.changes import LogState
-from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError, UnknownFormatError
+from delta_tracker.errors import MalformedStateError, StateMismatchError, UnknownFormatError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.types import ShardSpec, TableSpec
 
 FORMAT_VERSION = 1
 HEADER = re.compile(r"rank(\d+)of(\d+)/header")
 HISTORY = "history"
-_COLUMNS = ("ids", "known", "states", "ages")
+ALIGNMENT = 8
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -42,10 +46,16 @@ _DTYPES = {
     )
 }
 
+# Column to its number of dimensions and, unless it may be any, its dtype.
+_COLUMNS: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
+    "ids": (1, (torch.int32, torch.int64)),
+    "known": (1, (torch.bool,)),
+    "states": (2, ()),
+    "ages": (1, (torch.int32,)),
+}
+
 # What of a tensor can be known before it is read.
 Layout = tuple[torch.dtype, tuple[int, ...]]
-# Name to field to tensor, or to anything that JSON can hold.
-Counters = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,41 @@ class SavedConsumer:
     is_behind: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a tensor lies in the bytes of a table.
+
+    Args:
+        row_set: the set that it belongs to.
+        column: ``ids``, ``known``, ``states`` or ``ages``.
+        dtype: its dtype.
+        shape: its shape.
+
+    Raises:
+        ValueError: if a column is not what it should be.
+    """
+
+    row_set: str
+    column: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        num_dims, dtypes = _COLUMNS[self.column]
+        if len(self.shape) != num_dims or (dtypes and self.dtype not in dtypes):
+            raise ValueError(f"{self.column} are {self.dtype} of shape {self.shape}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Without what fills it up."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def room(self) -> int:
+        """With what fills it up."""
+        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """The header of one rank's saved state.
@@ -77,7 +122,8 @@ class Part:
         has_history: a row set holds all rows changed since the start.
         annotations: consumer to what was noted of it.
         counters: name to those of its fields that are not tensors.
-        layouts: tensor name, without the rank, to what it is.
+        layouts: name of a counter's tensor, without the rank, to what it is.
+        pieces: table FQN to what its bytes are, in order.
     """
 
     rank: int
@@ -90,6 +136,7 @@ class Part:
     annotations: Mapping[str, object]
     counters: Mapping[str, Mapping[str, object]]
     layouts: Mapping[str, Layout]
+    pieces: Mapping[str, tuple[Piece, ...]]
 
     @property
     def prefix(self) -> str:
@@ -101,13 +148,15 @@ class Part:
         """Names of its row sets: one for each consumer, in order, and the history."""
         return (*(str(place) for place in range(len(self.consumers))), *([HISTORY] if self.has_history else []))
 
-    def row_names(self, row_set: str, fqn: str) -> list[str]:
-        """Names of the tensors that hold a set's rows of a table; none if there are no rows."""
-        return [name for name in (f"rows/{row_set}/{fqn}/{column}" for column in _COLUMNS) if name in self.layouts]
+    def row_layouts(self, fqn: str) -> dict[str, Layout]:
+        """Name to layout of the tensor that holds the rows of a table; nothing if there are none."""
+        num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
+        return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
 
-    def counter_names(self) -> list[str]:
-        """Names of the tensors of its counters."""
-        return [name for name in self.layouts if name.startswith("counters/")]
+    def all_layouts(self) -> dict[str, Layout]:
+        """Name to layout of every tensor beside the header, in the order of the part."""
+        rows = {name: layout for fqn in self.shards for name, layout in self.row_layouts(fqn).items()}
+        return {**rows, **self.layouts}
 
     def rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
         """A set's rows of a table, with global ids; None if there are none.
@@ -120,9 +169,16 @@ class Part:
         Raises:
             MalformedStateError: unless they are rows of the block that the rank held.
         """
-        read = {name.rpartition("/")[2]: tensors[self.prefix + name] for name in self.row_names(row_set, fqn)}
+        read, begin = {}, 0
+        for piece in self.pieces.get(fqn, ()):
+            if piece.row_set == row_set:
+                table = tensors[f"{self.prefix}rows/{fqn}"]
+                read[piece.column] = table[begin : begin + piece.num_bytes].clone().view(piece.dtype).view(piece.shape)
+            begin += piece.room
         if not read:
             return None
+        if "ids" not in read:
+            raise MalformedStateError(self.prefix, f"rows of {fqn!r} have no ids")
         ids = read["ids"].long()
         spec, size = self.shards[fqn], len(ids)
         is_inside = size > 0 and int(ids[0]) >= spec.row_offset and int(ids[-1]) < spec.row_offset + spec.num_rows
@@ -146,101 +202,6 @@ class Part:
         start = f"counters/{name}/"
         found = {key[len(start) :]: tensors[self.prefix + key] for key in self.layouts if key.startswith(start)}
         return {**self.counters[name], **found}
-
-
-def pack(
-    rank: int,
-    world_size: int,
-    mode: str,
-    shards: Mapping[str, ShardSpec],
-    state: LogState,
-    annotations: Mapping[str, object],
-    counters: Counters,
-) -> dict[str, Tensor]:
-    """What a rank saves: key to CPU tensor.
-
-    Args:
-        rank: who saves.
-        world_size: among how many.
-        mode: value of the tracking mode.
-        shards: table FQN to the block that the rank holds.
-        state: what the rank's log knows, with local ids.
-        annotations: consumer to JSON.
-        counters: what else is saved.
-
-    Raises:
-        InvalidArgumentError: for a counter with anything else than tensors and JSON.
-    """
-    sets = {str(place): consumer.rows for place, consumer in enumerate(state.consumers.values())}
-    if state.history is not None:
-        sets[HISTORY] = state.history
-    tensors = {
-        f"rows/{row_set}/{fqn}/{column}": tensor
-        for row_set, tables in sets.items()
-        for fqn, rows in tables.items()
-        for column, tensor in _columns(rows, shards[fqn])
-    }
-    header = {
-        "version": FORMAT_VERSION,
-        "rank": rank,
-        "world_size": world_size,
-        "mode": mode,
-        "num_batches": state.num_batches,
-        "shards": {fqn: _shard_json(spec) for fqn, spec in shards.items()},
-        "consumers": [[name, each.batch, each.is_behind] for name, each in state.consumers.items()],
-        "has_history": state.history is not None,
-        "annotations": dict(annotations),
-    }
-    return _encode(header, tensors, counters)
-
-
-def replace_counters(part: Part, saved: Mapping[str, Tensor], counters: Counters) -> dict[str, Tensor]:
-    """The same part with other counters.
-
-    Args:
-        part: its header.
-        saved: key, with the rank, to tensor, of this part and possibly others.
-        counters: name to fields.
-    """
-    header = json.loads(bytes(saved[f"{part.prefix}header"].numpy()))
-    tensors = {name: saved[part.prefix + name] for name in part.layouts if not name.startswith("counters/")}
-    return _encode(header, tensors, counters)
-
-
-def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Counters) -> dict[str, Tensor]:
-    tensors = dict(rows)
-    plain: dict[str, dict[str, object]] = {name: {} for name in counters}
-    for name, fields in counters.items():
-        for field, value in fields.items():
-            if isinstance(value, Tensor):
-                tensors[f"counters/{name}/{field}"] = value.detach().cpu()
-            else:
-                plain[name][field] = value
-    layouts = {name: [_dtype_name(each.dtype), list(each.shape)] for name, each in tensors.items()}
-    try:
-        encoded = json.dumps({**header, "counters": plain, "layouts": layouts}, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        remedy = f"Let each counter's state_dict hold tensors and what JSON can hold: {error}"
-        raise InvalidArgumentError("counters", sorted(counters), remedy) from error
-    prefix = f"rank{header['rank']}of{header['world_size']}/"
-    return {
-        f"{prefix}header": torch.frombuffer(bytearray(encoded), dtype=torch.uint8),
-        **{prefix + name: tensor for name, tensor in tensors.items()},
-    }
-
-
-def _columns(rows: ChangedRows, spec: ShardSpec) -> Iterator[tuple[str, Tensor]]:
-    if not len(rows):
-        return
-    ids = rows.ids.cpu() + spec.row_offset
-    yield "ids", ids.int() if spec.table.num_rows <= torch.iinfo(torch.int32).max else ids
-    if rows.states is not None and rows.known is not None:
-        known = rows.known.cpu()
-        if not bool(known.all()):
-            yield "known", known
-        yield "states", rows.states.cpu()[known]
-    if rows.ages is not None and bool(rows.ages.any()):
-        yield "ages", rows.ages.cpu()
 
 
 def parse(key: str, header: Tensor) -> Part:
@@ -278,6 +239,13 @@ def _part(found: Mapping[str, Any]) -> Part:
             name: (_DTYPES[dtype], tuple(_whole(size) for size in shape))
             for name, (dtype, shape) in found["layouts"].items()
         },
+        pieces={
+            fqn: tuple(
+                Piece(str(row_set), str(column), _DTYPES[dtype], tuple(_whole(size) for size in shape))
+                for row_set, column, dtype, shape in pieces
+            )
+            for fqn, pieces in found["pieces"].items()
+        },
     )
 
 
@@ -313,24 +281,11 @@ def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[s
         raise StateMismatchError(f"{where}tables", f"({listed[0]})", f"({listed[1]})")
 
 
-def _shard_json(spec: ShardSpec) -> list[object]:
-    table = spec.table
-    columns = [list(each) for each in spec.columns]
-    return [
-        *(table.num_rows, table.dim, _dtype_name(table.dtype)),
-        *(spec.row_offset, spec.num_rows, columns, spec.is_replicated),
-    ]
-
-
 def _shard(fqn: str, saved: Sequence[Any]) -> ShardSpec:
     num_rows, dim, dtype, row_offset, num_held, columns, is_replicated = saved
     table = TableSpec(fqn, _whole(num_rows), _whole(dim), _DTYPES[dtype])
     ranges = tuple((_whole(start), _whole(stop)) for start, stop in columns)
     return ShardSpec(table, _whole(row_offset), _whole(num_held), ranges, bool(is_replicated))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _whole(value: object) -> int:

@@ -70,14 +70,11 @@ class Resharding:
 
     def needs(self) -> dict[str, Layout]:
         """Key to layout of every tensor that :meth:`state` and the counters need."""
-        names = [
-            (source.part, name)
-            for fqn, sources in self._sources.items()
-            for source in sources
-            for row_set in source.part.sets
-            for name in source.part.row_names(row_set, fqn)
-        ] + [(part, name) for part in self.counted for name in part.counter_names()]
-        return {part.prefix + name: part.layouts[name] for part, name in names}
+        rows = [
+            (source.part, source.part.row_layouts(fqn)) for fqn, sources in self._sources.items() for source in sources
+        ]
+        counters = [(part, part.layouts) for part in self.counted]
+        return {part.prefix + name: layout for part, layouts in (*rows, *counters) for name, layout in layouts.items()}
 
     def state(self, tensors: Mapping[str, Tensor]) -> LogState:
         """What this rank's log has to know, with local ids, states on the shards' devices.

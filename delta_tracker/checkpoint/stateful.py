@@ -16,7 +16,8 @@ from delta_tracker.capture import Capture
 from delta_tracker.changes import ChangeLog
 from delta_tracker.checkpoint.counters import Mergeable, as_mergeable, loaders
 from delta_tracker.checkpoint.gather import gather_parts
-from delta_tracker.checkpoint.part import HEADER, Part, check_alike, check_tables, pack, parse, replace_counters
+from delta_tracker.checkpoint.pack import pack, replace_counters
+from delta_tracker.checkpoint.part import HEADER, Part, check_alike, check_tables, parse
 from delta_tracker.checkpoint.reshard import Resharding
 from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
 from delta_tracker.sharding.discover import LocalShard

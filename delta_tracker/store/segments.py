@@ -152,15 +152,18 @@ class SegmentStore:
         """Drop everything that is marked: the shard as it is now is where the log starts. Open batches stay open."""
         self.delete(None)
 
-    def all_rows(self) -> ChangedRows:
-        """Every row, with nothing known of its state."""
-        everything = self._engine(self.num_rows, self._device)
-        everything.mark_all()
-        return self.unknown_rows(everything.scan())
+    def unknown(self, ids: Tensor | None = None) -> ChangedRows:
+        """Rows with nothing known of their states.
 
-    def unknown_rows(self, ids: Tensor) -> ChangedRows:
-        """Some rows, ``[N]`` int64 local ids, ascending and unique, with nothing known of their state."""
-        return self._with_states(ids.to(self._device), None, [])
+        Args:
+            ids: ``[N]`` int64 local ids, in any order, duplicates allowed; None for every row.
+        """
+        rows = self._engine(self.num_rows, self._device)
+        if ids is None:
+            rows.mark_all()
+        else:
+            rows.mark(ids)
+        return self._with_states(rows.scan(), rows, [])
 
     def num_changed(self, start: int, beside: Tensor | None = None) -> int:
         """How many rows are marked from position ``start`` on, or are among ``beside``. Waits for the device.

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torchmetrics
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
@@ -80,7 +83,69 @@ def same(left: LogState, right: LogState) -> bool:
     return left.num_batches == right.num_batches
 
 
-def saving(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: str, how: str = "sync") -> list[int]:
+# Whatever moves something between ranks, and what of its arguments this rank sends.
+_SENT: dict[str, Callable[..., Any]] = {
+    "all_gather": lambda _, tensor, **kwargs: [tensor],
+    "all_gather_into_tensor": lambda _, tensor, **kwargs: [tensor],
+    "all_reduce": lambda tensor, **kwargs: [tensor],
+    "all_to_all_single": lambda _, tensor, **kwargs: [tensor],
+    "barrier": lambda **kwargs: [],
+    "broadcast": lambda tensor, src=None, **kwargs: [tensor] if src == dist.get_rank() else [],
+    "gather": lambda tensor, *args, **kwargs: [tensor],
+    "isend": lambda tensor, *args, **kwargs: [tensor],
+    "reduce": lambda tensor, *args, **kwargs: [tensor],
+    "scatter": lambda _, scatter_list=None, **kwargs: scatter_list or [],
+    "send": lambda tensor, *args, **kwargs: [tensor],
+}
+
+
+class Messages:
+    """While it is entered, counts the calls by which this rank exchanges anything with others, and the bytes sent."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:
+        self._real = {name: getattr(distributed_c10d, name) for name in _SENT}
+        for name, real in self._real.items():
+            setattr(distributed_c10d, name, partial(self._counted, name, real))
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for name, real in self._real.items():
+            setattr(distributed_c10d, name, real)
+
+    def _counted(self, name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.num_bytes += sum(each.nbytes for each in _SENT[name](*args, **kwargs))
+        return real(*args, **kwargs)
+
+
+def save(model: Any, tracker: ModelDeltaTracker, path: str, how: str = "sync") -> dict[str, int]:
+    """Save both; what ranks exchanged for the tracker."""
+    with Messages() as own:
+        tracker.state_dict()
+    with Messages() as alone:
+        dcp.save({"model": model}, checkpoint_id=f"{path}/model")
+    with Messages() as both:
+        if how == "sync":
+            dcp.save({"model": model, "tracker": tracker}, checkpoint_id=f"{path}/checkpoint")
+        else:
+            dcp.async_save(
+                {"model": model, "tracker": tracker},
+                checkpoint_id=f"{path}/checkpoint",
+                async_stager=BlockingAsyncStager(),  # the newer one cannot copy a ShardedTensor
+            ).result()
+    assert both.calls >= alone.calls > 0 or dist.get_world_size() == 1
+    return {
+        "own messages": own.calls + both.calls - alone.calls if how == "sync" else own.calls,
+        "own bytes": own.num_bytes,
+        "plan bytes": both.num_bytes - alone.num_bytes,
+    }
+
+
+def saving(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: str, how: str = "sync") -> dict[str, Any]:
     """Train; read, leave out, seal; save. Saving changes nothing."""
     made, model, tracker = build(spec, mode)
     generator = torch.Generator().manual_seed(rank)
@@ -99,22 +164,18 @@ def saving(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: st
     dump(tracker, before, Path(path) / f"saved-{rank}of{world_size}.pt")
     tensors = {name for name, _ in model.state_dict().items()}
     assert tensors == {name for name in tensors if name.startswith(("ec.", "dense."))}, "no tracker tensor in it"
-    checkpoint = {"model": model, "tracker": tracker}
-    if how == "sync":
-        dcp.save(checkpoint, checkpoint_id=f"{path}/checkpoint")
-    else:
-        stager = BlockingAsyncStager()  # the newer one cannot copy a ShardedTensor
-        saved = dcp.async_save(checkpoint, checkpoint_id=f"{path}/checkpoint", async_stager=stager)
-        saved.result()
-    torch.save(tracker.state_dict(), Path(path) / f"part-{rank}of{world_size}.pt")
+    exchanged = save(model, tracker, path, how)
     assert same(before, tracker._log.state())
     assert same(tracker._log.state(), before)
     tracker.commit(sealed)
     tracker.detach()
-    return [sum(len(rows) for rows in consumer.rows.values()) for consumer in before.consumers.values()]
+    pending = [sum(len(rows) for rows in consumer.rows.values()) for consumer in before.consumers.values()]
+    return {"pending": pending, **exchanged}
 
 
-def loading(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: str, again: str | None = None) -> None:
+def loading(
+    rank: int, world_size: int, path: str, spec: dict[str, Any], mode: str, again: str | None = None
+) -> dict[str, Any]:
     """Restore, under the plan of ``spec``; save ``again``; go on."""
     made, model, tracker = build(spec, mode)
     train(made, model, torch.Generator().manual_seed(100 + rank), 1)  # leaves something to be forgotten
@@ -126,8 +187,9 @@ def loading(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: s
     assert tracker.annotations == {"b": {"rank": 0, "stream": "00ff"}}
     restored = tracker._log.state()
     dump(tracker, restored, Path(path) / f"loaded-{rank}of{world_size}.pt")
+    exchanged = {}
     if again is not None:
-        dcp.save({"model": model, "tracker": tracker}, checkpoint_id=f"{again}/checkpoint")
+        exchanged = save(model, tracker, again)
         dump(tracker, restored, Path(again) / f"saved-{rank}of{world_size}.pt")
     train(made, model, torch.Generator().manual_seed(rank), 2)
     for name in CONSUMERS:
@@ -144,6 +206,7 @@ def loading(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: s
             assert len(rows) == len(now)
     assert tracker.num_hook_errors == 0
     tracker.detach()
+    return exchanged
 
 
 def exchange(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -167,14 +230,14 @@ def _renamed(state: dict[str, torch.Tensor], old: str, new: str) -> dict[str, to
 
 def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
     """What cannot be loaded is refused by name, and changes nothing."""
-    spec = _spec("row", "column:0,1")
+    spec = spec_of("row", "column:0,1")
     made, model, tracker = build(spec, "embedding")
     train(made, model, torch.Generator().manual_seed(rank), 2)
     tracker.step()
     whole = exchange(tracker.state_dict())
     mine = tracker.state_dict()
     other = {key: tensor for key, tensor in whole.items() if key not in mine}
-    ids = next(key for key in mine if key.endswith("/ids"))
+    rows = next(key for key in mine if "/rows/" in key)
     train(made, model, torch.Generator().manual_seed(9 + rank), 1)
     tracker.annotate("a", "before")
     before = tracker._log.state()
@@ -187,10 +250,10 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
         "dtype": _renamed(whole, '8, "float32"', '8, "float16"'),
         "one rank's consumers": {**mine, **_renamed(other, '["c", ', '["d", ')},
         "part": other,
-        "no header": {ids: mine[ids]},
-        "a tensor": {key: tensor for key, tensor in whole.items() if key != ids},
-        "a length": {**whole, ids: mine[ids][:-1]},
-        "an id": {**whole, ids: mine[ids] + 1000},
+        "no header": {rows: mine[rows]},
+        "a tensor": {key: tensor for key, tensor in whole.items() if key != rows},
+        "a length": {**whole, rows: mine[rows][:-1]},
+        "an id": {**whole, rows: mine[rows] + 1},
         "not JSON": {**whole, f"rank{rank}of{world_size}/header": torch.zeros(3, dtype=torch.uint8)},
         "another rank": _renamed(whole, '"world_size": 2', '"world_size": 3'),
         "a negative count": _renamed(whole, '"num_batches": 1', '"num_batches": -1'),
@@ -219,7 +282,8 @@ def _with_counter(model: Any) -> ModelDeltaTracker:
     return tracker
 
 
-def _spec(*shardings: str, **kwargs: Any) -> dict[str, Any]:
+def spec_of(*shardings: str, **kwargs: Any) -> dict[str, Any]:
+    """A model with one table for each sharding."""
     rows = (17, 10, 9, 12)
     return {
         "tables": [{"name": f"t{i}", "rows": rows[i], "sharding": each} for i, each in enumerate(shardings)],
@@ -249,19 +313,19 @@ class Total:
 
 def column_ranges(rank: int, world_size: int) -> str:
     """Sums over column ranges cannot be cut anew."""
-    _, model, tracker = build(_spec("column:0,1"), "momentum_diff")
+    _, _, tracker = build(spec_of("column:0,1"), "momentum_diff")
     saved = exchange(tracker.state_dict())
     tracker.detach()
-    _, model, tracker = build(_spec("column:0,0"), "momentum_diff")
+    _, _, tracker = build(spec_of("column:0,0"), "momentum_diff")
     tracker.load_state_dict(saved)  # the same ranges, on one rank
     tracker.detach()
-    _, model, tracker = build(_spec("row"), "momentum_diff")
+    _, _, tracker = build(spec_of("row"), "momentum_diff")
     return attempt(lambda: tracker.load_state_dict(saved))
 
 
-def legacy(rank: int, world_size: int, path: str) -> dict[str, Any]:
+def legacy(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint without tracker state: everything counts as changed, and that is said."""
-    made, model, tracker = build(_spec("row", "data", bag=True, kernel="dense"), "embedding")
+    _, model, tracker = build(spec, "embedding")
     dcp.save({"model": model}, checkpoint_id=f"{path}/checkpoint")
     tracker.get_delta("a", commit=False)
     with capture_logs() as logs:
@@ -294,7 +358,7 @@ def capture_logs() -> Any:
 
 def behind(rank: int, world_size: int) -> list[list[str]]:
     """A consumer that was given up stays so wherever rows go of the rank that gave it up; here rank 1."""
-    made, model, tracker = build(_spec("row", "table:0"), "embedding")
+    made, model, tracker = build(spec_of("row", "table:0"), "embedding")
     train(made, model, torch.Generator().manual_seed(rank), 2)
     if rank == 1:
         tracker._log._max_bytes = 1
@@ -305,10 +369,10 @@ def behind(rank: int, world_size: int) -> list[list[str]]:
     saved = exchange(tracker.state_dict())
     tracker.detach()
     answers = []
-    for plan in (_spec("row", "table:0"), _spec("table:0", "table:0")):
-        _, model, tracker = build(plan, "embedding")
+    for plan in (spec_of("row", "table:0"), spec_of("table:0", "table:0")):
+        _, _, tracker = build(plan, "embedding")
         tracker.load_state_dict(saved)
-        answers.append([attempt(lambda name=name: tracker.get_delta(name)) for name in CONSUMERS])
+        answers.append([attempt(partial(tracker.get_delta, name)) for name in CONSUMERS])
         tracker.detach()
     return answers
 
@@ -331,7 +395,7 @@ def _counting(model: Any) -> tuple[ModelDeltaTracker, dict[str, Any]]:
 
 def counting(rank: int, world_size: int, path: str, strategy: str, held: list[list[float]]) -> list[str]:
     """Rank ``r`` counts ``held[r]``; a state of all ranks is left in files."""
-    made = Spec([Table(**_spec("row")["tables"][0])])
+    made = Spec([Table(**spec_of("row")["tables"][0])])
     model = shard(made)
     tracker, counters = _counting(model)
     train(made, model, torch.Generator().manual_seed(rank), 2)
@@ -356,7 +420,7 @@ def counting(rank: int, world_size: int, path: str, strategy: str, held: list[li
 
 def counted(rank: int, world_size: int, path: str, how: str) -> dict[str, Any]:
     """What this rank holds of it afterwards, which counted before."""
-    made = Spec([Table(**_spec("row")["tables"][0])])
+    made = Spec([Table(**spec_of("row")["tables"][0])])
     model = shard(made)
     tracker, counters = _counting(model)
     counters["sum"].update(1000.0)
