@@ -288,6 +288,28 @@ def test_a_merged_version_of_another_stream_leads_nowhere() -> None:
     assert follower.predictor.version == 2
 
 
+@pytest.mark.parametrize("fold", [1e9, 1e-9])
+def test_a_damaged_merged_version_holds_nobody_up(fold: float) -> None:
+    history = History(Storage("memory://"), 15)
+    follower = Follower(history)
+    follower.sync()
+    for _ in range(3):
+        history.delta(3)
+    merged = Merged.of(compact(history.storage, fold=fold))
+    history.storage.put(merged.name, [memoryview(b"{}")])
+    history.storage.delete(entry_name(2))
+    if fold > 1:
+        history.snapshot()
+        assert follower.sync() is None
+    newcomer = Follower(history)
+    if fold < 1:
+        assert isinstance(newcomer.sync(), MissingVersionError)
+        assert newcomer.predictor.version == 1
+    else:
+        assert newcomer.sync() is None
+        assert newcomer.predictor.version == follower.predictor.version == history.version
+
+
 class _Whole(TensorTarget):
     needs_whole_rows = True
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from delta_tracker.errors import (
     HeldVersionError,
     InvalidArgumentError,
+    MalformedError,
     MissingVersionError,
     NoSnapshotError,
     StreamError,
@@ -15,6 +17,8 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.manifest import Link, Manifest
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class StreamCursor:
             NoSnapshotError: if there is none.
             MalformedError, StorageError: if the log cannot be read.
         """
-        manifest = self.log.newest_snapshot()
+        manifest = self._newest_snapshot()
         if manifest is None or manifest.kind != "snapshot":
             raise NoSnapshotError(self.log.storage.url)
         while manifest is not None and manifest.kind == "snapshot":
@@ -129,7 +133,7 @@ class StreamCursor:
         """
         place = self.place
         if place is not None and not isinstance(fault, StreamReplacedError | HeldVersionError):
-            merged = self.log.longest_merged(place.link.version)
+            merged = self._longest_merged(place.link.version)
             if merged is not None and merged.stream == place.stream:
                 yield merged
         # An older snapshot is of use only where the log is another one up to this place, not just behind it.
@@ -148,6 +152,22 @@ class StreamCursor:
             return False
         entry = self.log.read(self.place.link.version)
         return entry is not None and (entry.stream, entry.xxh3) == (self.place.stream, self.place.link.xxh3)
+
+    def _newest_snapshot(self) -> Manifest | None:
+        try:
+            return self.log.newest_snapshot()
+        except MalformedError as error:
+            _logger.warning("merged snapshots are passed over: %s", error)
+        head = self.log.head()
+        return None if head is None or head.snapshot is None else self.log.read(head.snapshot)
+
+    def _longest_merged(self, version: int) -> Manifest | None:
+        """A merged entry says nothing new: one that is damaged holds nobody up."""
+        try:
+            return self.log.longest_merged(version)
+        except MalformedError as error:
+            _logger.warning("merged versions are passed over: %s", error)
+            return None
 
     def path_to(self, version: int) -> list[Manifest]:
         """The entries that make a version, from a snapshot on, in order, each the parent of the next.
