@@ -39,6 +39,14 @@ _PROTOTYPE = {
     ("INT8", 10_000): (2.4, 6.6),
     ("INT8", 1_000_000): (67, 228),
 }
+_NOTES = (
+    (
+        "Medians (smallest-largest). Start is the call of publish(), on the training thread; commit is when the"
+        " version's entry, whose parts are written by then, begins to be written; applied is when the predictor says"
+        " the version. One torch thread in each process."
+    ),
+    "The prototype's figures are of another day, with fsync.",
+)
 _TARGETS = {10_000: (3, 15, 15), 1_000_000: (100, 300, 600)}
 """Rows to milliseconds: commit to applied; start to applied without fsync and with."""
 
@@ -172,14 +180,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(
         name="bench_freshness",
         settings={"table": f"{num_rows} x {_DIM} float32", "poll": f"{_POLL_SECONDS * 1e3} ms", "repeats": repeats},
-        columns=("rows, encoding", "commit to applied, ms", "target", "prototype", "start to applied, ms", "target", "prototype"),
-        notes=[
-            "Medians (smallest-largest). Start is the call of publish(), on the training thread; commit is when the"
-            " version's entry, whose parts are written by then, begins to be written; applied is when the predictor"
-            " says the version. One torch thread in each process.",
-            "The prototype's figures are of another day, with fsync.",
-        ],
-    )  # fmt: skip
+        columns=(
+            "rows, encoding",
+            "commit to applied, ms",
+            "target",
+            "prototype",
+            "start to applied, ms",
+            "target",
+            "prototype",
+        ),
+        notes=[*_NOTES],
+    )
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=settings.work) as work:
         root = Path(work)

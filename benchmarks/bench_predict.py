@@ -12,7 +12,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -119,7 +121,7 @@ class _Lookups:
         self.seconds: list[float] = []
         self.num_torn = 0
 
-    def __enter__(self) -> _Lookups:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -196,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report_apply(report, interleaved(_apply_cases(stream), repeats=max(repeats, 1 if settings.tiny else 9)))
         cases: dict[str, Callable[[], Figures]] = {
             _NONE: lambda: _lookup_case(stream, None, seconds),
-            **{f"chunks of {rows:,}": lambda rows=rows: _lookup_case(stream, rows, seconds) for rows in chunks},
+            **{f"chunks of {rows:,}": partial(_lookup_case, stream, rows, seconds) for rows in chunks},
         }
         found = interleaved(cases, repeats=repeats, warmups=0)
     _report_lookups(report, found)
@@ -211,11 +213,15 @@ def _report_apply(report: Report, found: Mapping[str, Mapping[str, Sample]]) -> 
         report.add(name, sample)
     memcpy, apply, sync = (found[name]["seconds"] for name in ("memcpy", "apply", "sync"))
     report.notes += [
-        f"Without lookups, in chunks of 4,096, ms: apply {apply.text(1e3)}, memcpy of the rows {memcpy.text(1e3)};"
-        f" that is {memcpy.median / apply.median:.2f} of memcpy. A whole version, from its entry in the log on, with its"
-        f" hash: {sync.text(1e3)}.",
-        f"A lookup is an embedding_bag of {_LOOKUPS} ids in bags of {_BAG}, one after the other; versions are read from"
-        " the page cache, checked and applied without a pause. Medians (smallest-largest) of the repeats.",
+        (
+            f"Without lookups, in chunks of 4,096, ms: apply {apply.text(1e3)}, memcpy of the rows {memcpy.text(1e3)};"
+            f" that is {memcpy.median / apply.median:.2f} of memcpy. A whole version, from its entry in the log on,"
+            f" with its hash: {sync.text(1e3)}."
+        ),
+        (
+            f"A lookup is an embedding_bag of {_LOOKUPS} ids in bags of {_BAG}, one after the other; versions are read"
+            " from the page cache, checked and applied without a pause. Medians (smallest-largest) of the repeats."
+        ),
     ]
 
 

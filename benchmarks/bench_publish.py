@@ -31,6 +31,17 @@ from delta_tracker.stream.storage import Storage
 _PROTOTYPE = 2879
 _DIM = 64
 _ENCODINGS = (Encoding.F32, Encoding.F16, Encoding.INT8, Encoding.INT4)
+_NOTES = (
+    (
+        "Medians (smallest-largest). Training waits from the call to the end of the gather; total is until the version"
+        " is committed. MB are of the stored rows with 8 bytes for an id."
+    ),
+    (
+        "Plain write: os.write of as many bytes in pieces of 4 MiB to a new file, with fsync where the publisher has"
+        " it; memcpy: one thread, memory that was used before. Both in the same rounds."
+    ),
+    f"A prototype without fsync wrote fp32 rows and their hash, gathered before, at {_PROTOTYPE} MB/s.",
+)
 _CASES = tuple(itertools.product(_ENCODINGS, (False, True)))
 _CHUNK_BYTES = 4 << 20
 
@@ -39,8 +50,13 @@ class _Stream:
     """A publisher, and what it writes."""
 
     def __init__(
-        self, trainer: Trainer, tracker: ModelDeltaTracker, root: Path, encoding: Encoding, fsync: bool
-    ) -> None:  # noqa: FBT001, PLR0913  one caller
+        self,
+        trainer: Trainer,
+        tracker: ModelDeltaTracker,
+        root: Path,
+        encoding: Encoding,
+        fsync: bool,  # noqa: FBT001  one caller
+    ) -> None:
         self.name = _name(encoding, fsync)
         self._directory = root / self.name
         self._trainer, self._tracker, self._encoding = trainer, tracker, encoding
@@ -164,13 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "of plain write",
             "of memcpy",
         ),
-        notes=[
-            "Medians (smallest-largest). Training waits from the call to the end of the gather; total is until the"
-            " version is committed. MB are of the stored rows with 8 bytes for an id.",
-            "Plain write: os.write of as many bytes in pieces of 4 MiB to a new file, with fsync where the publisher"
-            " has it; memcpy: one thread, memory that was used before. Both in the same rounds.",
-            f"A prototype without fsync wrote fp32 rows and their hash, gathered before, at {_PROTOTYPE} MB/s.",
-        ],
+        notes=[*_NOTES],
     )
     with tempfile.TemporaryDirectory(dir=settings.work) as work, one_rank():
         rounds = _Rounds(Path(work), num_rows)

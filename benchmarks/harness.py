@@ -49,6 +49,8 @@ def interleaved(
 ) -> dict[str, dict[str, Sample]]:
     """Run all cases in turn, again and again, so that what disturbs the machine disturbs them alike.
 
+    Each round has an order of its own, because a case pays for what the one before it left: dirty pages, cold caches.
+
     Args:
         cases: name to what does the work once and gives its figures, the same ones each time. Whatever it prepares
             and checks is not timed, because it times itself.
@@ -60,10 +62,12 @@ def interleaved(
         Name to figure to sample.
     """
     found: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
+    names, order = list(cases), torch.Generator().manual_seed(0)
     for repeat in range(-warmups, repeats):
         before_round()
-        for name, run in cases.items():
-            figures = run()
+        for index in torch.randperm(len(names), generator=order).tolist():
+            name = names[index]
+            figures = cases[name]()
             if repeat >= 0:
                 for figure, value in figures.items():
                     found[name].setdefault(figure, []).append(value)

@@ -42,13 +42,14 @@ def zipf_ids(num_rows: int, num_ids: int, generator: torch.Generator, exponent: 
     """
     uniform = torch.rand(num_ids, generator=generator, dtype=torch.float64)
     power = 1 - exponent
-    ranks = (1 - uniform * (1 - (num_rows + 1) ** power)) ** (1 / power)
+    ranks: Tensor = (1 - uniform * (1 - (num_rows + 1.0) ** power)) ** (1 / power)
     return (ranks.long() - 1).clamp_(0, num_rows - 1)
 
 
 def distinct_ids(num_rows: int, num_ids: int, generator: torch.Generator) -> Tensor:
     """``[N]`` int64 ids, ascending, each once, every set of them as likely as any other."""
-    return torch.randperm(num_rows, generator=generator)[:num_ids].sort().values
+    chosen: Tensor = torch.randperm(num_rows, generator=generator)[:num_ids]
+    return chosen.sort()[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ def tables(count: int, num_rows: int, dim: int = 64) -> tuple[Table, ...]:
 @contextmanager
 def one_rank() -> Iterator[None]:
     """A gloo group of this process alone, without a port."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:
