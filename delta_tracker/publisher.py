@@ -121,7 +121,7 @@ class Publisher:
         try:
             self._writer.exchange("arguments", prepare)
             self._writer.open(url)
-            self._usable.resume(self._writer)
+            self._checked_cutter().resume(self._writer)
             if retention is not None or compact_every is not None:
                 self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every)
         except BaseException:
@@ -129,7 +129,7 @@ class Publisher:
             raise
         self._is_open = True
         self._cadence = cadence
-        self._pace = None if cadence is None else Pace(cadence, tracker, self._usable.consumer, self)
+        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer, self)
 
     @property
     def generation(self) -> int:
@@ -165,7 +165,7 @@ class Publisher:
             InvalidArgumentError: without a cadence, after :meth:`close`, or from another thread than the one that
                 built it.
         """
-        _ = self._usable
+        self._checked_cutter()
         if self._pace is None:
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
         if isinstance(self._error, FencedError | RankLostError):
@@ -209,7 +209,7 @@ class Publisher:
 
         Raises: as :meth:`publish`.
         """
-        _ = self._usable
+        self._checked_cutter()
         self._flags.result()
         self._land()
         if self._error is not None:
@@ -231,8 +231,7 @@ class Publisher:
         self._flags.close()
         self._writer.close()
 
-    @property
-    def _usable(self) -> Cutter:
+    def _checked_cutter(self) -> Cutter:
         """The tracker's side, while the publisher may be used, and from the thread that may use it."""
         if self._cutter is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
@@ -243,10 +242,11 @@ class Publisher:
     # Every rank goes through the same states at the same batches: nothing, copying, writing, nothing.
 
     def _publish(self, kind: Kind) -> Manifest:
-        wanted: Kind = "snapshot" if self._usable.needs_snapshot else kind
+        cutter = self._checked_cutter()
         self._flags.result()
         self._land()
         self._error = None
+        wanted: Kind = "snapshot" if cutter.needs_snapshot else kind
         self._begin(self._writer.agree(wanted, self._tracker.num_batches, self._tracker.tables))
         self._land()
         if self._error is not None:
@@ -259,7 +259,9 @@ class Publisher:
             return [False, False, not self._flight.job.done()]
         assert self._cadence is not None, "there is a pace"
         every = self._cadence.snapshot_every
-        wants_snapshot = self._usable.needs_snapshot or (every is not None and self._num_versions % every == 0)
+        wants_snapshot = self._checked_cutter().needs_snapshot or (
+            every is not None and self._num_versions % every == 0
+        )
         return [pace.is_due(is_clock=self._writer.rank == 0), wants_snapshot, False]
 
     def _advance(self, is_due: bool, wants_snapshot: bool, is_under_way: bool) -> None:  # noqa: FBT001  as told
@@ -287,7 +289,7 @@ class Publisher:
             self._cut(kind, None)
         else:
             try:
-                rows = self._usable.copy()
+                rows = self._checked_cutter().copy()
                 job = self._worker.submit(lambda: self._writer.write_part(rows) if rows else None)
             except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks hear of it
                 job = Future()
@@ -298,7 +300,7 @@ class Publisher:
         """Read a version's rows and let the worker write it."""
         read: Delta | None = None
         try:
-            draft, read = self._usable.cut(kind, None if copy is None else copy.result())
+            draft, read = self._checked_cutter().cut(kind, None if copy is None else copy.result())
         except Exception as error:  # noqa: BLE001  the other ranks have to hear of it: the writer tells them
             failure = error
             job = self._worker.submit(self._commit, lambda: _raise(failure))
@@ -321,10 +323,10 @@ class Publisher:
         try:
             committed = flight.job.result()
         except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
-            self._usable.end(flight.read, None)
+            self._checked_cutter().end(flight.read, None)
             self._fail(error)
             return
-        self._usable.end(flight.read, committed)
+        self._checked_cutter().end(flight.read, committed)
         self._error = None
         self._num_versions += 1
 
