@@ -53,8 +53,8 @@ class Predictor:
 
     It starts from the newest snapshot and follows from there. A version is read and checked whole before its first row
     is written: an error leaves the tables and :attr:`version` as they were. Where the next version cannot be had (a
-    gap, a damaged part, one that retention took, another stream in its place) it goes on from a merged version or the
-    newest snapshot, and logs that. Needs neither torchrec nor fbgemm for models of plain torch.
+    gap, a damaged part, one that retention took or the gate holds, another stream in its place) it goes on from a
+    merged version or the newest snapshot, and logs that. Needs neither torchrec nor fbgemm for models of plain torch.
 
     Lookups in other threads stand inside ``with predictor.reading()``: no row changes there. Rows are written in
     chunks between such blocks, so while a version is being applied some rows are of the next version already; none is
@@ -242,8 +242,8 @@ class Predictor:
             MissingVersionError, NoSnapshotError: if retention took what it consists of.
             StreamReplacedError: if the stream is not the one whose versions were applied.
             CorruptPartError, MalformedError, PartialRowsError, TableMismatchError, DenseMismatchError: as :meth:`sync`.
-            StorageError: if the store cannot be read. Where it fails after the first row was written,
-                ``status().pinned`` says so: the next :meth:`sync`, or :meth:`follow`, then goes on with the rollback.
+            StorageError: if the store cannot be read. Where it failed after all was checked, ``status().pinned`` is
+                the version: the next :meth:`sync`, or :meth:`follow`, goes on with the rollback.
         """
         self._refuse_inside_reading("rollback()")
         with self._syncing:

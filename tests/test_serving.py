@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,20 @@ def test_rows_with_a_part_of_their_columns_wait_for_a_snapshot(two_ranks: RankPo
 def test_a_cache_is_written_back_before_a_write_and_dropped_after_it(two_ranks: RankPool, kernel: str) -> None:
     for events in two_ranks.run(f"{_CASES}:caches", kernel=kernel):
         assert events == ["flush", "forget"]
+
+
+def test_four_trainers_serve_two_predictors(four_ranks: RankPool, two_ranks: RankPool, tmp_path: Path) -> None:
+    """Two jobs at a time, which have a directory in common and nothing else."""
+    trained = ["grid:0,1", "row", "column:0,1,2,3", "table_row:1", "table:3", "data"]
+    served = ["row", "column:0,1", "table:1", "column:1,1", "row", "table:0"]
+    directory = str(tmp_path)
+    cases = "tests.cases.two_jobs"
+    with ThreadPoolExecutor() as threads:
+        ends = threads.submit(
+            two_ranks.run, f"{cases}:predictor", timeout_seconds=120, directory=directory, shardings=served
+        )
+        trainers = four_ranks.run(
+            f"{cases}:trainer", timeout_seconds=120, directory=directory, shardings=trained, num_batches=24
+        )
+        assert set(trainers) == set(ends.result())
+    assert trainers[0] > 5

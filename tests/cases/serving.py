@@ -46,7 +46,7 @@ def whole_tables(model: nn.Module) -> dict[str, Tensor]:
     return tables
 
 
-def _clear(model: nn.Module) -> None:
+def clear(model: nn.Module) -> None:
     for target in find_targets(model).values():
         assert isinstance(target, TensorTarget)
         for region in target.regions:
@@ -72,7 +72,7 @@ def sharded(
     ]
     with hosts(rank, local_size or world_size):
         trainer, server = shard(specs[0]), shard(specs[1])
-    _clear(server)
+    clear(server)
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(trainer, ["stream"]) as tracker:
         publisher = Publisher(tracker, url, "stream")
