@@ -93,7 +93,7 @@ def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
     def apply() -> Figures:
         number = next(versions)
         contents = Contents(stream.storage, stream.manifests[number])
-        figures = timed(lambda: sum(applier.write(contents)))
+        figures = timed(lambda: sum(applier.write(applier.place(contents))))
         stream.check(number)
         return figures
 
@@ -188,7 +188,7 @@ def _lookup_cases(stream: _Stream, chunks: Sequence[int], seconds: float) -> dic
 
         def apply() -> int:
             number = next(versions)
-            assert sum(applier.write(contents[number])) == stream.num_changed
+            assert sum(applier.write(applier.place(contents[number]))) == stream.num_changed
             return number
 
         return _lookup_case(stream, lock.reading, apply, seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +58,23 @@ class Applier:
         check_targets(manifest, self._targets())
         self._dense(manifest.dense)
 
-    def write(self, contents: Contents) -> Iterator[int]:
+    def place(self, contents: Contents) -> list[Placement]:
+        """Where the rows of a version go, in the order in which they are to be written. Nothing is written yet.
+
+        Raises:
+            PartialRowsError: if a table takes whole rows and the version has a part of one.
+        """
+        targets = self._targets()
+        return place(contents.whole, targets) + place(contents.listed, targets)
+
+    def write(self, placements: Iterable[Placement]) -> Iterator[int]:
         """Write the rows of a version, chunk by chunk; gives the number of rows after each chunk.
 
         Raises:
-            PartialRowsError: if a table takes whole rows and the version has a part of one; nothing was written.
+            CorruptPartError: if a large part has changed since it was checked; some rows are written.
+            StorageError: if it cannot be read again; some rows are written.
         """
-        for placement in self._placements(contents):
+        for placement in placements:
             for chunk in placement.chunks(self._chunk_rows):
                 with self._lock.writing():
                     chunk.write()
@@ -75,10 +85,6 @@ class Applier:
         """Write the dense tensors of a version. The caller holds the lock for writing."""
         for name, tensor in self._dense(contents.manifest.dense).items():
             tensor.copy_(contents.dense[name])
-
-    def _placements(self, contents: Contents) -> list[Placement]:
-        targets = self._targets()
-        return place(contents.whole, targets) + place(contents.listed, targets)
 
     def _targets(self) -> dict[str, RowTarget]:
         tables = find_targets(self._model)

@@ -102,7 +102,8 @@ class Follower:
         gap_check = time.monotonic() + _GAP_CHECK_SECONDS
         pause = poll_seconds
         while not self._stop.is_set():
-            looks_for_gap = time.monotonic() >= gap_check
+            # What a listing found stays found until another listing says otherwise.
+            looks_for_gap = self.error is not None or time.monotonic() >= gap_check
             try:
                 with self._lock:
                     has_moved = self._advance(looks_for_gap=looks_for_gap)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from delta_tracker.applying import Applier, Model
 from delta_tracker.errors import (
@@ -24,6 +24,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.follower import Follower
 from delta_tracker.gate import Gate, GateKeeper
+from delta_tracker.status import Served, Status
 from delta_tracker.stream.contents import Contents
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.heartbeat import Pulse
@@ -36,46 +37,15 @@ from delta_tracker.table_lock import TableLock
 _logger = logging.getLogger(__name__)
 
 # Faults of the stream that another entry may lead past.
-_FAULTS = (CorruptPartError, MalformedError, MissingVersionError, StreamReplacedError, PartialRowsError)
-
-
-class Served(NamedTuple):
-    """What the tables hold inside :meth:`Predictor.reading`."""
-
-    version: int | None
-    """The last version that was applied whole, None before the first."""
-    applying: int | None
-    """A version of which some rows are there already, None if none is on its way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """How a predictor stands.
-
-    Args:
-        stream: id of the stream, None before the first version.
-        version: the last version that was applied, claims included, None before the first.
-        lag_versions: committed versions that are not applied; None if the store could not be asked.
-        lag_seconds: how long ago the oldest of them was committed, by this host's clock, 0 if there is none; None as
-            above.
-        rows: rows written since the start.
-        num_bytes: bytes of the parts that were applied since the start.
-        resyncs: how often it went around a fault of the stream since the start.
-        last_resync: what the last one went around, empty before.
-        error: what ended or holds up :meth:`Predictor.follow`, or the gate; None while all is well.
-        pinned: it stays at this version after a rollback; None if it follows.
-    """
-
-    stream: str | None
-    version: int | None
-    lag_versions: int | None
-    lag_seconds: float | None
-    rows: int
-    num_bytes: int
-    resyncs: int
-    last_resync: str
-    error: str | None
-    pinned: int | None
+_FAULTS = (
+    CorruptPartError,
+    HeldVersionError,
+    MalformedError,
+    MissingVersionError,
+    PartialRowsError,
+    StreamReplacedError,
+)
+_NUM_WAYS = 100  # ways around faults that are remembered
 
 
 class Predictor:
@@ -135,15 +105,13 @@ class Predictor:
         self._storage = open_storage(url)
         self._cursor = StreamCursor(StreamLog(self._storage))
         self._gate = None if gate is None else GateKeeper(gate)
-        self._accepted: set[int] = set()
         self._manifest: Manifest | None = None
         self._applying: int | None = None
         self._is_mixed = False  # rows of versions of which none leads to the others: only a snapshot helps
         self._pinned: int | None = None
-        self._held: HeldVersionError | None = None
         self._rows = self._num_bytes = self._resyncs = 0
         self._last_resync = ""
-        self._last_way: tuple[str, Link] | None = None
+        self._ways: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
         self._syncing = threading.Lock()  # held by whoever moves the version
         self._pulse = None if name is None else Pulse(self._storage, name)
         self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat)
@@ -161,7 +129,7 @@ class Predictor:
     @property
     def error(self) -> Exception | None:
         """What ended :meth:`follow`, or what it is trying to get over; None while all is well."""
-        return self._follower.error or self._held
+        return self._follower.error or (None if self._gate is None else self._gate.held)
 
     @contextmanager
     def reading(self) -> Iterator[Served]:
@@ -252,32 +220,34 @@ class Predictor:
     # Gate and rollback
 
     def accept(self, version: int) -> None:
-        """Let a version through the gate, now or when it comes."""
-        self._accepted.add(version)
+        """Let a version through the gate once, now or when it comes.
+
+        Raises:
+            InvalidArgumentError: if there is no gate.
+        """
+        if self._gate is None:
+            raise InvalidArgumentError("accept()", version, "Build the Predictor with a gate: nothing is held without")
+        self._gate.accept(version)
 
     def rollback(self, version: int) -> None:
-        """Return to an earlier version and stay there until :meth:`release`.
+        """Return to an earlier version and stay there until :meth:`release`. The gate is not asked.
+
+        All that it takes is read and checked before the first row is written.
 
         Args:
             version: a version that the stream still has whole: a snapshot and all versions after it.
 
         Raises:
             InvalidArgumentError: for a version that the stream has not had yet, or inside :meth:`reading`.
-            MissingVersionError, NoSnapshotError: if retention took what it consists of; nothing was applied.
-            CorruptPartError, MalformedError, StorageError: as :meth:`sync`; some rows may be there already, and the
-                next :meth:`sync` starts from the newest snapshot.
+            MissingVersionError, NoSnapshotError: if retention took what it consists of.
+            StreamReplacedError: if the stream is not the one whose versions were applied.
+            CorruptPartError, MalformedError, PartialRowsError, TableMismatchError, DenseMismatchError: as :meth:`sync`.
+            StorageError: if the store cannot be read. Where it fails after the first row was written,
+                ``status().pinned`` says so: the next :meth:`sync`, or :meth:`follow`, then goes on with the rollback.
         """
         self._refuse_inside_reading("rollback()")
         with self._syncing:
-            path = self._cursor.path_to(version)
-            for manifest in path:
-                self._applier.check(manifest)
-            self._is_mixed = True
-            for manifest in path:
-                self._apply(manifest, Contents(self._storage, manifest))
-            self._is_mixed = False
-            self._pinned, self._held = version, None
-        _logger.warning("rolled back to version %d of %s", version, self._storage.url)
+            self._return_to(version)
 
     def release(self) -> None:
         """Go on to newer versions after :meth:`rollback`."""
@@ -286,22 +256,30 @@ class Predictor:
     # Start-up from a kept state
 
     def state_dict(self) -> dict[str, str | int]:
-        """The place of the tables in the stream, to be kept beside them; empty before the first version.
+        """The place of the tables in the stream, to be kept beside them; empty if only a snapshot leads on from them.
 
-        Save it and the tables in one ``with predictor.reading()`` while ``applying`` is None, or save it first: rows
-        that are newer than it says do no harm.
+        Rows that are newer than the place says do no harm; rows that are older do. So write the place after its rows:
+
+        - tables in a file of their own: first this, then the tables, or both in one ``with predictor.reading()``;
+        - tables in shared or mapped memory: flush that, then write this to a new file and rename it;
+        - before :meth:`rollback`: remove what was kept, and keep the place again once it has returned.
         """
-        return {} if self._cursor.place is None else self._cursor.place.to_dict()
+        place = self._cursor.place
+        return {} if place is None or self._is_mixed else place.to_dict()
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Go on from tables that were kept together with ``state``. What the stream has no more leads to a resync.
 
         Raises:
-            InvalidArgumentError: if it is not what :meth:`state_dict` returned.
+            InvalidArgumentError: if it is not what :meth:`state_dict` returned, or inside :meth:`reading`.
         """
+        self._refuse_inside_reading("load_state_dict()")
         place = Place.from_dict(state) if state else None
-        with self._syncing:
+        with self._syncing, self._lock.writing():
             self._cursor.place = place
+            self._manifest = self._applying = None
+            self._is_mixed = False
+            self._ways.clear()
 
     def _beat(self) -> None:
         """Leave a heartbeat, if one is due."""
@@ -329,7 +307,10 @@ class Predictor:
         Raises: as :meth:`sync`.
         """
         if self._pinned is not None:
-            return False
+            if self._pinned == self.version and not self._is_mixed:
+                return False
+            self._return_to(self._pinned)  # a rollback that was cut short
+            return True
         try:
             if self._is_mixed:
                 self._cursor.place = None
@@ -348,46 +329,63 @@ class Predictor:
         before = self.version
         for manifest in self._cursor.way_back(fault):
             way = str(fault), manifest.link
-            if way == self._last_way:
+            if way in self._ways:
                 continue  # it led to the same fault again
             try:
-                self._take(manifest)
+                self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))
             except _FAULTS as another:
                 _logger.warning("version %d leads past no fault: %s", manifest.version, another)
                 continue
-            self._last_way = way
+            self._ways.append(way)
             self._resyncs += 1
             self._last_resync = f"version {before} to {manifest.version}: {type(fault).__name__}: {fault}"
             _logger.warning("resync of %s from version %s to %d: %s", self._storage.url, before, self.version, fault)
             return
         raise fault
 
-    def _take(self, manifest: Manifest) -> None:
+    def _take(self, manifest: Manifest, *, is_elsewhere: bool = False) -> None:
         """Read and check everything, then write."""
+        gate = self._gate if manifest.kind != "claim" else None
         self._applier.check(manifest)
+        if gate is not None:
+            gate.recall(manifest)
         contents = Contents(self._storage, manifest)
-        if self._gate is not None and manifest.kind != "claim":
-            self._pass_gate(self._gate, manifest, contents)
-        self._is_mixed = self._is_mixed or (
-            self._cursor.place is not None and self._cursor.place.stream != manifest.stream
-        )
-        self._apply(manifest, contents)
-        self._is_mixed = False
-        self._held = None
+        measure = {} if gate is None else gate.check(manifest, contents)
+        self._apply(manifest, contents, is_elsewhere=is_elsewhere)
+        if gate is not None:
+            gate.passed(manifest, measure)
 
-    def _pass_gate(self, gate: GateKeeper, manifest: Manifest, contents: Contents) -> None:
-        reason, measure = gate.inspect(manifest.kind, contents.chunks(), contents.dense)
-        if reason and manifest.version not in self._accepted:
-            if self._held is None or self._held.version != manifest.version:
-                _logger.error("version %d of %s is held back: %s", manifest.version, self._storage.url, reason)
-            self._held = HeldVersionError(manifest.version, reason)
-            raise self._held
-        gate.passed(measure)
+    def _return_to(self, version: int) -> None:
+        """Roll back, or go on with a rollback."""
+        path = self._cursor.path_to(version)
+        for manifest in path:
+            self._applier.check(manifest)
+            self._applier.place(Contents(self._storage, manifest))
+        self._pinned = version
+        self._ways.clear()
+        if self._gate is not None:
+            self._gate.restart()
+        for manifest in path:
+            contents = Contents(self._storage, manifest)
+            self._apply(manifest, contents, is_elsewhere=manifest.kind == "snapshot")
+            if self._gate is not None:
+                self._gate.passed(manifest, self._gate.follow(manifest, contents))
+        _logger.warning("rolled back to version %d of %s", version, self._storage.url)
 
-    def _apply(self, manifest: Manifest, contents: Contents) -> None:
+    def _apply(self, manifest: Manifest, contents: Contents, *, is_elsewhere: bool) -> None:
+        """Write a version.
+
+        Args:
+            manifest: its entry.
+            contents: its rows.
+            is_elsewhere: it is no later version of what the tables hold, so that nothing but itself leads on from there
+                if it is cut short.
+        """
+        placements = self._applier.place(contents)
+        self._is_mixed = self._is_mixed or is_elsewhere
         with self._lock.writing():
             self._applying = manifest.version
-        for num_rows in self._applier.write(contents):
+        for num_rows in self._applier.write(placements):
             self._rows += num_rows
         with self._lock.writing():
             self._applier.write_dense(contents)
@@ -395,4 +393,5 @@ class Predictor:
             self._applying = None
             if manifest.kind != "claim":
                 self._manifest = manifest
+        self._is_mixed = False
         self._num_bytes += manifest.num_bytes

