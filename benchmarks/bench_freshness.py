@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from benchmarks.harness import Figures, Report, Sample, interleaved, parser, seconds_of
+from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
 from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.stream.encoding import Encoding, decode_rows, encode_rows
@@ -164,8 +164,8 @@ def _limits(root: Path, num_bytes: int) -> dict[str, Callable[[], Figures]]:
             file.readinto(copy.data)
 
     return {
-        "memcpy": lambda: {"seconds": seconds_of(lambda: np.copyto(copy, source))},
-        "file": lambda: {"seconds": seconds_of(through_a_file)},
+        "memcpy": lambda: timed(lambda: np.copyto(copy, source)),
+        "file": lambda: timed(through_a_file),
     }
 
 

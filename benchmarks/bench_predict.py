@@ -11,7 +11,8 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import Figures, Report, Sample, interleaved, parser, seconds_of
+from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
 from benchmarks.workloads import distinct_ids, uniform_ids
 from delta_tracker import Predictor
 from delta_tracker.applying import Applier
@@ -38,7 +39,10 @@ _DIM = 64
 _LOOKUPS = 4096
 _BAG = 8
 _CHUNKS = (256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
-_NONE = "no applying"
+_NONE = "nothing is applied"
+_PREDICTOR = "a predictor syncs, chunks of 4,096"
+
+_Reading = Callable[[], AbstractContextManager[object]]
 
 
 class _Stream:
@@ -78,11 +82,6 @@ class _Stream:
         assert bool((rows == self.manifests[number].version).all()), "rows that a version holds are missing"
 
 
-def _drain(steps: Iterable[object]) -> None:
-    for _ in steps:
-        pass
-
-
 def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
     """Without lookups: memcpy of the rows, applying a version that was read, and a whole version from its entry on."""
     source = np.ones((stream.num_changed, _DIM), dtype=np.float32)
@@ -94,17 +93,17 @@ def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
     def apply() -> Figures:
         number = next(versions)
         contents = Contents(stream.storage, stream.manifests[number])
-        seconds = seconds_of(lambda: _drain(applier.write(applier.place(contents))))
+        figures = timed(lambda: sum(applier.write(applier.place(contents))))
         stream.check(number)
-        return {"seconds": seconds}
+        return figures
 
     def sync() -> Figures:
         stream.rewind(predictor)
-        seconds = seconds_of(lambda: predictor.sync(limit=1))
+        figures = timed(lambda: predictor.sync(limit=1))
         stream.check(0)
-        return {"seconds": seconds}
+        return figures
 
-    return {"memcpy": lambda: {"seconds": seconds_of(lambda: np.copyto(copy, source))}, "apply": apply, "sync": sync}
+    return {"memcpy": lambda: timed(lambda: np.copyto(copy, source)), "apply": apply, "sync": sync}
 
 
 class _Lookups:
@@ -112,15 +111,15 @@ class _Lookups:
 
     Args:
         stream: whose table.
-        predictor: inside whose ``reading()``.
+        reading: what each stands in.
     """
 
-    def __init__(self, stream: _Stream, predictor: Predictor) -> None:
+    def __init__(self, stream: _Stream, reading: _Reading) -> None:
         generator = torch.Generator().manual_seed(1)
         held = torch.cat(stream.ids)  # the rows that change
         self._batches = [held[uniform_ids(len(held), _LOOKUPS, generator)] for _ in range(64)]
         self._offsets = torch.arange(0, _LOOKUPS, _BAG)
-        self._table, self._predictor = stream.table, predictor
+        self._table, self._reading = stream.table, reading
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.seconds: list[float] = []
@@ -139,31 +138,33 @@ class _Lookups:
             if self._done.is_set():
                 return
             begin = time.perf_counter()
-            with self._predictor.reading():
+            with self._reading():
                 sums = functional.embedding_bag(ids, self._table, self._offsets, mode="sum")
             self.seconds.append(time.perf_counter() - begin)
             # A sum of rows with equal columns has equal columns: the numbers are small and whole.
             self.num_torn += int((sums != sums[:, :1]).any(1).sum())
 
 
-def _lookup_case(stream: _Stream, chunk_rows: int | None, seconds: float) -> Figures:
-    """Lookups for so long, while versions are applied in chunks of so many rows, or none are."""
-    predictor = stream.predictor(chunk_rows or 1)
-    end = time.perf_counter() + seconds
+def _lookup_case(stream: _Stream, reading: _Reading, apply: Callable[[], int] | None, seconds: float) -> Figures:
+    """Lookups for so long, while one version after the other is applied, or none is.
+
+    Args:
+        stream: whose table.
+        reading: what lookups stand in.
+        apply: applies the next version, and tells which of the stream's it was.
+        seconds: how long.
+    """
     num_versions = 0
     begin = time.perf_counter()
-    with _Lookups(stream, predictor) as lookups:
-        while time.perf_counter() < end:
-            if chunk_rows is None:
+    with _Lookups(stream, reading) as lookups:
+        while (spent := time.perf_counter() - begin) < seconds:
+            if apply is None:
                 time.sleep(min(0.05, seconds))
-                continue
-            if num_versions % len(stream.manifests) == 0:
-                stream.rewind(predictor)
-            predictor.sync(limit=1)
-            num_versions += 1
-        spent = time.perf_counter() - begin
-    if chunk_rows is not None:
-        stream.check((num_versions - 1) % len(stream.manifests))
+            else:
+                number = apply()
+                num_versions += 1
+    if num_versions:
+        stream.check(number)
     assert lookups.num_torn == 0, f"{lookups.num_torn} lookups saw torn rows"
     p50, p99 = np.percentile(lookups.seconds, [50, 99])
     return {
@@ -175,6 +176,39 @@ def _lookup_case(stream: _Stream, chunk_rows: int | None, seconds: float) -> Fig
     }
 
 
+def _lookup_cases(stream: _Stream, chunks: Sequence[int], seconds: float) -> dict[str, Callable[[], Figures]]:
+    """Lookups alone; beside writes without a pause, in chunks; beside a predictor that also reads and checks."""
+    versions = itertools.cycle(range(len(stream.manifests)))
+    contents = [Contents(stream.storage, manifest) for manifest in stream.manifests]
+    predictor = stream.predictor()
+
+    def writing(chunk_rows: int) -> Figures:
+        lock = TableLock()
+        applier = Applier({FQN: stream.table}, {}, takes_dense=False, lock=lock, chunk_rows=chunk_rows)
+
+        def apply() -> int:
+            number = next(versions)
+            assert sum(applier.write(applier.place(contents[number]))) == stream.num_changed
+            return number
+
+        return _lookup_case(stream, lock.reading, apply, seconds)
+
+    def syncing() -> Figures:
+        def apply() -> int:
+            if predictor.version == stream.manifests[-1].version:
+                stream.rewind(predictor)
+            applied = predictor.sync(limit=1)
+            return [manifest.version for manifest in stream.manifests].index(applied)
+
+        return _lookup_case(stream, predictor.reading, apply, seconds)
+
+    return {
+        _NONE: lambda: _lookup_case(stream, TableLock().reading, None, seconds),
+        **{f"chunks of {rows:,}": partial(writing, rows) for rows in chunks},
+        _PREDICTOR: syncing,
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and write the results; 0 if no lookup saw a torn row and every version arrived."""
     arguments = parser("bench_predict", __doc__ or "")
@@ -183,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = arguments.parse_args(argv)
     num_rows, num_changed, chunks = (1000, 500, (64, 256)) if settings.tiny else (settings.rows, 1_000_000, _CHUNKS)
     repeats = settings.repeats or (1 if settings.tiny else 3)
-    seconds = 0.05 if settings.tiny else settings.seconds / (repeats * len(chunks))
+    seconds = 0.05 if settings.tiny else settings.seconds / (repeats * (len(chunks) + 1))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=settings.work) as work:
         stream = _Stream(Path(work), num_rows, num_changed)
@@ -201,11 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ),
         )
         _report_apply(report, interleaved(_apply_cases(stream), repeats=max(repeats, 1 if settings.tiny else 9)))
-        cases: dict[str, Callable[[], Figures]] = {
-            _NONE: lambda: _lookup_case(stream, None, seconds),
-            **{f"chunks of {rows:,}": partial(_lookup_case, stream, rows, seconds) for rows in chunks},
-        }
-        found = interleaved(cases, repeats=repeats, warmups=0)
+        found = interleaved(_lookup_cases(stream, chunks, seconds), repeats=repeats, warmups=0)
     _report_lookups(report, found)
     report.finish(settings.out)
     if not settings.tiny:
@@ -217,15 +247,18 @@ def _report_apply(report: Report, found: Mapping[str, Mapping[str, Sample]]) -> 
     for name, sample in found.items():
         report.add(name, sample)
     memcpy, apply, sync = (found[name]["seconds"] for name in ("memcpy", "apply", "sync"))
+    processor = {name: found[name]["processor"].median for name in found}
     report.notes += [
         (
             f"Without lookups, in chunks of 4,096, ms: apply {apply.text(1e3)}, memcpy of the rows {memcpy.text(1e3)};"
-            f" that is {memcpy.median / apply.median:.2f} of memcpy. A whole version, from its entry in the log on,"
-            f" with its hash: {sync.text(1e3)}."
+            f" that is {memcpy.median / apply.median:.2f} of memcpy; by processor time"
+            f" {processor['memcpy'] / processor['apply']:.2f}. A whole version, from its entry in the log on, with its"
+            f" hash: {sync.text(1e3)}, of processor time {processor['sync'] * 1e3:.1f}."
         ),
         (
-            f"A lookup is an embedding_bag of {_LOOKUPS} ids in bags of {_BAG}, one after the other; versions are read"
-            " from the page cache, checked and applied without a pause. Medians (smallest-largest) of the repeats."
+            f"A lookup is an embedding_bag of {_LOOKUPS} ids in bags of {_BAG}, one after the other. Rows are written"
+            " without a pause; the last line's predictor also reads and checks each version in the same thread. Medians"
+            " (smallest-largest) of the repeats."
         ),
     ]
 
