@@ -64,6 +64,7 @@ _ORDER = [
     "cadence",
     "gather",
     "publisher",
+    "lightning",
     "targets",
     "table_lock",
     "predictor",
