@@ -186,6 +186,8 @@ class ChangeLog:
                 store.catch_up()
             consumers = {}
             for name in self._cursors.names:
+                if self._cursors.is_transient(name):
+                    continue
                 start, batch = self._cursors.start(name)
                 is_behind = self._cursors.is_behind(name)
                 rows = {} if is_behind else self._changed_since(start, self._cursors.carried(name))
@@ -273,8 +275,8 @@ class ChangeLog:
             self._cursors.abort(delta)
             self._after_read()
 
-    def add(self, consumer: str) -> None:
-        """Add a consumer that stands at the end of the log.
+    def add(self, consumer: str, owner: object = None) -> None:
+        """Add a consumer that stands at the end of the log; for an ``owner``, whom nobody else reads it beside.
 
         Raises:
             InvalidArgumentError: if it exists.
@@ -283,6 +285,8 @@ class ChangeLog:
             if consumer in self._cursors.names:
                 raise InvalidArgumentError("consumer", consumer, f"Pass a name beside {list(self._cursors.names)}")
             self._place_at_end(consumer)
+            if owner is not None:
+                self._cursors.reserve(consumer, owner, is_transient=True)
 
     def remove(self, consumer: str) -> None:
         """Remove a consumer, and what only it needed."""

@@ -46,13 +46,18 @@ class Consumers:
         """Whether a consumer was given up to bound memory, so that only all rows can bring it up to date."""
         return self._log.is_behind(consumer)
 
-    def add_consumer(self, consumer: str) -> None:
+    def add_consumer(self, consumer: str, *, owner: object = None) -> None:
         """Add a reader, which from now on is told what changes from now on.
+
+        Args:
+            consumer: its name.
+            owner: reserve it for this object, as a part of whose life it is not saved in checkpoints; None for a
+                reader like those that the tracker was built with.
 
         Raises:
             InvalidArgumentError: if it exists.
         """
-        self._log.add(consumer)
+        self._log.add(consumer, owner)
 
     def remove_consumer(self, consumer: str) -> None:
         """Remove a reader and what only it needed.

@@ -18,6 +18,7 @@ class _Consumer:
     carried: Mapping[str, ChangedRows] = field(default_factory=dict)
     is_behind: bool = False
     owner: object = None
+    is_transient: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,9 +96,10 @@ class Cursors:
             raise UnknownConsumerError(name, self._consumers)
         return name
 
-    def reserve(self, name: str, owner: object) -> None:
+    def reserve(self, name: str, owner: object, *, is_transient: bool = False) -> None:
         """Let nobody but ``owner`` read or move consumer ``name``; None lets everybody again."""
         self._consumers[name].owner = owner
+        self._consumers[name].is_transient = is_transient
 
     def check_owner(self, name: str, owner: object) -> None:
         """Refuse a caller that may not read or move a consumer.
@@ -127,11 +129,17 @@ class Cursors:
         """Whether the changes of ``name`` were given up."""
         return self._consumers[name].is_behind
 
+    def is_transient(self, name: str) -> bool:
+        """Whether ``name`` is a part of its owner's life, and nothing to be saved."""
+        return self._consumers[name].is_transient
+
     def place(self, name: str, position: int, batch: int, *, is_behind: bool = False) -> None:
         """Put consumer ``name``, new or known, at a position, with nothing pending from before it."""
+        placed = _Consumer(position=position, batch=batch, is_behind=is_behind)
         known = self._consumers.get(name)
-        owner = None if known is None else known.owner
-        self._consumers[name] = _Consumer(position=position, batch=batch, is_behind=is_behind, owner=owner)
+        if known is not None:
+            placed.owner, placed.is_transient = known.owner, known.is_transient
+        self._consumers[name] = placed
 
     def rewind(self, name: str) -> None:
         """Put consumer ``name`` back to the log's first position, with what had changed before it."""

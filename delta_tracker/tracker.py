@@ -42,8 +42,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
     ``load_state_dict`` changes all rows of the other tables. What loads or edits tensors in place, as
     ``dcp.load({"model": model.state_dict()}, ...)`` does, leaves no trace in them: call :meth:`mark_changed`.
 
-    Call order on each rank: build it after the model is sharded; train; call :meth:`step` once per batch; read with
-    :meth:`get_delta` whenever a consumer wants to.
+    On each rank: build it once the model is sharded; :meth:`step` after each batch; :meth:`get_delta` at any time.
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded EmbeddingCollections or

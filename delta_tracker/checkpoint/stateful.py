@@ -154,7 +154,10 @@ class Checkpointed:
                 states belong to other column ranges; it names what differs.
             PartialStateError: if parts are missing.
             MalformedStateError: for anything else that is no saved state. After any error all is as it was.
+            ReservedConsumerError: if a publisher reads as one of the consumers: build it after this.
         """
+        for name in self._log.consumers:
+            self._log.resolve(name)  # refuses one that is reserved
         if not state:
             self._log.mark_everything()
             self._annotations, self._restored = {}, Restored.NOTHING
