@@ -78,6 +78,7 @@ _ORDER = [
     "resume",
     "cutter",
     "publisher",
+    "lightning",
     "placement",
     "targets",
     "table_lock",
