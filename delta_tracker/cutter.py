@@ -96,7 +96,9 @@ class Cutter:
     def copy(self) -> list[Rows]:
         """Begin a snapshot: from here on it is known which rows change, so that all may be copied in any order."""
         if self._tracker.needs_snapshot(self.consumer):
-            self._has_snapshot = False  # until this one is committed: what was pending is gone
+            # Until this one is committed, also for whoever resumes from a checkpoint: what was pending is gone.
+            self._has_snapshot = False
+            self._tracker.annotate(self.consumer, None, owner=self._owner)
             self._tracker.clear(self.consumer, owner=self._owner)
         self._tracker.add_consumer(self._meanwhile, owner=self._owner)
         return self._gatherer.whole(self._tracker.fused_tables, now=False)
