@@ -5,16 +5,18 @@ Letters: ``N`` rows handed over, ``R`` rows of a region, ``C`` columns.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-# Rows are moved in items of up to so many bytes: index_copy_ costs what it has items, not bytes.
-_LANES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_CPU = torch.device("cpu")
 
 
 @runtime_checkable
@@ -183,21 +185,22 @@ def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, value
         ids, values = ids[first:end], values[first:end]
     if not len(ids):
         return
-    ids = (ids - rows[0] if rows[0] else ids).to(memory.device)
-    values = values.to(memory.device)
-    lane = _lane(memory, values)
-    memory.view(lane).index_copy_(0, ids, values.view(lane))
+    ids = ids - rows[0] if rows[0] else ids
+    if memory.device == values.device == _CPU and memory.stride(1) == values.stride(1) == 1:
+        _items(memory)[ids.numpy()] = _items(values)
+        torch.autograd.graph.increment_version(memory)  # as torch's own writes do: a graph that saved it must notice
+    else:
+        memory.index_copy_(0, ids.to(memory.device), values.to(memory.device))
 
 
-def _lane(memory: Tensor, values: Tensor) -> torch.dtype:
-    """The widest dtype in which whole rows of both can be seen; bits stay what they are."""
-    edges = [max(_LANES)]
-    for each in (memory, values):
-        if each.stride(1) != 1:
-            return memory.dtype
-        width = each.element_size()
-        edges += [each.data_ptr(), *(width * int(n) for n in (each.storage_offset(), each.stride(0), each.shape[1]))]
-    return _LANES[math.gcd(*edges)]
+def _items(rows: Tensor) -> NDArray[np.void]:
+    """Rows as single items: numpy copies each at once, twice as fast as index_copy_, which goes number by number.
+
+    It uses one thread and lets others run meanwhile. Lookups need the other cores, and a team of threads that must wait
+    for a core makes everybody wait who waits for the write.
+    """
+    held = rows.view(torch.uint8).numpy()
+    return held.view(np.dtype((np.void, held.shape[1])))[:, 0]
 
 
 def _obstacle(tensor: Tensor) -> str:

@@ -162,7 +162,7 @@ class Fuzzer:
         for before in range(version):
             storage.create(entry_name(before), self._entries[entry_name(before)])
         tables = {USER: torch.full((12, 4), -1.0), ITEM: torch.full((600, 2), -1.0, dtype=torch.float16)}
-        predictor = Predictor(tables, storage)
+        predictor = Predictor(tables, storage, dense=False)
         if version > 1 and draw.chance(0.8):
             # The parts before it are not the mutated one: each version has its own.
             predictor.sync()

@@ -147,21 +147,22 @@ def _mutate_ids(draw: Draw, ids: list[int]) -> list[int]:
 
 
 def _mutate_gaps(draw: Draw, raw: bytes) -> bytes:
-    kind = draw.below(7)
-    if kind == 0:
+    simple: list[Callable[[], bytes]] = [
+        lambda: mutate_bytes(draw, raw),
+        lambda: raw + bytes(draw.between(1, 9)),
+        lambda: _zeros(draw.choice([0, 1, 1000, 1_000_000, 50_000_000])),  # a bomb at its largest
+        lambda: raw[: draw.below(len(raw) + 1)],
+        lambda: raw + raw,
+    ]
+    if draw.chance(0.7):
+        return draw.choice(simple)()
+    try:
+        gaps = bytearray(zlib.decompress(raw))
+    except zlib.error:  # mutated before
         return mutate_bytes(draw, raw)
-    if kind == 1:
-        return raw + bytes(draw.between(1, 9))
-    if kind == 2:
-        return _zeros(draw.choice([0, 1, 1000, 1_000_000, 50_000_000]))  # a bomb at its largest
-    if kind == 3:
-        return raw[: draw.below(len(raw) + 1)]
-    if kind == 4:
-        return raw + raw
-    gaps = bytearray(zlib.decompress(raw))
     at = draw.below(len(gaps) + 1)
     gaps[at : at + 1] = draw.choice([b"", b"\x00", b"\xff", b"\xfe", b"\x00\x00", b"\xff\xff", b"\x05"])
-    return zlib.compress(bytes(gaps), draw.below(10))
+    return zlib.compress(bytes(gaps), draw.below(10) if len(gaps) < 10_000 else 9)
 
 
 def _tensors(data: bytes) -> dict[str, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ from delta_tracker.stream.codec import Rows
 from delta_tracker.stream.compaction import compact
 from delta_tracker.stream.encoding import Encoding, encode_rows
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
-from delta_tracker.stream.manifest import Block
+from delta_tracker.stream.manifest import Block, Link
 from delta_tracker.stream.retention import Retention, retain
 from delta_tracker.stream.storage import Storage
-from tests.histories import Clock, ClockedStorage, History, Reader
+from tests.histories import Clock, ClockedStorage, History, Reader, apply, assert_equal
 from tests.streams import FQN, Writer
 
 _STEPS = ["delta"] * 6 + [
@@ -177,6 +178,15 @@ def _encoded(history_writer: Writer, ids: list[int], columns: tuple[int, int], e
     return Rows(block, torch.tensor(ids), [encode_rows(values, encoding)])
 
 
+def test_deltas_of_other_tables_are_not_folded_into_a_snapshot() -> None:
+    history = History(Storage("memory://"), 1)
+    history.fqns = ["a", "b"] if history.fqns == ["a"] else ["a"]
+    history.delta(3)
+    history.delta(3)
+    assert compact(history.log, fold=1e-9).kind == "delta"
+    catch_up(history)
+
+
 def test_stored_bytes_stay_where_nothing_of_another_shape_overlaps_them() -> None:
     storage = Storage("memory://")
     writer = Writer(storage)
@@ -198,6 +208,30 @@ def test_stored_bytes_stay_where_nothing_of_another_shape_overlaps_them() -> Non
         ((0, 2), Encoding.F32, 5),
         ((2, 4), Encoding.F32, 3),
     ]
+
+
+@pytest.mark.parametrize("encoding", [Encoding.INT8, Encoding.F32])
+@pytest.mark.parametrize("columns", [(0, 2), (2, 4), (0, 4)])
+def test_rows_that_do_not_fit_the_snapshots_blocks_stand_beside_them(encoding, columns: tuple[int, int]) -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage, encoding=encoding)
+    writer.table = torch.randn(20, 4)
+    writer.snapshot()
+    for row in (3, 7):
+        writer.table[row] = torch.randn(4)
+        writer.write("delta", [_encoded(writer, [row], columns, encoding)])
+    expected: dict = {}
+    for version in range(1, 4):
+        expected = apply(expected, storage, StreamLog(storage).read(version))
+    for fold in (1e-9, 1e-9):  # a snapshot of a snapshot, with rows beside its blocks
+        merged = compact(storage, fold=fold)
+        found = apply({}, storage, merged)
+        assert_equal(found, expected)
+        fits = encoding is Encoding.F32 or columns == (0, 4)
+        assert [block.ids for part in merged.parts for block in part.blocks] == ["all"] + ["gaps"] * (not fits)
+        for row in (7, 8):
+            writer.table[row] = torch.randn(4)
+            expected = apply(expected, storage, writer.write("delta", [_encoded(writer, [row], columns, encoding)]))
 
 
 def test_of_two_that_race_one_entry_wins_and_the_other_takes_its_parts_back() -> None:
@@ -265,12 +299,9 @@ def test_entries_that_do_not_hang_together_are_refused() -> None:
     history = History(storage, 2)
     history.delta(3)
     history.delta(3)
-    other = Storage("memory://")
-    strangers = History(other, 2)
-    strangers.delta(3)
-    strangers.delta(3)
+    entry = history.log.read(3)
     storage.delete(entry_name(3))
-    storage.create(entry_name(3), other.read(entry_name(3), max_bytes=1 << 20).tobytes())
+    storage.create(entry_name(3), replace(entry, parent=Link(2, "0" * 32)).to_json())
     with pytest.raises(MalformedError, match="instead of"):
         compact(storage)
 

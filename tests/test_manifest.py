@@ -251,6 +251,8 @@ def test_mutated_manifests_are_refused_or_right() -> None:
         b"[" * 100_000,
         b"\xff\xfe",
         b"9" * 5000,
+        good.decode().encode("utf-16"),
+        b"\xef\xbb\xbf" + good,
     ):
         with pytest.raises(MalformedError):
             parse_manifest("x", garbage)

@@ -219,6 +219,14 @@ def test_a_tensor_that_stands_twice_in_the_header_is_refused(memory_bytes: int) 
         stored.read(memory_bytes)
 
 
+@pytest.mark.parametrize("number", [b"1.0", b"true", b'"1"'])
+def test_a_size_that_is_no_integer_is_refused(memory_bytes: int, number: bytes) -> None:
+    stored = Stored([], {"mask": torch.tensor([True])})
+    stored.replace(_with_header(stored.data, lambda head: head.replace(b"[1]", b"[" + number + b"]")), is_recorded=True)
+    with pytest.raises(CorruptPartError, match="instead of"):
+        stored.read(memory_bytes)
+
+
 def test_sizes_that_wrap_around_are_refused(memory_bytes: int) -> None:
     """2^62 rows of 8 columns have no bytes, if a size is kept in 64 bits."""
     stored = Stored([rows_of("t", (0, 0), torch.empty(0, 8), None)])

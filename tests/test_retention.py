@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, MalformedError, StorageError
@@ -137,6 +139,53 @@ def test_merged_deltas_go_when_they_are_superseded(history: History, clock: Cloc
     clock.seconds += 1
     assert retain(history.storage, retention, clock).merged == 1
     assert set(history.storage.names("parts")) == named(history)
+
+
+def test_merged_deltas_that_stand_behind_each_other_stay(clock: Clock) -> None:
+    history = History(ClockedStorage(clock), 1)
+    for _ in range(5):
+        history.delta(1)
+    for log in (_Until(history.storage, 3), StreamLog(history.storage)):
+        compact(log, fold=1e9, max_bytes=1 << 20, now=clock)
+    assert history.log.merged() == [Merged(3, 2, "delta"), Merged(6, 2, "delta")]
+    later = history.log.read_merged(Merged(6, 2, "delta"))
+    history.storage.delete(Merged(6, 2, "delta").name)
+    assert history.log.create_merged(replace(later, parent=history.log.read(3).link))
+    assert retain(history.storage, Retention(grace_seconds=0), clock) == Retained()
+    assert history.log.merged() == [Merged(3, 2, "delta"), Merged(6, 4, "delta")]
+
+
+class _Until(StreamLog):
+    """A log that ends at a version."""
+
+    def __init__(self, storage: Storage, last: int) -> None:
+        super().__init__(storage)
+        self.last = last
+
+    def read(self, version):
+        return super().read(version) if version <= self.last else None
+
+    def head(self):
+        return self.read(self.last)
+
+
+def test_a_part_that_a_later_version_names_stays(history: History, clock: Clock) -> None:
+    again = history.log.read(3)
+    history.held.commit(again)
+    retain(history.storage, Retention(versions=1, grace_seconds=0), clock)
+    assert versions(history) == [6, 7, 8, 9, 10]
+    assert all(history.storage.size(part.name) == part.num_bytes for part in again.parts)
+
+
+def test_a_clock_that_was_put_back_makes_no_gap(history: History, clock: Clock) -> None:
+    history.snapshot()
+    clock.seconds -= 1000
+    history.delta()
+    clock.seconds += 1000
+    history.snapshot()
+    history.delta()
+    retain(history.storage, Retention(seconds=75, grace_seconds=0), clock)
+    assert versions(history) == list(range(2, 14))
 
 
 def test_orphans_go_by_the_clock_of_the_store(history: History, clock: Clock) -> None:

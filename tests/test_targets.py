@@ -113,11 +113,12 @@ def test_regions_of_one_table_may_lie_side_by_side_in_memory_but_not_overlap_ano
         check_targets(_manifest("a", "b"), good | {"b": TensorTarget.of(memory.view(-1, 4)[15:35])})
 
 
-def test_an_autograd_graph_notices_a_write() -> None:
+@pytest.mark.parametrize("ids", [slice(3, 4), torch.tensor([3])], ids=["slice", "list"])
+def test_an_autograd_graph_notices_a_write(ids: Tensor | slice) -> None:
     table = nn.Embedding(20, 4)
     loss = table.weight.square().sum()
     (target,) = find_targets(table).values()
-    target.write(slice(0, 1), torch.ones(1, 4), (0, 4))
+    target.write(ids, torch.ones(1, 4), (0, 4))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

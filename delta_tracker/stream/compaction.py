@@ -114,7 +114,7 @@ class _Compaction:
             merged = list(newest_rows(chunks, tables))
             if sum(each.num_bytes for each in merged) + sum(each.nbytes for each in dense.values()) < least_bytes:
                 return self._merge(versions, merged, dense)
-        newest = list(newest_rows([*self._listed(), *chunks], tables, self._whole))
+        newest = list(newest_rows([*self._listed(), *chunks], tables))
         parts, base_dense = self._lay_over(newest, versions[-1])
         rows = [each.rows(each.outside(self._whole)) for each in newest]
         parts += self._put([each for each in rows if each.block.num_rows], base_dense | dense, versions[-1])

@@ -136,16 +136,22 @@ class StreamCursor:
             merged = self._longest_merged(place.link.version)
             if merged is not None and merged.stream == place.stream:
                 yield merged
+        # An older snapshot is of use only where the log is another one up to this place, not just behind it.
+        may_go_back = isinstance(fault, StreamReplacedError) and not self._is_in_log()
         try:
             for snapshot in self.starts():
-                if place is not None and snapshot.link == place.link:
-                    continue
-                is_newer = place is None or snapshot.version > place.link.version
-                if not isinstance(fault, StreamReplacedError) and not is_newer:
+                if place is not None and snapshot.version <= place.link.version and not may_go_back:
                     return
                 yield snapshot
         except NoSnapshotError:
             return
+
+    def _is_in_log(self) -> bool:
+        """Whether the entry that was applied last still stands where it stood."""
+        if self.place is None:
+            return False
+        entry = self.log.read(self.place.link.version)
+        return entry is not None and (entry.stream, entry.xxh3) == (self.place.stream, self.place.link.xxh3)
 
     def _newest_snapshot(self) -> Manifest | None:
         try:

@@ -120,29 +120,22 @@ def listed_rows(part: PartReader) -> Iterator[RowChunk]:
             yield from part.chunks(index, max(1, block.num_rows))
 
 
-def newest_rows(
-    chunks: Iterable[RowChunk], tables: Mapping[str, TableSpec], beside: Iterable[Block] = ()
-) -> Iterator[Newest]:
+def newest_rows(chunks: Iterable[RowChunk], tables: Mapping[str, TableSpec]) -> Iterator[Newest]:
     """The newest rows of each table, in ranges of columns that do not overlap.
 
     Args:
         chunks: listed rows, oldest first.
         tables: FQN to table.
-        beside: blocks that the result is to be laid over; they count where it is decided what can stay as stored.
     """
     chunks_of: dict[str, list[RowChunk]] = {}
     for chunk in chunks:
         chunks_of.setdefault(chunk.block.table, []).append(chunk)
-    shapes_of: dict[str, set[Shape]] = {fqn: {_shape(each.block) for each in held} for fqn, held in chunks_of.items()}
-    for block in beside:
-        if block.table in shapes_of and block.num_rows:
-            shapes_of[block.table].add(_shape(block))
     for fqn, held in chunks_of.items():
-        for columns, encoding in _column_ranges(shapes_of[fqn], Encoding.of(tables[fqn].dtype)):
+        shapes = {(each.block.columns, each.block.encoding) for each in held}
+        for columns, encoding in _column_ranges(shapes, Encoding.of(tables[fqn].dtype)):
             first, end = columns
             sources = [each for each in held if each.block.columns[0] <= first and end <= each.block.columns[1]]
-            if sources:
-                yield _newest(tables[fqn], columns, encoding, sources)
+            yield _newest(tables[fqn], columns, encoding, sources)
 
 
 def laid_over(chunks: Iterable[RowChunk], newest: Collection[Newest]) -> Iterator[Tensor]:
@@ -161,10 +154,6 @@ def laid_over(chunks: Iterable[RowChunk], newest: Collection[Newest]) -> Iterato
             first = each.columns[0] - block.columns[0]
             stored[:, first : first + rows.shape[1]].index_copy_(0, each.ids[begin:end] - chunk.first, rows)
         yield stored
-
-
-def _shape(block: Block) -> Shape:
-    return block.columns, block.encoding
 
 
 def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:

@@ -43,12 +43,12 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
-    """Any JSON in which no object has one name twice: readers would differ in which of them counts.
+    """Any JSON, in UTF-8, in which no object has one name twice: readers would differ in which of them counts.
 
     Raises:
         ValueError, RecursionError: if it is not that.
     """
-    return json.loads(data, object_pairs_hook=_object)
+    return json.loads(data.decode(), object_pairs_hook=_object)
 
 
 def reason_of(error: Exception) -> str:

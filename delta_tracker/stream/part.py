@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ class PartReader:
             end = position + math.prod(shape) * dtype.itemsize  # Size.numel() would wrap around
             offsets = [position - start, end - start]
             wanted = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
-            if entry != wanted:
+            if json.dumps(entry, sort_keys=True) != json.dumps(wanted, sort_keys=True):  # 1.0 and true equal 1
                 raise ValueError(f"its tensor {key} is {entry} instead of {wanted}")
             if end > size:
                 raise ValueError(f"its tensor {key} ends beyond its {size} bytes")

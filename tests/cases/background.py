@@ -315,8 +315,8 @@ def encoded(rank: int, world_size: int, url: str, encoding: str) -> int:
                     assert torch.equal(held[fqn][rows, first:end], expected), fqn
             dist.barrier()
             trainer.step()
-        refused = attempt(lambda: Publisher(trainer.tracker, url, encoding={"no such table": chosen}))
-        assert refused.startswith(("ReservedConsumerError", "PublishError"))
+        refused = attempt(lambda: Publisher(trainer.tracker, url))
+        assert refused.startswith("ReservedConsumerError: consumer 'default' is reserved by Publisher")
         publisher.close()
         assert attempt(lambda: Publisher(trainer.tracker, url, encoding={"x": chosen})).startswith("InvalidArgument")
         assert attempt(lambda: Publisher(trainer.tracker, url, encoding="INT8")).startswith("InvalidArgument")
