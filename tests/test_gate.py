@@ -170,17 +170,29 @@ def test_acceptance_is_for_one_version_and_moves_the_measure(writer: Writer) -> 
     assert predictor.version == back.version == again.version - 1
 
 
-def test_a_rollback_moves_the_measure_back(writer: Writer) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_rollback_moves_the_measure_back(writer: Writer, version: int) -> None:
     publish(writer, "snapshot", 1.0)
-    publish(writer, "delta", 1.0)
-    good = publish(writer, "delta", 1.2)
-    predictor, _ = predictor_of(writer, max_drift=0.5)
-    for size in (1.6, 2.2, 3.0):
+    for size in (1.0, 1.2, 1.6, 2.2, 3.0):
         last = publish(writer, "delta", size)
+    predictor, _ = predictor_of(writer, max_drift=0.5)
     predictor.sync()
-    predictor.rollback(good.version)
+    predictor.rollback(version)
     predictor.release()
-    assert predictor.sync() == last.version, "1.6 is measured by 1.2, not by 3.0"
+    assert predictor.sync() == last.version, "the next one is not measured by 3.0"
+
+
+def test_an_accepted_version_is_held_again_after_a_rollback(writer: Writer) -> None:
+    publish(writer, "snapshot", 1.0)
+    predictor, _ = predictor_of(writer)
+    bad = publish(writer, "delta", math.nan)
+    predictor.accept(bad.version)
+    assert predictor.sync() == bad.version
+    predictor.rollback(1)
+    predictor.release()
+    with pytest.raises(HeldVersionError):
+        predictor.sync()
+    assert predictor.version == 1
 
 
 def test_nothing_is_accepted_without_a_gate(writer: Writer) -> None:

@@ -286,6 +286,7 @@ def test_a_merged_version_of_another_stream_leads_nowhere() -> None:
     history.storage.delete(entry_name(3))
     assert isinstance(follower.sync(), MissingVersionError)
     assert follower.predictor.version == 2
+    assert follower.predictor.status().resyncs == 0
 
 
 @pytest.mark.parametrize("fold", [1e9, 1e-9])

@@ -27,7 +27,7 @@ def begin_anew(history: History, followers: list[Follower]) -> None:
 @given(
     seed=st.integers(0, 1 << 30), share=st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.0]), limits=st.lists(st.integers(1, 9))
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_half_deleted_stream_gives_the_right_rows_or_a_typed_error(
     seed: int, share: float, limits: list[int]
 ) -> None:
@@ -169,7 +169,7 @@ class Schedule:
 
 
 @given(steps=st.lists(st.sampled_from(_STEPS), min_size=5, max_size=50), seed=st.integers(0, 1 << 30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_random_faults_never_show_wrong_rows_and_are_overcome(steps: list[str], seed: int) -> None:
     clock = Clock()
     with clock.of_the_log():
