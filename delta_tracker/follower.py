@@ -90,6 +90,11 @@ class Follower:
         if self.error is not None:
             raise self.error
 
+    def forget_error(self) -> None:
+        """The tables are up to date by other means: what ended the thread is over."""
+        if self._thread is None:
+            self.error = None
+
     def lag(self) -> tuple[int, float] | None:
         """Versions that are committed and not applied, and the age of the oldest in seconds; None if nobody knows."""
         try:

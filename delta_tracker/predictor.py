@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from delta_tracker.applying import Applier, Model
@@ -112,6 +111,7 @@ class Predictor:
         self._rows = self._num_bytes = self._resyncs = 0
         self._last_resync = ""
         self._ways: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
+        self._dead_ends: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
         self._syncing = threading.Lock()  # held by whoever moves the version
         self._pulse = None if name is None else Pulse(self._storage, name)
         self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat)
@@ -181,6 +181,7 @@ class Predictor:
             for _ in itertools.count() if limit is None else range(limit):
                 if not self._advance(looks_for_gap=True):
                     break
+        self._follower.forget_error()
         self._beat()
         assert self.version is not None, "the first advance moves or raises"
         return self.version
@@ -212,9 +213,7 @@ class Predictor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     # Gate and rollback
@@ -334,7 +333,9 @@ class Predictor:
             try:
                 self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))
             except _FAULTS as another:
-                _logger.warning("version %d leads past no fault: %s", manifest.version, another)
+                if way not in self._dead_ends:  # said once, though it is tried again
+                    _logger.warning("version %d leads past no fault: %s", manifest.version, another)
+                    self._dead_ends.append(way)
                 continue
             self._ways.append(way)
             self._resyncs += 1
