@@ -115,10 +115,11 @@ class Aggregate:
         numbers = self._numbers(values)
         if not numbers:
             return numbers
-        count, total = len(numbers), sum(numbers)
+        count, total = len(numbers), _sum(numbers)
         if self._squares is not None:
             mean = total / count
-            squares = math.fsum((number - mean) ** 2 for number in numbers)
+            # A product overflows to infinity, where a power would raise.
+            squares = sum((number - mean) * (number - mean) for number in numbers)
             self._add_spread(count, mean, squares)
         if self.buckets is not None:
             self.buckets.extend(numbers)
@@ -177,7 +178,7 @@ class Aggregate:
 
     def _add_sums(self, count: int, total: float, weight: float) -> None:
         self.count += count
-        self.total += total
+        self.total = _sum((self.total, total))
         self.weight += weight
 
     def _add_extremes(self, low: float, high: float, last: float) -> None:
@@ -200,6 +201,12 @@ class Aggregate:
             kept = [number for number in kept if number >= 0]
         self.num_rejected += len(values) - len(kept)
         return kept
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    """Their sum, exact for integers; infinite where it is beyond a float."""
+    total = sum(numbers)
+    return total if _is_finite(total) else sum(map(float, numbers))
 
 
 def _is_finite(number: float) -> bool:

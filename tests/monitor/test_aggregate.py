@@ -111,6 +111,14 @@ def test_what_is_no_finite_number_is_counted_and_left_out() -> None:
     assert math.isfinite(aggregate.value("p99"))
 
 
+def test_sums_beyond_a_float_raise_nothing() -> None:
+    for values in ([1e308] * 20, [10**308] * 20, [-1e308, 10**308, 1e308, 1e308]):
+        aggregate = _aggregate(values)
+        aggregate.extend(values)
+        assert aggregate.count == 2 * len(values)
+        assert aggregate.value("p50") is not None
+
+
 def test_integers_are_summed_exactly() -> None:
     aggregate = Aggregate(is_counter=True)
     aggregate.extend([2**60, 1])
