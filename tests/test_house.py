@@ -39,6 +39,7 @@ _ORDER = [
     "monitor.system",
     "monitor.monitor",
     "monitor.default",
+    "monitor.sinks.jsonl",
     "rows",
     "types",
     "kernels.rows",

@@ -3,8 +3,8 @@
 Bucket ``i`` of a sign counts the magnitudes in ``(g**i, g**(i + 1)]`` with ``g = 2**(1 / 32)``. They are the buckets of
 OpenTelemetry's exponential histogram and of Prometheus' native histogram at scale 5
 (https://opentelemetry.io/docs/specs/otel/metrics/data-model/#exponentialhistogram), so nothing is lost on
-the way there. The estimate of a quantile, from Masson, Rim and Lee, "DDSketch" (VLDB 2019), is off by at most the fraction
-``(g - 1) / (g + 1)``, 1.09 %.
+the way there. The estimate of a quantile, from Masson, Rim and Lee, "DDSketch" (VLDB 2019), is off by at most the
+fraction ``(g - 1) / (g + 1)``, 1.09 %.
 """
 
 from __future__ import annotations
