@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.buckets import LogBuckets
@@ -182,12 +182,10 @@ class Aggregate:
         self.weight += weight
 
     def _add_extremes(self, low: float, high: float, last: float) -> None:
-        if math.isnan(last):
-            return
-        is_first = math.isnan(self.last)
-        self.min = low if is_first else min(low, self.min)
-        self.max = high if is_first else max(high, self.max)
-        self.last = last
+        # NaN is what is not known: min and max of it and a number would depend on their order.
+        self.min = _known(min, self.min, low)
+        self.max = _known(max, self.max, high)
+        self.last = self.last if math.isnan(last) else last
 
     def _numbers(self, values: Sequence[object]) -> list[float]:
         """The finite numbers among ``values``."""
@@ -201,6 +199,13 @@ class Aggregate:
             kept = [number for number in kept if number >= 0]
         self.num_rejected += len(values) - len(kept)
         return kept
+
+
+def _known(choose: Callable[[float, float], float], first: float, second: float) -> float:
+    """What ``choose`` says of two numbers, or the one that is no NaN."""
+    if math.isnan(first):
+        return second
+    return first if math.isnan(second) else choose(first, second)
 
 
 def _sum(numbers: Sequence[float]) -> float:

@@ -56,6 +56,11 @@ class Cell:
         policy: what is made of its records.
         progress: clock and step.
         is_counter: refuse negative numbers.
+
+    Attributes:
+        enabled: whether records are taken.
+        is_remote: its records arrive late, from a device, so that who brings them ends its epochs.
+        num_lost_windows: how many windows were dropped because nobody collected them.
     """
 
     __slots__ = (
@@ -74,6 +79,7 @@ class Cell:
         "_seen",
         "_waiting",
         "enabled",
+        "is_remote",
         "labels",
         "num_lost_windows",
     )
@@ -84,6 +90,7 @@ class Cell:
         self._waiting: deque[object] = deque()
         self._append = self._waiting.append
         self._base: float = 0
+        self.is_remote = False
         self._lifetime = Aggregate(is_counter=is_counter)
         self.reset(policy)
 
@@ -156,12 +163,12 @@ class Cell:
             self._closed.clear()
             return closed, self.lifetime()
 
-    def end_epoch(self) -> None:
-        """Close the window if it ends with the epoch."""
+    def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
+        """Close the window if it ends with the epoch; ``at`` are step and epoch, the present ones if not given."""
         if self._policy.window.epoch:
             with self._lock:
                 self.fold()
-                self._close(is_partial=False)
+                self._close(is_partial=False, at=at)
 
     def lifetime(self) -> Aggregate:
         """The figures of all records that were folded so far."""
@@ -236,19 +243,20 @@ class Cell:
             elif (place := random.randrange(number + 1)) < size:  # noqa: S311  no secret
                 self._raw[place] = value
 
-    def _close(self, *, is_partial: bool) -> None:
+    def _close(self, *, is_partial: bool, at: tuple[int | None, int | None] | None = None) -> None:
         if self._seen or self._policy.when_empty == "zero":
             if len(self._closed) == _MAX_CLOSED:
                 self.num_lost_windows += 1
             progress = self._progress
+            step, epoch = (progress.step, progress.epoch) if at is None else at
             self._closed.append(
                 ClosedWindow(
                     aggregate=self._open,
                     begin_ns=self._begin_ns,
                     end_ns=progress.clock.monotonic_ns(),
                     time_ns=progress.clock.time_ns(),
-                    step=progress.step,
-                    epoch=progress.epoch,
+                    step=step,
+                    epoch=epoch,
                     is_partial=is_partial,
                     raw=tuple(self._raw),
                 )

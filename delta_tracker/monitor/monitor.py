@@ -197,9 +197,7 @@ class Monitor:
         """Close the windows that end with the epoch, which has this number; without one, the next."""
         self._progress.epoch = (self._progress.epoch or 0) + 1 if number is None else number
         for source in self.registry.sources:
-            end_epoch = getattr(source, "end_epoch", None)
-            if end_epoch is not None:
-                end_epoch()
+            source.end_epoch()
         for stat in self.registry.find():
             stat.end_epoch()
 

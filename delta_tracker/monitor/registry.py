@@ -128,6 +128,8 @@ class Registry:
         self._lock = threading.RLock()
         for stat in self._stats.values():
             stat.reset()
+        for source in self._sources.values():
+            source.after_fork()
 
     def _policy(self, name: str) -> Policy:
         policy = self._defaults[exposed(name)]

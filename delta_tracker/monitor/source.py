@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from delta_tracker.monitor.stat import Kind, Stat
 
@@ -11,7 +11,7 @@ Readings = float | Mapping[str | tuple[str, ...], float] | None
 """A number; one for each label value (or tuple of them); or None for no data."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """What is read once per collection.
 
     The collector calls :meth:`read` from a thread of its own, one call at a time; what it raises is counted.
@@ -20,11 +20,18 @@ class Source(Protocol):
     name: str
     """Names it where it fails."""
 
+    @abstractmethod
     def read(self, *, is_last: bool) -> None:
         """Record what there is to record. Wait for a device only if ``is_last``."""
 
+    def end_epoch(self) -> None:  # noqa: B027  most have nothing to end
+        """What was recorded so far belongs to the epoch that ends. Called by the training thread: wait for nothing."""
 
-class Passive:
+    def after_fork(self) -> None:  # noqa: B027
+        """Let go of locks and of what belongs to the parent; called in a forked child."""
+
+
+class Passive(Source):
     """A stat whose readings come from a callback.
 
     Args:

@@ -161,7 +161,8 @@ class Stat:
     def end_epoch(self) -> None:
         """Close the windows that end with the epoch."""
         for cell in self.cells:
-            cell.end_epoch()
+            if not cell.is_remote:
+                cell.end_epoch()
 
     def reset(self) -> None:
         """Forget everything, locks too; for a process that was forked."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from delta_tracker.monitor.registry import Registry
-from delta_tracker.monitor.source import Passive, Readings
+from delta_tracker.monitor.source import Passive, Readings, Source
 from delta_tracker.monitor.stat import Definition, Kind
 
 _PROC = Path("/proc/self")
@@ -113,7 +113,7 @@ SYSTEM_NAMES = tuple(name for name, *_ in _METRICS)
 """Names of the metrics."""
 
 
-class SystemMetrics:
+class SystemMetrics(Source):
     """Reads them all, once per collection.
 
     Args:
