@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -27,7 +28,6 @@ _BURST_SECONDS = 0.05
 
 class _Wake(Enum):
     EVENTS = auto()
-    COLLECT = auto()
     STOP = auto()
 
 
@@ -69,10 +69,9 @@ class Collector:
         self._undelivered: list[Event] = []
         self._losses: dict[tuple[str, str], int] = {}
         self._attributes: dict[str, str] = {}
-        self._wakeups: queue.SimpleQueue[_Wake] = queue.SimpleQueue()
+        # Beside these, a queue that somebody waits at: collect, then put None into it.
+        self._wakeups: queue.SimpleQueue[_Wake | queue.SimpleQueue[None]] = queue.SimpleQueue()
         self._is_woken = False
-        self._collected: threading.Condition = threading.Condition()
-        self._num_collections = 0
         self._thread: threading.Thread | None = None
 
     def after_fork(self) -> None:
@@ -121,12 +120,13 @@ class Collector:
         if self._thread is None:
             self.collect()
             return True
-        with self._collected:
-            # One collection may be under way, and may have passed by what was recorded last.
-            target = self._num_collections + 2
-            self._wakeups.put(_Wake.COLLECT)
-            self._wakeups.put(_Wake.COLLECT)
-            return self._collected.wait_for(lambda: self._num_collections >= target, timeout_seconds)
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wakeups.put(done)
+        try:
+            done.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return False
+        return True
 
     def wake(self) -> None:
         """Have the events that wait handed to their handlers soon. Any thread and any signal handler may call it."""
@@ -211,10 +211,9 @@ class Collector:
     def _loop(self, interval_seconds: float) -> None:
         due = time.monotonic() + interval_seconds
         while True:
-            try:
+            wake = None
+            with contextlib.suppress(queue.Empty):
                 wake = self._wakeups.get(timeout=max(0.0, due - time.monotonic()))
-            except queue.Empty:
-                wake = _Wake.COLLECT
             if wake is _Wake.STOP:
                 break
             if wake is _Wake.EVENTS:
@@ -223,6 +222,8 @@ class Collector:
                     self._hand_to_handlers()
                 continue
             self._collect_once()
+            if isinstance(wake, queue.SimpleQueue):
+                wake.put(None)
             due = max(due, time.monotonic() - interval_seconds) + interval_seconds
         self._collect_once(is_last=True)
         for sink, guard in self._sinks:
@@ -235,9 +236,6 @@ class Collector:
         except Exception:
             # Only our own faults come here. The thread must not end: the next collection may well work.
             _logger.exception("monitor: a collection failed")
-        with self._collected:
-            self._num_collections += 1
-            self._collected.notify_all()
 
 
 def _hand_all(subscription: Subscription, events: list[Event]) -> None:

@@ -159,7 +159,7 @@ class Monitor:
 
     # Events
 
-    def log(self, name: str, message: str = "", **data: Value) -> None:
+    def log(self, name: str, message: str = "", /, **data: Value) -> None:
         """Emit an event of severity INFO: the short form."""
         self.emit(Event(name, message, data, time_ns=self._clock.time_ns(), monotonic_ns=self._clock.monotonic_ns()))
 
@@ -168,7 +168,9 @@ class Monitor:
         protect(self)
         self.events.emit(event)
 
-    def span(self, name: str, *, severity: Severity = Severity.INFO, trace: int | None = None, **data: Value) -> Span:
+    def span(
+        self, name: str, /, *, severity: Severity = Severity.INFO, trace: int | None = None, **data: Value
+    ) -> Span:
         """A range of time, as a context manager or by ``start()`` and ``stop()``: an event at each end.
 
         Args:

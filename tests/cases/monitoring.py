@@ -9,10 +9,14 @@ import torch
 import torchmetrics
 from torch import distributed as dist
 
+from delta_tracker import ModelDeltaTracker, TrackingMode
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.across_ranks import merge_ranks
 from delta_tracker.monitor.device import DeviceCounter, DeviceHistogram, DeviceMean
+from delta_tracker.monitor.syncs import SyncError, find_syncs
 from delta_tracker.monitor.torchmetric import TorchMetric
+from delta_tracker.sharding.hooks import Watcher
+from tests.models import Spec, batch, shard
 
 
 def merged(rank: int, world_size: int) -> dict[str, Any]:
@@ -57,3 +61,43 @@ def merged(rank: int, world_size: int) -> dict[str, Any]:
         **{f"metric {name}": float(metric.merge_ranks()) for name, metric in metrics.items()},
         "exact cat": float(exact.compute()),
     }
+
+
+def recording_syncs_unpadded(rank: int, world_size: int) -> list[str]:
+    """The same with stores that look how many rows are new."""
+    return recording_syncs(rank, world_size, "embedding", "updates", bag=False, pads=False)["syncs"]
+
+
+def recording_syncs(rank: int, world_size: int, mode: str, record: str, bag: bool, pads: bool = True) -> dict[str, Any]:
+    """Where recording would wait for a device, on a real sharded model whose every tensor counts as being on one."""
+    spec = Spec.every_sharding(world_size, bag=bag)
+    model = shard(spec)
+    found: list[SyncError] = []
+    num_calls = 0
+    contained = Watcher._contained
+
+    def watched(self: Watcher, action: Any, *, otherwise: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        with find_syncs(everywhere=True) as here:
+            result = contained(self, action, otherwise=otherwise)
+        found.extend(here)
+        return result
+
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model, mode=TrackingMode(mode), record=record, engine="torch") as tracker:
+        for store in tracker._log.stores.values():
+            store._pads = pads  # as on a device, where the number of new rows is not known on the host
+        with mock.patch.object(Watcher, "_contained", watched):
+            for _ in range(4):
+                model(batch(spec, generator)).backward()
+                with find_syncs(everywhere=True) as here:
+                    tracker.step()
+                found.extend(here)
+        rows = sum(len(each) for each in tracker.get_delta().values())
+        return {
+            "syncs": [str(each) for each in found],
+            "calls": num_calls,
+            "errors": tracker.num_hook_errors,
+            "rows": rows,
+        }
