@@ -178,6 +178,12 @@ class Cell:
             result.total += self._base
             return result
 
+    def collect_total(self) -> float:
+        """The sum of all records so far; closes nothing."""
+        with self._lock:
+            self.fold()
+            return self.lifetime().total
+
     def restore(self, total: float) -> None:
         """Put the total to what a checkpoint says, whatever was counted here before."""
         with self._lock:

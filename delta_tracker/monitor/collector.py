@@ -18,6 +18,7 @@ from delta_tracker.monitor.events import EventLog, Subscription
 from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.stat import Kind
 
 _logger = logging.getLogger(__name__)
 
@@ -166,7 +167,9 @@ class Collector:
             for cell in stat.cells:
                 closed, figures = cell.collect(is_last=is_last)
                 windows += [WindowReport.of(stat.definition, cell.labels, stat.policy, window) for window in closed]
-                if figures.count:
+                # A counter that counted nothing is at 0, which whoever looks for its growth has to see; of everything
+                # else there is no data.
+                if figures.count or (stat.definition.kind is Kind.COUNTER and cell.enabled):
                     totals.append(TotalReport(stat.definition, cell.labels, figures))
                 num_rejected += figures.num_rejected
                 num_lost += cell.num_lost_windows

@@ -4,6 +4,9 @@ Tracker, publisher and predictor record them through one object, each with one l
 
     metrics.published_rows.cell(table=fqn).add(len(rows))
 
+A counter is exposed as 0 from the moment that it, or its cell, is first asked for: whoever may record a fault asks for
+``metrics.fences`` or ``metrics.resyncs.cell(reason="gap")`` when it starts, so that an alert sees the first one.
+
 Names follow Prometheus (https://prometheus.io/docs/practices/naming/): a prefix, the unit last; a counter gets
 ``_total`` where it is exposed. A stat is registered at its first use.
 """
