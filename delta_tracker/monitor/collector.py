@@ -196,11 +196,10 @@ class Collector:
             wanted = [event for event in events if subscription.wants(event)]
             if wanted:
                 self._run(guard, partial(_hand_all, subscription, wanted))
-        if self._sinks:
-            self._undelivered += events
-            for _ in self._undelivered[: -self._max_undelivered]:
-                self._metrics.dropped_events.cell(reason="overrun").add(1)
-            del self._undelivered[: -self._max_undelivered]
+        self._undelivered += events
+        for _ in self._undelivered[: -self._max_undelivered]:
+            self._metrics.dropped_events.cell(reason="overrun").add(1)
+        del self._undelivered[: -self._max_undelivered]
 
     def _run(self, guard: Guard, action: partial[None], *, even_if_muted: bool = False) -> bool:
         num_errors, num_muted = guard.num_errors, guard.num_muted

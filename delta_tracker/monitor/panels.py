@@ -97,6 +97,7 @@ PANELS = (
     Panel(row="Freshness", title="Predictor lag", metric="predictor_lag_seconds"),
     Panel(row="Freshness", title="Versions behind", metric="predictor_lag_versions"),
     Panel(row="Freshness", title="Consumer lag", metric="consumer_lag_seconds", by=("consumer",)),
+    Panel(row="Freshness", title="Versions a consumer is behind", metric="consumer_lag_versions", by=("consumer",)),
     Panel(row="Freshness", title="Oldest pending row", metric="oldest_pending_seconds", by=("consumer",)),
     Panel(row="Freshness", title="Published version", metric="published_version"),
     Panel(row="Freshness", title="Applied version", metric="applied_version"),

@@ -92,11 +92,12 @@ def _of_panel(panel: Panel, records: Iterable[Mapping[str, Any]], begin: float) 
     for record in records:
         labels = " ".join(str(record["labels"][label]) for label in panel.by) or panel.title
         for name in figures:
-            value = record["values"].get(name)
-            if isinstance(value, int | float):
-                rate = value / record["seconds"] if panel.kind is Kind.COUNTER and record["seconds"] else value
-                legend = labels if len(figures) == 1 else f"{name} {labels}"
-                result[legend].append((record["time"] - begin, rate))
+            value, seconds = record["values"].get(name), record["seconds"]
+            if not isinstance(value, int | float) or (panel.kind is Kind.COUNTER and not seconds):
+                continue  # no number, or a window too short for a rate
+            legend = labels if len(figures) == 1 else f"{name} {labels}"
+            shown = value / seconds if panel.kind is Kind.COUNTER else value
+            result[legend].append((record["time"] - begin, shown))
     return dict(result)
 
 

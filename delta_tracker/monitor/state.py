@@ -11,6 +11,7 @@ ranks, rank ``r`` takes over the counters of the saved ranks ``r, r + W, r + 2W,
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,10 @@ def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = M
     mine = sorted(saved for saved in sizes if saved % world_size == rank)
     wanted = {f"rank_{saved}": torch.empty(_num_bytes(sizes[saved]), dtype=torch.uint8) for saved in mine}
     if wanted:
-        load_tensors({KEY: wanted}, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            # It says that one process loads, which is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load_tensors({KEY: wanted}, storage_reader=reader, no_dist=True)
     restore([_parsed(bytes(each.tolist())) for each in wanted.values()], monitor)
     return len(mine)
 

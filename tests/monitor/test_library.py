@@ -32,10 +32,12 @@ def _filled(sink=None) -> Monitor:
     monitor.metrics.define_all()
     if sink is not None:
         monitor.start([sink], system=True)
+    stats = monitor.find(f"{PREFIX}*")
+    cells = [stat.cell(**{label: f"some_{label}" for label in stat.definition.labels}) for stat in stats]
     for _ in range(2):
         clock.go(5)
-        for stat in monitor.find(f"{PREFIX}*"):
-            stat.cell(**{label: f"some_{label}" for label in stat.definition.labels}).add(2)
+        for cell in cells:
+            cell.add(2)
         monitor.flush()
     return monitor
 

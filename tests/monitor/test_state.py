@@ -12,6 +12,8 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.state import KEY, load, restore, state_dict, totals
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 def _rank(rows: dict[str, int], samples: float = 0, process: int = 5) -> Monitor:
     """A rank that counted this much."""
@@ -130,7 +132,7 @@ def test_only_counters_can_be_logical() -> None:
 def test_restore_sums_parts() -> None:
     monitor = _rank({"user": 99})
     restore([{"rows": [(["user"], 1), (["item"], 2)]}, {"rows": [(["item"], 4)]}], monitor)
-    assert dict((values[0], total) for values, total in totals(monitor)["rows"]) == {"user": 1, "item": 6}
+    assert {values[0]: total for values, total in totals(monitor)["rows"]} == {"user": 1, "item": 6}
 
 
 def test_ranks_save_together(two_ranks, tmp_path) -> None:
