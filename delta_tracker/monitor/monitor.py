@@ -16,6 +16,7 @@ from delta_tracker.monitor.event import Event, Severity, Value, renew_ids
 from delta_tracker.monitor.events import EventLog, EventRule, Handler, Subscription
 from delta_tracker.monitor.forks import protect
 from delta_tracker.monitor.library import LibraryMetrics
+from delta_tracker.monitor.names import check_label_names
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
 from delta_tracker.monitor.source import Readings
@@ -230,16 +231,17 @@ class Monitor:
             system: measure CPU, memory, disk and network of the process, and memory of CUDA devices once they are used.
 
         Raises:
-            InvalidArgumentError: if it is running, or for an interval of 0 or less.
+            InvalidArgumentError: if it is running, for an interval of 0 or less, or attributes that are no labels.
         """
         seconds = _seconds("interval", interval)
+        labels = dict(zip(check_label_names(attributes or {}), map(str, (attributes or {}).values()), strict=True))
         if self.is_running:
             raise InvalidArgumentError("start", "twice", "Call stop() before you start it again")
         if system:
             self.registry.add_source(SystemMetrics(self.registry))
         protect(self)
         atexit.register(self.stop)
-        self._collector.start(sinks, seconds, attributes or {})
+        self._collector.start(sinks, seconds, labels)
 
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
         """Deliver the last windows, close the sinks and end the threads; nothing if it is not running.

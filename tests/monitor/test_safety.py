@@ -178,6 +178,8 @@ def test_start_and_stop() -> None:
     for interval in (timedelta(0), 3):
         with pytest.raises(InvalidArgumentError, match="interval"):
             monitor.start(interval=interval)
+    with pytest.raises(InvalidArgumentError, match="labels"):
+        monitor.start(attributes={"no label": "x"})
     assert not monitor.is_running
 
 
