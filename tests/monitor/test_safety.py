@@ -273,6 +273,44 @@ def test_a_forked_child_begins_empty_and_can_start_again() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_waits_for_no_lock_that_a_thread_of_the_parent_holds() -> None:
+    monitor = Monitor()
+    stat = monitor.stat("s", labels=["k"])
+    cell = stat.cell(k=1)
+    monitor.start([Kept()], interval=timedelta(hours=1), system=False)
+    locks = [monitor.registry._lock, stat._lock, cell._lock, monitor._collector._lock]
+    held, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        for lock in locks:
+            lock.acquire()
+        held.set()
+        may_go.wait(60)
+        for lock in locks:
+            lock.release()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(60)
+
+    def child() -> None:
+        signal.alarm(20)  # ends a child that waits
+        for _ in range(2000):
+            cell.add(1)
+        stat.cell(k=2).add(1)
+        monitor.configure("s", raw=2)
+        monitor.counter("new").add(1)
+        assert _total(monitor, "s") == 2001
+
+    try:
+        assert _in_child(child) == 0
+    finally:
+        may_go.set()
+        holder.join()
+    assert monitor.stop()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_forks_while_threads_record_and_fold() -> None:
     """A child inherits locks that nobody will ever release; it must not wait for one."""
     monitor = Monitor()
