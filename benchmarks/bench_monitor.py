@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import importlib.util
+import importlib
 import platform
 import sys
 import time
@@ -82,7 +82,7 @@ def others() -> list[Case]:
         Case("deque.append, bounded", ring.append, lambda n: len(ring) == min(n, 1024)),
         Case("torch.monitor Stat.add", stat.add, lambda n: stat.count == n),
     ]
-    if importlib.util.find_spec("prometheus_client"):
+    if _is_importable("prometheus_client"):
         import prometheus_client  # noqa: PLC0415  optional
 
         registry = prometheus_client.CollectorRegistry()
@@ -100,7 +100,7 @@ def others() -> list[Case]:
                 lambda n: registry.get_sample_value("h_count") == n,
             ),
         ]
-    if importlib.util.find_spec("opentelemetry") and importlib.util.find_spec("opentelemetry.sdk"):
+    if _is_importable("opentelemetry.sdk"):
         cases += _opentelemetry()
     return cases
 
@@ -157,6 +157,14 @@ def _loop(num_records: int, num_rounds: int) -> float:
             pass
         best = min(best, (time.perf_counter() - begin) / num_records * _NS)
     return best
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
 def _versions() -> str:

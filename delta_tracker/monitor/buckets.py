@@ -49,8 +49,8 @@ class LogBuckets:
 
     Example:
         >>> buckets = LogBuckets()
-        >>> buckets.extend([1.0, 2.0, 4.0])
-        >>> abs(buckets.quantile(0.5) / 2.0 - 1) < RELATIVE_ERROR
+        >>> buckets.extend([1.0, 3.0, 4.0])
+        >>> abs(buckets.quantile(0.5) / 3.0 - 1) < RELATIVE_ERROR
         True
     """
 

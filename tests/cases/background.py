@@ -261,7 +261,7 @@ def encoded(rank: int, world_size: int, url: str, encoding: str) -> int:
     trainer = Trainer(rank, world_size, mode=TrackingMode.EMBEDDING)
     with trainer.tracker:
         chosen = Encoding(encoding)
-        publisher = Publisher(trainer.tracker, url, encoding={fqn: chosen for fqn in trainer.tracker.tables})
+        publisher = Publisher(trainer.tracker, url, encoding=dict.fromkeys(trainer.tracker.tables, chosen))
         held = empty_model(trainer.tracker)
         predictor = Predictor(held, url)
         for number in range(4):
