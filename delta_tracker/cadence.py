@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.tracker import ModelDeltaTracker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,31 +58,31 @@ class Pace:
 
     Args:
         cadence: the bounds.
-        pending: counts the pending rows and bytes of this rank.
-        recorded: how many rows of lookups this rank has recorded so far, repeats included; rows and bytes.
+        tracker: whose rows.
+        consumer: for whom they are pending.
+        owner: who reserved it.
     """
 
-    def __init__(
-        self, cadence: Cadence, pending: Callable[[], tuple[int, int]], recorded: Callable[[], tuple[int, int]]
-    ) -> None:
+    def __init__(self, cadence: Cadence, tracker: ModelDeltaTracker, consumer: str | None, owner: object) -> None:
         self._cadence = cadence
-        self._pending = pending
-        self._recorded = recorded
+        self._tracker = tracker
+        self._consumer = consumer
+        self._owner = owner
         self._batch = 0
         self._time = time.monotonic()
         self._counted = (0, 0)
-        self._counted_at = recorded()
+        self._counted_at = self._recorded()
 
-    def restart(self, num_batches: int) -> None:
-        """A version was cut at this batch."""
-        self._batch = num_batches
+    def restart(self) -> None:
+        """A version is cut now."""
+        self._batch = self._tracker.num_batches
         self._time = time.monotonic()
         self._counted, self._counted_at = (0, 0), self._recorded()
 
-    def is_due(self, num_batches: int, *, is_clock: bool) -> bool:
-        """Whether a version should be cut at this batch; seconds count on the rank that is the clock only."""
+    def is_due(self, *, is_clock: bool) -> bool:
+        """Whether a version should be cut at the next batch; seconds count on the rank that is the clock only."""
         cadence = self._cadence
-        if cadence.batches is not None and num_batches - self._batch >= cadence.batches:
+        if cadence.batches is not None and self._tracker.num_batches + 1 - self._batch >= cadence.batches:
             return True
         if is_clock and cadence.seconds is not None and time.monotonic() - self._time >= cadence.seconds:
             return True
@@ -98,6 +99,17 @@ class Pace:
             self._counted[0] + now[0] - self._counted_at[0],
             self._counted[1] + now[1] - self._counted_at[1],
         )
+
+    def _pending(self) -> tuple[int, int]:
+        return self._sizes(self._tracker.num_pending(self._consumer, owner=self._owner))
+
+    def _recorded(self) -> tuple[int, int]:
+        return self._sizes(self._tracker.num_recorded)
+
+    def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
+        """Rows, and bytes of their values in the tables' dtypes."""
+        row_bytes = {fqn: shard.num_columns * shard.table.dtype.itemsize for fqn, shard in self._tracker.shards.items()}
+        return sum(num_rows.values()), sum(count * row_bytes[fqn] for fqn, count in num_rows.items())
 
     @staticmethod
     def _reaches(bounds: tuple[int | None, int | None], found: tuple[int, int]) -> bool:

@@ -25,6 +25,8 @@ class Capture(Protocol):
 
     keeps_old: bool
     """Whether :meth:`old_states` is kept of each row, from before its first change."""
+    states_are_columns: bool
+    """Whether an old state has one number for each column of the shard; otherwise one for each column range."""
     has_scores: bool
     """Whether the mode can tell how far a row moved."""
 
@@ -45,6 +47,7 @@ class IdCapture:
     """Ids only."""
 
     keeps_old = False
+    states_are_columns = False
     has_scores = False
 
     def check(self, shard: LocalShard) -> None:
@@ -69,6 +72,7 @@ class EmbeddingCapture:
     """The rows as they were."""
 
     keeps_old = True
+    states_are_columns = True
     has_scores = True
 
     def check(self, shard: LocalShard) -> None:
@@ -93,6 +97,7 @@ class MomentumLastCapture:
     """The optimizer's first state as it is: only an update of a row moves it, so nothing has to be kept."""
 
     keeps_old = False
+    states_are_columns = False
     has_scores = True
 
     def check(self, shard: LocalShard) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from delta_tracker.cursors import Cursors
+from delta_tracker.cursors import Cursors, PendingState
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.store.segments import SegmentStore
@@ -32,6 +32,21 @@ class Reading:
     stop: int
     batches: tuple[int, int]
     rows: Mapping[str, ChangedRows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogState:
+    """All that a log knows at one moment.
+
+    Args:
+        num_batches: ``step()`` calls.
+        consumers: name to what is pending for it.
+        history: table FQN to all rows changed since the start, in a log that keeps them; otherwise None.
+    """
+
+    num_batches: int
+    consumers: Mapping[str, PendingState]
+    history: Mapping[str, ChangedRows] | None = None
 
 
 class ChangeLog:
@@ -164,6 +179,60 @@ class ChangeLog:
                 store.cut(self._position)
                 store.mark(None, is_written=True)
 
+    def state(self) -> LogState:
+        """What every consumer has not received, sealed and open rows included. Waits for the device; moves nothing."""
+        with self.lock:
+            for store in self._stores.values():
+                store.catch_up()
+            consumers = {}
+            for name in self._cursors.names:
+                if self._cursors.is_transient(name):
+                    continue
+                start, batch = self._cursors.start(name)
+                is_behind = self._cursors.is_behind(name)
+                rows = {} if is_behind else self._changed_since(start, self._cursors.carried(name))
+                consumers[name] = PendingState(batch, rows, is_behind)
+            history = None if self._delete_on_read else self._changed_since(0, self._cursors.origin)
+            return LogState(self._num_batches, consumers, history)
+
+    def restore(self, state: LogState) -> None:
+        """Take a state over: nothing else is pending afterwards, except rows that are open now. Aborts open reads.
+
+        Args:
+            state: of exactly this log's consumers; a ``history`` of None makes all rows changed for whoever rewinds.
+        """
+        with self.lock:
+            assert set(state.consumers) == set(self._cursors.names), "checked by the caller"
+            self._num_batches = state.num_batches
+            for store in self._stores.values():
+                store.forget()
+            self._cut()
+            origin = state.history
+            if origin is None:
+                origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
+            self._cursors.restore(self._position, state.consumers, origin)
+
+    def mark_everything(self) -> None:
+        """Make all rows changed for every consumer, old values unknown, whatever was pending. Aborts open reads."""
+        with self.lock:
+            nothing = {name: PendingState(self._num_batches, {}) for name in self._cursors.names}
+            self.restore(LogState(self._num_batches, nothing, {}))
+            for fqn in self._stores:
+                self.mark(fqn, None, is_written=True)
+
+    def distrust(self, consumer: str, fqn: str, ids: Tensor) -> None:
+        """Make rows pending for one consumer, old values unknown, whatever was pending of them. Aborts its open read.
+
+        Args:
+            consumer: whose copy of the rows is not what it last received.
+            fqn: the table.
+            ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
+        """
+        with self.lock:
+            if len(ids):
+                rows = self._stores[fqn].unknown(ids)
+                self._cursors.carry(consumer, fqn, rows, in_origin=not self._delete_on_read)
+
     def step(self) -> None:
         """Count a batch, and keep the memory within its bound."""
         with self.lock:
@@ -180,13 +249,10 @@ class ChangeLog:
         """
         with self.lock:
             if self._cursors.is_behind(consumer):
-                assert self._max_bytes is not None, "only a bound gives a consumer up"
                 raise NeedsSnapshotError(consumer, self._max_bytes)
             start, first_batch = self._cursors.start(consumer)
             self._cut()
-            rows = {fqn: store.changed(start, self._position) for fqn, store in self._stores.items()}
-            for fqn, carried in self._cursors.carried(consumer).items():
-                rows[fqn] = merge_first(carried, rows[fqn])
+            rows = self._changed_since(start, self._cursors.carried(consumer), self._position)
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows)
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
@@ -209,8 +275,8 @@ class ChangeLog:
             self._cursors.abort(delta)
             self._after_read()
 
-    def add(self, consumer: str) -> None:
-        """Add a consumer that stands at the end of the log.
+    def add(self, consumer: str, owner: object = None) -> None:
+        """Add a consumer that stands at the end of the log; for an ``owner``, whom nobody else reads it beside.
 
         Raises:
             InvalidArgumentError: if it exists.
@@ -219,6 +285,8 @@ class ChangeLog:
             if consumer in self._cursors.names:
                 raise InvalidArgumentError("consumer", consumer, f"Pass a name beside {list(self._cursors.names)}")
             self._place_at_end(consumer)
+            if owner is not None:
+                self._cursors.reserve(consumer, owner, is_transient=True)
 
     def remove(self, consumer: str) -> None:
         """Remove a consumer, and what only it needed."""
@@ -241,7 +309,7 @@ class ChangeLog:
         with self.lock:
             if self._delete_on_read:
                 raise InvalidArgumentError("delete_on_read", True, "Build the tracker with delete_on_read=False")
-            self._cursors.place(consumer, 0, 0)
+            self._cursors.rewind(consumer)
 
     def compact(self) -> None:
         """Drop what every consumer has committed and merge what no cursor tells apart."""
@@ -251,6 +319,16 @@ class ChangeLog:
                 store.compact(pinned)
                 if self._delete_on_read:
                     store.delete(oldest)
+
+    def _changed_since(
+        self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None
+    ) -> dict[str, ChangedRows]:
+        """Table FQN to the rows marked from ``start`` up to ``stop``, or till now, beside those that are carried."""
+        end = self._position + 1 if stop is None else stop
+        rows = {fqn: store.changed(start, end) for fqn, store in self._stores.items()}
+        for fqn, older in carried.items():
+            rows[fqn] = merge_first(older, rows[fqn])
+        return rows
 
     def _count(self, fqn: str, ids: Tensor | None) -> None:
         num_rows = self._stores[fqn].num_rows if ids is None else ids.numel()

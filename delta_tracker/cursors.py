@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, StaleDeltaError, UnknownConsumerError
-from delta_tracker.rows import ChangedRows
+from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.types import Delta
 
 
@@ -18,6 +18,23 @@ class _Consumer:
     carried: Mapping[str, ChangedRows] = field(default_factory=dict)
     is_behind: bool = False
     owner: object = None
+    is_transient: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingState:
+    """What one consumer has not received yet.
+
+    Args:
+        batch: ``step()`` count at its last committed read.
+        rows: table FQN to its pending rows, each with the state in which the consumer has it; tables without any may
+            be missing.
+        is_behind: its changes were given up to bound memory; ``rows`` is then empty.
+    """
+
+    batch: int
+    rows: Mapping[str, ChangedRows]
+    is_behind: bool = False
 
 
 class Cursors:
@@ -38,6 +55,7 @@ class Cursors:
         if isinstance(names, str) or not names or len(set(names)) != len(names):
             raise InvalidArgumentError("consumers", names, "Pass a list of one or more different names")
         self._consumers = {name: _Consumer(position=0, batch=0) for name in names}
+        self._origin: Mapping[str, ChangedRows] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,9 +96,10 @@ class Cursors:
             raise UnknownConsumerError(name, self._consumers)
         return name
 
-    def reserve(self, name: str, owner: object) -> None:
+    def reserve(self, name: str, owner: object, *, is_transient: bool = False) -> None:
         """Let nobody but ``owner`` read or move consumer ``name``; None lets everybody again."""
         self._consumers[name].owner = owner
+        self._consumers[name].is_transient = is_transient
 
     def check_owner(self, name: str, owner: object) -> None:
         """Refuse a caller that may not read or move a consumer.
@@ -91,6 +110,11 @@ class Cursors:
         reserved_by = self._consumers[name].owner
         if reserved_by is not None and reserved_by is not owner:
             raise ReservedConsumerError(name, type(reserved_by).__name__)
+
+    @property
+    def origin(self) -> Mapping[str, ChangedRows]:
+        """Table FQN to the rows that had changed before the log's first position."""
+        return self._origin
 
     def start(self, name: str) -> tuple[int, int]:
         """The cursor of consumer ``name``: its position and its batch count."""
@@ -105,14 +129,48 @@ class Cursors:
         """Whether the changes of ``name`` were given up."""
         return self._consumers[name].is_behind
 
+    def is_transient(self, name: str) -> bool:
+        """Whether ``name`` is a part of its owner's life, and nothing to be saved."""
+        return self._consumers[name].is_transient
+
     def place(self, name: str, position: int, batch: int, *, is_behind: bool = False) -> None:
         """Put consumer ``name``, new or known, at a position, with nothing pending from before it."""
+        placed = _Consumer(position=position, batch=batch, is_behind=is_behind)
         known = self._consumers.get(name)
-        owner = None if known is None else known.owner
-        self._consumers[name] = _Consumer(position=position, batch=batch, is_behind=is_behind, owner=owner)
+        if known is not None:
+            placed.owner, placed.is_transient = known.owner, known.is_transient
+        self._consumers[name] = placed
+
+    def rewind(self, name: str) -> None:
+        """Put consumer ``name`` back to the log's first position, with what had changed before it."""
+        self.place(name, 0, 0)
+        self._consumers[name].carried = self._origin
+
+    def restore(self, position: int, states: Mapping[str, PendingState], origin: Mapping[str, ChangedRows]) -> None:
+        """Put every consumer of ``states`` at a position, with what is pending for it. Drops their open reads."""
+        self._origin = origin
+        for name, state in states.items():
+            self.place(name, position, state.batch, is_behind=state.is_behind)
+            self._consumers[name].carried = {fqn: rows for fqn, rows in state.rows.items() if len(rows)}
+
+    def carry(self, name: str, fqn: str, rows: ChangedRows, *, in_origin: bool) -> None:
+        """Make rows of a table pending for ``name``, in place of what is carried of them. Drops its open read.
+
+        Args:
+            name: the consumer.
+            fqn: the table.
+            rows: the rows.
+            in_origin: let :meth:`rewind` give them too.
+        """
+        consumer = self._consumers[name]
+        consumer.carried = _over(rows, fqn, consumer.carried)
+        consumer.sealed = None
+        if in_origin:
+            self._origin = _over(rows, fqn, self._origin)
 
     def forget_tables(self, fqns: Collection[str]) -> None:
         """Drop what reads have left out of some tables, whose ids mean other rows from now on, and every open read."""
+        self._origin = {fqn: rows for fqn, rows in self._origin.items() if fqn not in fqns}
         for consumer in self._consumers.values():
             consumer.carried = {fqn: rows for fqn, rows in consumer.carried.items() if fqn not in fqns}
             consumer.sealed = None
@@ -153,3 +211,8 @@ class Cursors:
         if consumer.sealed is not delta:
             raise StaleDeltaError(delta.consumer)
         return consumer
+
+
+def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
+    """Tables with some rows in place of what was there of them."""
+    return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

@@ -103,9 +103,10 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
     """A consumer fell so far behind that its changes were given up to bound memory."""
 
-    def __init__(self, consumer: str, max_bytes: int) -> None:
+    def __init__(self, consumer: str, max_bytes: int | None) -> None:
+        bound = "a former run's bound" if max_bytes is None else f"max_bytes={max_bytes}"
         super().__init__(
-            f"consumer {consumer!r} fell behind: its pending rows passed max_bytes={max_bytes} and were given up",
+            f"consumer {consumer!r} fell behind: its pending rows passed {bound} and were given up",
             "Call clear(consumer), then give it every row (read_rows), then read deltas again; or raise max_bytes",
         )
         self.consumer = consumer
@@ -128,6 +129,62 @@ class DetachedError(DeltaTrackerError, RuntimeError):
 
     def __init__(self) -> None:
         super().__init__("the tracker is detached from its model", "Build a new ModelDeltaTracker")
+
+
+# Checkpoints
+
+
+class CheckpointError(DeltaTrackerError, ValueError):
+    """Base of what keeps a saved tracker state from being loaded; nothing was changed."""
+
+
+class UnknownFormatError(CheckpointError):
+    """A saved state has a format version that this release does not read; ``found`` and ``known`` hold both."""
+
+    def __init__(self, found: object, known: int) -> None:
+        super().__init__(
+            f"the saved tracker state has format version {found!r}, this release reads {known}",
+            "Load it with the release of delta_tracker that wrote it",
+        )
+        self.found = found
+        self.known = known
+
+
+class StateMismatchError(CheckpointError):
+    """A saved state is of something else than what it is loaded into; ``what`` differs, ``saved`` and ``found`` how."""
+
+    def __init__(self, what: str, saved: object, found: object) -> None:
+        super().__init__(
+            f"the saved tracker state has {what} {saved}, where {found} is expected",
+            "Load it into a tracker built as the one that saved it, or load {} to count everything as changed",
+        )
+        self.what = what
+        self.saved = saved
+        self.found = found
+
+
+class PartialStateError(CheckpointError):
+    """Parts of a saved state are missing; ``ranks`` lists whose."""
+
+    def __init__(self, reason: str, ranks: Iterable[int]) -> None:
+        self.reason = reason
+        self.ranks = tuple(ranks)
+        super().__init__(
+            f"the saved tracker state is not whole: {reason}; parts missing of ranks: {_listed(self.ranks)}",
+            "Load the parts of all ranks that saved it, or load {} to count everything as changed",
+        )
+
+
+class MalformedStateError(CheckpointError):
+    """A saved state does not follow the format; ``part`` and ``reason`` say where."""
+
+    def __init__(self, part: str, reason: str) -> None:
+        super().__init__(
+            f"part {part!r} of the saved tracker state is malformed: {reason}",
+            "Load an older checkpoint, or load {} to count everything as changed",
+        )
+        self.part = part
+        self.reason = reason
 
 
 # Stream
@@ -212,7 +269,7 @@ class CorruptPartError(StreamError, ValueError):
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
-            f"part {path} is corrupt: {reason}", "Publish a new snapshot, then build a new Predictor: it starts there"
+            f"part {path} is corrupt: {reason}", "Publish a new snapshot: predictors go on from there by themselves"
         )
         self.path = path
         self.reason = reason
@@ -224,7 +281,7 @@ class MissingVersionError(StreamError, LookupError):
     def __init__(self, version: int, head: int) -> None:
         super().__init__(
             f"version {version} is missing while the stream goes on to version {head}",
-            "Publish a new snapshot, then build a new Predictor: it starts there",
+            "Publish a new snapshot: predictors go on from there by themselves",
         )
         self.version = version
         self.head = head
@@ -236,7 +293,7 @@ class StreamReplacedError(StreamError, RuntimeError):
     def __init__(self, url: str, version: int) -> None:
         super().__init__(
             f"the stream {url} is not the one of which version {version} was applied",
-            "Build a new Predictor: it starts from the newest snapshot of what is there now",
+            "Publish a snapshot to the stream that is there now: predictors go on from it by themselves",
         )
         self.url = url
         self.version = version
@@ -265,3 +322,49 @@ class TableMismatchError(StreamError, ValueError):
             f"table {table!r} is {expected} in the stream but {found} in the predictor's model{names}",
             "Build the predictor's model with the trainer's table names, sizes and dtypes",
         )
+
+
+class PartialRowsError(StreamError, ValueError):
+    """Rows came with a part of their columns for a table that takes whole rows only; nothing was applied.
+
+    ``table``, ``num_rows``, the column ranges ``found`` and the one that was ``needed`` say which.
+    """
+
+    def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:
+        self.table = table
+        self.num_rows = num_rows
+        self.found = tuple(found)
+        self.needed = needed
+        super().__init__(
+            f"{num_rows} rows of table {table!r} came with the columns {_listed(self.found)} only, "
+            f"and the predictor's model quantises the columns {needed!r} together",
+            "Wait for the next snapshot, which has whole rows; publish column-wise tables without top-k and with fused "
+            "kernels, or do not shard this one by columns",
+        )
+
+
+class DenseMismatchError(StreamError, ValueError):
+    """A dense tensor of the stream does not fit the predictor's model; nothing was applied."""
+
+    def __init__(self, name: str, expected: object, found: str, known: Iterable[str] = ()) -> None:
+        self.name = name
+        self.expected = str(expected)
+        self.found = found
+        self.known = tuple(known)
+        names = f"; the model has: {_listed(self.known)}" if self.known else ""
+        super().__init__(
+            f"dense tensor {name!r} is {expected} in the stream but {found} in the predictor's model{names}",
+            "Build the model with the trainer's names and shapes, map names={stream: model}, or pass dense=False",
+        )
+
+
+class HeldVersionError(StreamError, RuntimeError):
+    """A predictor's gate holds a version back; its tables stay as they were. ``version`` and ``reason`` say why."""
+
+    def __init__(self, version: int, reason: str) -> None:
+        super().__init__(
+            f"version {version} is held back: {reason}",
+            f"Look at the trainer; then call accept({version}), or rollback(...), or let it publish a good snapshot",
+        )
+        self.version = version
+        self.reason = reason

@@ -1,77 +1,120 @@
-"""Predictor: brings the tables of a serving model to a stream's newest version, while they are being read."""
+"""Predictor: keeps a serving model at a stream's newest version, while it is being read."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
-import torch
-from torch import Tensor, nn
-
+from delta_tracker.applying import Applier, Model
 from delta_tracker.errors import (
+    CorruptPartError,
+    HeldVersionError,
     InvalidArgumentError,
+    MalformedError,
     MissingVersionError,
-    NoSnapshotError,
-    StorageError,
+    PartialRowsError,
+    StreamError,
     StreamReplacedError,
 )
+from delta_tracker.follower import Follower
+from delta_tracker.gate import Gate, GateKeeper
+from delta_tracker.status import Served, Status
+from delta_tracker.stream.contents import Contents
+from delta_tracker.stream.cursor import Place, StreamCursor
+from delta_tracker.stream.heartbeat import Pulse
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.manifest import Manifest
-from delta_tracker.stream.part import RowChunk, read_parts
+from delta_tracker.stream.manifest import Link, Manifest
+from delta_tracker.stream.notify import Notifier
 from delta_tracker.stream.storage import Storage, open_storage
 from delta_tracker.table_lock import TableLock
-from delta_tracker.targets import check_targets, find_targets
 
 _logger = logging.getLogger(__name__)
 
-# Rows written under one hold of the lock. A lookup waits for one chunk at most.
-_CHUNK_ROWS = 4096
-# A poll costs one probe of the next name; telling a gap from the head costs a listing, so that is done less often.
-_GAP_CHECK_SECONDS = 5.0
-_MAX_BACK_OFF_SECONDS = 5.0
+# Faults of the stream that another entry may lead past.
+_FAULTS = (
+    CorruptPartError,
+    HeldVersionError,
+    MalformedError,
+    MissingVersionError,
+    PartialRowsError,
+    StreamReplacedError,
+)
+_NUM_WAYS = 100  # ways around faults that are remembered
 
 
 class Predictor:
     """Applies the versions of a stream, in order and each once, to the tables of a model.
 
     It starts from the newest snapshot and follows from there. A version is read and checked whole before its first row
-    is written: an error leaves the tables and :attr:`version` as they were. Needs neither torchrec nor fbgemm.
+    is written: an error leaves the tables and :attr:`version` as they were. Where the next version cannot be had (a
+    gap, a damaged part, one that retention took or the gate holds, another stream in its place) it goes on from a
+    merged version or the newest snapshot, and logs that. Needs neither torchrec nor fbgemm for models of plain torch.
 
     Lookups in other threads stand inside ``with predictor.reading()``: no row changes there. Rows are written in
     chunks between such blocks, so while a version is being applied some rows are of the next version already; none is
-    ever torn.
+    ever torn. Dense tensors change all at once, at its end.
 
     Args:
         model: a module whose tables are named as the stream's (``<fqn>.weight``): ``nn.Embedding``,
-            ``nn.EmbeddingBag``, unsharded TorchRec collections; or a mapping of FQN to tensor. Its tables are looked up
-            anew for each version, so that ``model.to(device)`` and the like may be called in between.
+            ``nn.EmbeddingBag``, TorchRec collections, unsharded, sharded or quantised; or a mapping of FQN to tensor or
+            :class:`~delta_tracker.row_target.RowTarget`. Its tables are looked up anew for each version, so that
+            ``model.to(device)`` and the like may be called in between.
         url: the stream, ``file:///directory``, ``s3://bucket/prefix``, ... or an opened
             :class:`~delta_tracker.stream.storage.Storage`.
+        names: name in the stream to name in the model, of tables and of dense tensors, where they differ.
+        dense: apply dense parameters and buffers too, if the stream has any; the model must then have them all.
+        gate: bounds that a version must keep to; one that does not is held back.
+        chunk_rows: rows written under one hold of the lock: a lookup waits for one chunk at most.
+        notifier: carries hints of new versions, for :meth:`follow`; without it, or when it fails, polling finds them.
+        name: leave a heartbeat of this name beside the stream every few seconds, see
+            :mod:`~delta_tracker.stream.heartbeat`; None for none. It needs leave to write there.
 
     Raises:
-        InvalidArgumentError: for a model without tables, or a url that names no store.
+        InvalidArgumentError: for a model without tables, names that it has not, or a url that names no store.
         StorageError: if the store cannot be opened.
 
     Example:
+        >>> import torch
         >>> predictor = Predictor({"ec.embeddings.user": torch.zeros(10, 4)}, Storage("memory://"))
         >>> predictor.version is None
         True
     """
 
-    def __init__(self, model: nn.Module | Mapping[str, Tensor], url: str | Storage) -> None:
-        find_targets(model)
-        self._model = model
-        self._log = StreamLog(open_storage(url))
-        self._head: Manifest | None = None  # the last entry of the log that was applied, a claim or not
+    def __init__(
+        self,
+        model: Model,
+        url: str | Storage,
+        *,
+        names: Mapping[str, str] | None = None,
+        dense: bool = True,
+        gate: Gate | None = None,
+        chunk_rows: int = 4096,
+        notifier: Notifier | None = None,
+        name: str | None = None,
+    ) -> None:
+        if chunk_rows < 1:
+            raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
+        self._lock = TableLock()
+        self._applier = Applier(model, names or {}, takes_dense=dense, lock=self._lock, chunk_rows=chunk_rows)
+        self._storage = open_storage(url)
+        self._cursor = StreamCursor(StreamLog(self._storage))
+        self._gate = None if gate is None else GateKeeper(gate)
         self._manifest: Manifest | None = None
-        self._tables = TableLock()
+        self._applying: int | None = None
+        self._is_mixed = False  # rows of versions of which none leads to the others: only a snapshot helps
+        self._pinned: int | None = None
+        self._rows = self._num_bytes = self._resyncs = 0
+        self._last_resync = ""
+        self._ways: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
         self._syncing = threading.Lock()  # held by whoever moves the version
-        self._stop = threading.Event()
-        self._follower: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._pulse = None if name is None else Pulse(self._storage, name)
+        self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -81,21 +124,38 @@ class Predictor:
     @property
     def version(self) -> int | None:
         """The last version that was applied, claims included, None before the first."""
-        return None if self._head is None else self._head.version
+        return self._cursor.version
 
     @property
     def error(self) -> Exception | None:
         """What ended :meth:`follow`, or what it is trying to get over; None while all is well."""
-        return self._error
+        return self._follower.error or (None if self._gate is None else self._gate.held)
 
     @contextmanager
-    def reading(self) -> Iterator[int | None]:
-        """Hold the tables still for lookups; gives :attr:`version`. Keep it short: applying waits for its end."""
-        with self._tables.reading():
-            yield self.version
+    def reading(self) -> Iterator[Served]:
+        """Hold the tables still for lookups, and say what they hold. Keep it short: applying waits for its end."""
+        with self._lock.reading():
+            yield Served(self.version, self._applying)
+
+    def status(self) -> Status:
+        """How it stands. Asks the store for its lag."""
+        place, lag = self._cursor.place, self._follower.lag()
+        error = self.error
+        return Status(
+            stream=None if place is None else place.stream,
+            version=self.version,
+            lag_versions=None if lag is None else lag[0],
+            lag_seconds=None if lag is None else lag[1],
+            rows=self._rows,
+            num_bytes=self._num_bytes,
+            resyncs=self._resyncs,
+            last_resync=self._last_resync,
+            error=None if error is None else f"{type(error).__name__}: {error}",
+            pinned=self._pinned,
+        )
 
     def sync(self, limit: int | None = None) -> int:
-        """Apply the versions that are committed and not yet applied.
+        """Apply the versions that are committed and not yet applied; none after :meth:`rollback`.
 
         Args:
             limit: apply this many versions at most; None for all. The first one is the newest snapshot.
@@ -105,10 +165,12 @@ class Predictor:
 
         Raises:
             NoSnapshotError: if the stream has no snapshot to start from.
-            MissingVersionError: if a version in the middle of the log is gone.
-            StreamReplacedError: if another stream stands in its place.
-            TableMismatchError: if a table of the stream cannot be received by the model.
-            CorruptPartError, MalformedError: if a version is not what it says it is.
+            HeldVersionError: if the gate holds the next version back.
+            MissingVersionError: if a version is gone and nothing leads past it.
+            StreamReplacedError: if another stream stands in its place, and has no snapshot.
+            TableMismatchError, DenseMismatchError: if the model cannot receive a version.
+            PartialRowsError: if a table takes whole rows and gets a part of one, and nothing leads past it.
+            CorruptPartError, MalformedError: if a version is not what it says it is, and nothing leads past it.
             StorageError: if the store cannot be read.
             InvalidArgumentError: for a limit under 1, or inside :meth:`reading`, for whose end it would wait.
         """
@@ -116,22 +178,19 @@ class Predictor:
             raise InvalidArgumentError("limit", limit, "Pass a count of 1 or more, or None")
         self._refuse_inside_reading("sync()")
         with self._syncing:
-            num_applied = 0
-            while limit is None or num_applied < limit:
-                manifest = self._next()
-                if manifest is None:
-                    self._check_for_gap()
+            for _ in itertools.count() if limit is None else range(limit):
+                if not self._advance(looks_for_gap=True):
                     break
-                self._apply(manifest)
-                num_applied += 1
-            assert self._head is not None, "_next raises before the first version"
-            return self._head.version
+        self._beat()
+        assert self.version is not None, "the first advance moves or raises"
+        return self.version
 
     def follow(self, poll_seconds: float = 0.01) -> None:
         """Keep applying new versions in a background thread until :meth:`stop`.
 
-        It waits for a first snapshot if there is none, and tries again with growing pauses while the store fails. Any
-        other error ends it: :attr:`error` holds it, :meth:`stop` raises it, and the tables stay as they were.
+        It waits for a first snapshot if there is none, and for whatever may mend a fault: it tries again with growing
+        pauses, and :attr:`error` says why. Only what no stream can mend ends it (a model that cannot receive it, a
+        bug): :attr:`error` holds it and :meth:`stop` raises it. The tables stay as they were.
 
         Args:
             poll_seconds: how long to wait before looking for the next version again.
@@ -139,114 +198,200 @@ class Predictor:
         Raises:
             InvalidArgumentError: if it is following already, or for a time that is negative or not finite.
         """
-        if not 0 <= poll_seconds < threading.TIMEOUT_MAX:
-            raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, 0 or more")
-        if self._follower is not None and self._follower.is_alive():
-            raise InvalidArgumentError("follow()", "already following", "Call stop() first")
-        self._stop.clear()
-        self._error = None
-        self._follower = threading.Thread(target=self._run, args=(poll_seconds,), name="predictor", daemon=True)
-        self._follower.start()
+        self._follower.start(poll_seconds)
 
     def stop(self) -> None:
-        """End :meth:`follow` after the version that it is applying; raises the error that ended it before.
+        """End :meth:`follow` after the version that it is applying; raises what ended it before, or holds it up now.
 
         Raises:
             InvalidArgumentError: inside :meth:`reading`, for whose end the version may be waiting.
         """
         self._refuse_inside_reading("stop()")
-        follower = self._follower
-        if follower is None:
-            return
-        self._stop.set()
-        follower.join()
-        self._follower = None
-        if self._error is not None:
-            raise self._error
+        self._follower.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # Gate and rollback
+
+    def accept(self, version: int) -> None:
+        """Let a version through the gate once, now or when it comes.
+
+        Raises:
+            InvalidArgumentError: if there is no gate.
+        """
+        if self._gate is None:
+            raise InvalidArgumentError("accept()", version, "Build the Predictor with a gate: nothing is held without")
+        self._gate.accept(version)
+
+    def rollback(self, version: int) -> None:
+        """Return to an earlier version and stay there until :meth:`release`. The gate is not asked.
+
+        All that it takes is read and checked before the first row is written.
+
+        Args:
+            version: a version that the stream still has whole: a snapshot and all versions after it.
+
+        Raises:
+            InvalidArgumentError: for a version that the stream has not had yet, or inside :meth:`reading`.
+            MissingVersionError, NoSnapshotError: if retention took what it consists of.
+            StreamReplacedError: if the stream is not the one whose versions were applied.
+            CorruptPartError, MalformedError, PartialRowsError, TableMismatchError, DenseMismatchError: as :meth:`sync`.
+            StorageError: if the store cannot be read. Where it failed after all was checked, ``status().pinned`` is
+                the version: the next :meth:`sync`, or :meth:`follow`, goes on with the rollback.
+        """
+        self._refuse_inside_reading("rollback()")
+        with self._syncing:
+            self._return_to(version)
+
+    def release(self) -> None:
+        """Go on to newer versions after :meth:`rollback`."""
+        self._pinned = None
+
+    # Start-up from a kept state
+
+    def state_dict(self) -> dict[str, str | int]:
+        """The place of the tables in the stream, to be kept beside them; empty if only a snapshot leads on from them.
+
+        Rows that are newer than the place says do no harm; rows that are older do. So write the place after its rows:
+
+        - tables in a file of their own: first this, then the tables, or both in one ``with predictor.reading()``;
+        - tables in shared or mapped memory: flush that, then write this to a new file and rename it;
+        - before :meth:`rollback`: remove what was kept, and keep the place again once it has returned.
+        """
+        place = self._cursor.place
+        return {} if place is None or self._is_mixed else place.to_dict()
+
+    def load_state_dict(self, state: Mapping[str, str | int]) -> None:
+        """Go on from tables that were kept together with ``state``. What the stream has no more leads to a resync.
+
+        Raises:
+            InvalidArgumentError: if it is not what :meth:`state_dict` returned, or inside :meth:`reading`.
+        """
+        self._refuse_inside_reading("load_state_dict()")
+        place = Place.from_dict(state) if state else None
+        with self._syncing, self._lock.writing():
+            self._cursor.place = place
+            self._manifest = self._applying = None
+            self._is_mixed = False
+            self._ways.clear()
+
+    def _beat(self) -> None:
+        """Leave a heartbeat, if one is due."""
+        if self._pulse is not None and self._pulse.is_due():
+            status = self.status()
+            self._pulse.leave(
+                stream=status.stream,
+                version=status.version,
+                lag_versions=status.lag_versions,
+                lag_seconds=status.lag_seconds,
+                resyncs=status.resyncs,
+                error=status.error,
+            )
 
     def _refuse_inside_reading(self, call: str) -> None:
-        if self._tables.is_reading:
+        if self._lock.is_reading:
             raise InvalidArgumentError(call, "inside reading()", "Leave the `with predictor.reading()` block first")
 
-    def _run(self, poll_seconds: float) -> None:
-        gap_check = time.monotonic() + _GAP_CHECK_SECONDS
-        pause = poll_seconds
-        while not self._stop.is_set():
+    def _advance(self, *, looks_for_gap: bool) -> bool:
+        """Apply one version, if there is one. The caller holds the lock of those who move the version.
+
+        Args:
+            looks_for_gap: list the log if the next version is not there, to tell a gap from the head.
+
+        Raises: as :meth:`sync`.
+        """
+        if self._pinned is not None:
+            if self._pinned == self.version and not self._is_mixed:
+                return False
+            self._return_to(self._pinned)  # a rollback that was cut short
+            return True
+        try:
+            if self._is_mixed:
+                self._cursor.place = None
+            manifest = self._cursor.next()
+            if manifest is None:
+                if looks_for_gap:
+                    self._cursor.check_for_gap()
+                return False
+            self._take(manifest)
+        except _FAULTS as fault:
+            self._resync(fault)
+        return True
+
+    def _resync(self, fault: StreamError) -> None:
+        """Go around a fault; raises it if nothing leads past it."""
+        before = self.version
+        for manifest in self._cursor.way_back(fault):
+            way = str(fault), manifest.link
+            if way in self._ways:
+                continue  # it led to the same fault again
             try:
-                with self._syncing:
-                    manifest = self._next()
-                    if manifest is not None:
-                        self._apply(manifest)
-                    elif time.monotonic() >= gap_check:
-                        self._check_for_gap()
-                        gap_check = time.monotonic() + _GAP_CHECK_SECONDS
-                self._error, pause = None, poll_seconds
-                if manifest is not None:
-                    continue
-            except NoSnapshotError:
-                self._error, pause = None, poll_seconds
-            except StorageError as error:
-                if self._error is None:
-                    _logger.warning("the predictor cannot read its stream and keeps trying: %s", error)
-                self._error = error
-                pause = min(_MAX_BACK_OFF_SECONDS, max(2 * pause, 0.001))
-            except Exception as error:
-                _logger.exception("the predictor stopped following %s", self._log.storage.url)
-                self._error = error
-                return
-            self._stop.wait(pause)
+                self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))
+            except _FAULTS as another:
+                _logger.warning("version %d leads past no fault: %s", manifest.version, another)
+                continue
+            self._ways.append(way)
+            self._resyncs += 1
+            self._last_resync = f"version {before} to {manifest.version}: {type(fault).__name__}: {fault}"
+            _logger.warning("resync of %s from version %s to %d: %s", self._storage.url, before, self.version, fault)
+            return
+        raise fault
 
-    def _next(self) -> Manifest | None:
-        """The version to apply next, None if there is none yet."""
-        held = self._head
-        if held is None:
-            snapshot = self._log.newest_snapshot()
-            if snapshot is None:
-                raise NoSnapshotError(self._log.storage.url)
-            return snapshot
-        manifest = self._log.read(held.version + 1)
-        if manifest is None:
-            return None
-        if manifest.stream != held.stream or manifest.generation < held.generation:
-            raise StreamReplacedError(self._log.storage.url, held.version)
-        return manifest
-
-    def _check_for_gap(self) -> None:
-        """The next version is not there: it was not made yet, is missing, or the whole stream is another one."""
-        held = self._head
-        assert held is not None, "there is a version before a gap"
-        versions = self._log.versions()
-        head = versions[-1] if versions else -1
-        present = self._log.read(held.version)
-        if head < held.version or (present is not None and present.writer != held.writer):
-            raise StreamReplacedError(self._log.storage.url, held.version)
-        # A version that was committed between the probe and the listing is no gap.
-        missing = held.version + 1
-        if head > missing and self._log.read(missing) is None:
-            raise MissingVersionError(missing, head)
-
-    def _apply(self, manifest: Manifest) -> None:
+    def _take(self, manifest: Manifest, *, is_elsewhere: bool = False) -> None:
         """Read and check everything, then write."""
-        targets = find_targets(self._model)
-        check_targets(manifest, targets)
-        parts = read_parts(self._log.storage, manifest)
-        for is_whole in (True, False):  # a snapshot's listed rows are newer than its whole blocks
-            for part in parts:
-                for index, block in enumerate(part.part.blocks):
-                    if (block.ids == "all") == is_whole:
-                        for chunk in part.chunks(index, _CHUNK_ROWS):
-                            self._write(chunk, targets[block.table])
-        with self._tables.writing():
-            self._head = manifest
+        gate = self._gate if manifest.kind != "claim" else None
+        self._applier.check(manifest)
+        if gate is not None:
+            gate.recall(manifest)
+        contents = Contents(self._storage, manifest)
+        measure = {} if gate is None else gate.check(manifest, contents)
+        self._apply(manifest, contents, is_elsewhere=is_elsewhere)
+        if gate is not None:
+            gate.passed(manifest, measure)
+
+    def _return_to(self, version: int) -> None:
+        """Roll back, or go on with a rollback."""
+        path = self._cursor.path_to(version)
+        for manifest in path:
+            self._applier.check(manifest)
+            self._applier.place(Contents(self._storage, manifest))
+        self._pinned = version
+        self._ways.clear()
+        if self._gate is not None:
+            self._gate.restart()
+        for manifest in path:
+            contents = Contents(self._storage, manifest)
+            self._apply(manifest, contents, is_elsewhere=manifest.kind == "snapshot")
+            if self._gate is not None:
+                self._gate.passed(manifest, self._gate.follow(manifest, contents))
+        _logger.warning("rolled back to version %d of %s", version, self._storage.url)
+
+    def _apply(self, manifest: Manifest, contents: Contents, *, is_elsewhere: bool) -> None:
+        """Write a version.
+
+        Args:
+            manifest: its entry.
+            contents: its rows.
+            is_elsewhere: it is no later version of what the tables hold, so that nothing but itself leads on from there
+                if it is cut short.
+        """
+        placements = self._applier.place(contents)
+        self._is_mixed = self._is_mixed or is_elsewhere
+        with self._lock.writing():
+            self._applying = manifest.version
+        for num_rows in self._applier.write(placements):
+            self._rows += num_rows
+        with self._lock.writing():
+            self._applier.write_dense(contents)
+            self._cursor.moved(manifest)
+            self._applying = None
             if manifest.kind != "claim":
                 self._manifest = manifest
-
-    @torch.no_grad()
-    def _write(self, chunk: RowChunk, table: Tensor) -> None:
-        target = table[:, chunk.block.columns[0] : chunk.block.columns[1]]
-        values = chunk.values(table.dtype).to(target.device)
-        with self._tables.writing():
-            if chunk.ids is None:
-                target[chunk.first : chunk.first + len(values)] = values
-            else:
-                target.index_copy_(0, chunk.ids.to(target.device), values)
+        self._is_mixed = False
+        self._num_bytes += manifest.num_bytes

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
 from delta_tracker.cadence import Cadence, Pace
+from delta_tracker.cutter import Cutter
 from delta_tracker.errors import FencedError, InvalidArgumentError, RankLostError
-from delta_tracker.gather import EncodingChoice, Gatherer, choose_encodings
+from delta_tracker.gather import EncodingChoice
 from delta_tracker.selection import TopK
-from delta_tracker.sharding.dense import dense_tensors
-from delta_tracker.stream.codec import Rows
 from delta_tracker.stream.manifest import Kind, Manifest, Part
+from delta_tracker.stream.notify import Hints, Notifier
 from delta_tracker.stream.ranks import DEFAULT_TIMEOUT, Flags
+from delta_tracker.stream.retention import Retention
 from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.upkeep import Upkeep
 from delta_tracker.stream.writer import Draft, StreamWriter
 from delta_tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta
@@ -51,9 +52,10 @@ class Publisher:
     A snapshot of fused tables is copied while training goes on; the rows that changed meanwhile are read at its cut
     and stand in the same version. Beside the tables it takes a few chunks of 4 MiB.
 
-    Building one claims the stream: a publisher of an older generation is fenced from then on. What the stream holds
-    of this trainer is unknown at that moment, so the first version of a publisher is a snapshot. It also reserves its
-    consumer, so that no other reader can take rows out of the stream.
+    Building one claims the stream: a publisher of an older generation is fenced from then on. Its first version is a
+    snapshot, unless the tracker's state was loaded from a checkpoint that knows the stream: then it is a delta of what
+    was pending in the checkpoint and of whatever later versions have carried, with the rows as the trainer holds them,
+    and without ``top_k``. It also reserves its consumer, so that no other reader can take rows out of the stream.
 
     Args:
         tracker: whose rows.
@@ -66,6 +68,9 @@ class Publisher:
         encoding: how rows are stored, one :class:`~delta_tracker.stream.encoding.Encoding` for all tables or FQN to
             one; a table that is not named is stored in its own dtype.
         cadence: when :meth:`step` publishes.
+        retention: what the stream keeps; rank 0 removes the rest now and then, in a thread of its own.
+        compact_every: after so many versions rank 0 merges them, in that thread too; None for never.
+        notifier: carries a hint of each version to predictors that wait for one.
         timeout: how long ranks wait for each other.
 
     Raises:
@@ -79,7 +84,7 @@ class Publisher:
         RankLostError: if a rank dies meanwhile.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but two have a default that most users keep
         self,
         tracker: ModelDeltaTracker,
         url: str | Storage,
@@ -89,28 +94,42 @@ class Publisher:
         dense: nn.Module | Iterable[str] | None = None,
         encoding: EncodingChoice = None,
         cadence: Cadence | None = None,
+        retention: Retention | None = None,
+        compact_every: int | None = None,
+        notifier: Notifier | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         self._tracker = tracker
-        self._top_k = top_k
-        self._dense_choice = dense if dense is None or isinstance(dense, nn.Module | str) else tuple(dense)
         self._writer, self._flags = StreamWriter(timeout), Flags(timeout)
-        self._has_snapshot = False
-        self._num_versions = 0
         self._thread = threading.get_ident()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._hints = Hints(notifier)
+        self._upkeep: Upkeep | None = None
+        self._cutter: Cutter | None = None
         self._flight: _Flight | None = None
         self._error: Exception | None = None
-        self._consumer: str | None = None
-        self._gatherer: Gatherer
+        self._num_versions = 0
+        self._is_open = False
+
+        def prepare() -> dict[str, Any]:
+            is_first = self._writer.rank == 0
+            self._cutter = Cutter(
+                tracker, consumer, owner=self, top_k=top_k, dense=dense, encoding=encoding, is_first=is_first
+            )
+            return {}
+
         try:
-            self._writer.exchange("arguments", lambda: self._prepare(consumer, encoding))
+            self._writer.exchange("arguments", prepare)
             self._writer.open(url)
+            self._checked_cutter().resume(self._writer)
+            if retention is not None or compact_every is not None:
+                self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every)
         except BaseException:
             self.close()
             raise
+        self._is_open = True
         self._cadence = cadence
-        self._pace = None if cadence is None else Pace(cadence, self._count_pending, self._count_recorded)
+        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer, self)
 
     @property
     def generation(self) -> int:
@@ -146,7 +165,7 @@ class Publisher:
             InvalidArgumentError: without a cadence, after :meth:`close`, or from another thread than the one that
                 built it.
         """
-        self._check_usable()
+        self._checked_cutter()
         if self._pace is None:
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
         if isinstance(self._error, FencedError | RankLostError):
@@ -190,7 +209,7 @@ class Publisher:
 
         Raises: as :meth:`publish`.
         """
-        self._check_usable()
+        self._checked_cutter()
         self._flags.result()
         self._land()
         if self._error is not None:
@@ -201,28 +220,34 @@ class Publisher:
 
         The stream stays claimed. A version that fails now is logged, and its rows stay pending.
         """
-        if self._consumer is not None:
+        if self._cutter is not None:
             self._land()
-            self._tracker.release(self._consumer, self)
-        self._consumer = None
+            self._cutter.close(forgets=self._is_open)
+        self._cutter = None
         self._worker.shutdown()
+        self._hints.close()
+        if self._upkeep is not None:
+            self._upkeep.close()
         self._flags.close()
         self._writer.close()
 
-    def _check_usable(self) -> None:
-        if self._consumer is None:
+    def _checked_cutter(self) -> Cutter:
+        """The tracker's side, while the publisher may be used, and from the thread that may use it."""
+        if self._cutter is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         if threading.get_ident() != self._thread:
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
+        return self._cutter
 
     # Every rank goes through the same states at the same batches: nothing, copying, writing, nothing.
 
     def _publish(self, kind: Kind) -> Manifest:
-        self._check_usable()
+        cutter = self._checked_cutter()
         self._flags.result()
         self._land()
         self._error = None
-        self._begin(self._agree(kind))
+        wanted: Kind = "snapshot" if cutter.needs_snapshot else kind
+        self._begin(self._writer.agree(wanted, self._tracker.num_batches, self._tracker.tables))
         self._land()
         if self._error is not None:
             raise self._error
@@ -234,8 +259,10 @@ class Publisher:
             return [False, False, not self._flight.job.done()]
         assert self._cadence is not None, "there is a pace"
         every = self._cadence.snapshot_every
-        wants_snapshot = self._needs_snapshot() or (every is not None and self._num_versions % every == 0)
-        return [pace.is_due(self._tracker.num_batches + 1, is_clock=self._writer.rank == 0), wants_snapshot, False]
+        wants_snapshot = self._checked_cutter().needs_snapshot or (
+            every is not None and self._num_versions % every == 0
+        )
+        return [pace.is_due(is_clock=self._writer.rank == 0), wants_snapshot, False]
 
     def _advance(self, is_due: bool, wants_snapshot: bool, is_under_way: bool) -> None:  # noqa: FBT001  as told
         if self._flight is None:
@@ -255,132 +282,58 @@ class Publisher:
         else:
             self._finish(flight)
 
-    def _agree(self, kind: Kind) -> Kind:
-        wanted: Kind = "snapshot" if self._needs_snapshot() else kind
-        return self._writer.agree(wanted, self._tracker.num_batches, self._tracker.tables)
-
-    def _needs_snapshot(self) -> bool:
-        assert self._consumer is not None, "open"
-        return not self._has_snapshot or self._tracker.needs_snapshot(self._consumer)
-
     def _begin(self, kind: Kind) -> None:
         if self._pace is not None:
-            self._pace.restart(self._tracker.num_batches)
+            self._pace.restart()
         if kind == "delta":
             self._cut(kind, None)
         else:
-            self._flight = _Flight(kind, self._submit(self._copy), is_copying=True)
-
-    def _copy(self) -> Callable[[], Part | None]:
-        """Begin a snapshot: from here on it is known which rows change, so that all may be copied in any order."""
-        tracker = self._tracker
-        assert self._consumer is not None, "open"
-        if tracker.needs_snapshot(self._consumer):
-            self._has_snapshot = False  # until this one is committed: what was pending is gone
-            tracker.clear(self._consumer, owner=self)
-        tracker.add_consumer(self._meanwhile)
-        tracker.reserve(self._meanwhile, self)
-        rows = self._gatherer.whole(tracker.fused_tables, now=False)
-        return lambda: self._writer.write_part(rows) if rows else None
+            try:
+                rows = self._checked_cutter().copy()
+                job = self._worker.submit(lambda: self._writer.write_part(rows) if rows else None)
+            except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks hear of it
+                job = Future()
+                job.set_exception(error)
+            self._flight = _Flight(kind, job, is_copying=True)
 
     def _cut(self, kind: Kind, copy: Future[Part | None] | None) -> None:
         """Read a version's rows and let the worker write it."""
-        flight = _Flight(kind, Future(), is_copying=False)
+        read: Delta | None = None
         try:
-            draft = self._draft(flight, copy)
+            draft, read = self._checked_cutter().cut(kind, None if copy is None else copy.result())
         except Exception as error:  # noqa: BLE001  the other ranks have to hear of it: the writer tells them
             failure = error
-            flight.job = self._worker.submit(self._writer.commit, lambda: _raise(failure))
+            job = self._worker.submit(self._commit, lambda: _raise(failure))
         else:
-            flight.job = self._worker.submit(self._writer.commit, lambda: draft)
-        self._flight = flight
+            job = self._worker.submit(self._commit, lambda: draft)
+        self._flight = _Flight(kind, job, is_copying=False, read=read)
 
-    def _draft(self, flight: _Flight, copy: Future[Part | None] | None) -> Draft:
-        tracker = self._tracker
-        copied: list[Part] = []
-        rows: list[Rows] = []
-        if copy is not None:
-            # What changed while the snapshot was copied; tables without a fused optimizer are copied whole only now,
-            # because a write of theirs is seen by comparison, and a value that came back by then would not be.
-            copied = [part for part in [copy.result()] if part is not None]
-            changed = tracker.get_delta(self._meanwhile, owner=self)
-            compared = frozenset(tracker.tables) - tracker.fused_tables
-            rows = self._gatherer.changed(changed, without=compared) + self._gatherer.whole(compared, now=True)
-        top_k = self._top_k if copy is None else None
-        flight.read = tracker.get_delta(self._consumer, commit=False, top_k=top_k, owner=self)
-        if copy is None:
-            rows = self._gatherer.changed(flight.read)
-        return Draft(
-            kind=flight.kind,
-            batches=flight.read.batches,
-            cut=time.time(),
-            tables=dict(tracker.tables),
-            pending_rows=flight.read.pending_rows,
-            parts=copied,
-            rows=rows,
-            dense={name: tensor.cpu().clone() for name, tensor in self._dense().items()},
-        )
+    def _commit(self, prepare: Callable[[], Draft]) -> Manifest:
+        """On the worker: write a version, commit it, and tell who waits for it."""
+        manifest = self._writer.commit(prepare)
+        if self._writer.rank == 0:
+            self._hints.announce(manifest.stream, manifest.version)
+            if self._upkeep is not None:
+                self._upkeep.after(manifest.version)
+        return manifest
 
     def _finish(self, flight: _Flight) -> None:
         """Wait for a version's end, and tell the tracker."""
         self._flight = None
-        if self._meanwhile in self._tracker.consumers:
-            self._tracker.release(self._meanwhile, self)
-            self._tracker.remove_consumer(self._meanwhile)
         try:
-            flight.job.result()
+            committed = flight.job.result()
         except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
-            if flight.read is not None:
-                self._tracker.abort(flight.read)
+            self._checked_cutter().end(flight.read, None)
             self._fail(error)
             return
-        assert flight.read is not None, "a draft without a read fails"
-        self._tracker.commit(flight.read)
-        self._has_snapshot, self._error = True, None
+        self._checked_cutter().end(flight.read, committed)
+        self._error = None
         self._num_versions += 1
 
     def _fail(self, error: Exception) -> None:
         if str(error) != str(self._error):
             _logger.warning("version %d was not published: %s", self.version + 1, error)
         self._error = error
-
-    def _submit(self, prepare: Callable[[], Callable[[], Any]]) -> Future[Any]:
-        """Call ``prepare`` now and what it returns on the worker; what either raises is the job's failure."""
-        try:
-            return self._worker.submit(prepare())
-        except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks hear of it
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def _prepare(self, consumer: str | None, encoding: EncodingChoice) -> dict[str, Any]:
-        self._consumer = self._tracker.reserve(consumer, self)
-        encodings = choose_encodings(encoding, self._tracker)
-        self._gatherer = Gatherer(self._tracker, encodings, writes_replicas=self._writer.rank == 0)
-        self._dense()
-        return {}
-
-    @property
-    def _meanwhile(self) -> str:
-        """The consumer that learns what changes while a snapshot is copied."""
-        return f"{self._consumer} (snapshot)"
-
-    def _dense(self) -> dict[str, Tensor]:
-        """The live dense tensors that this rank writes."""
-        if self._dense_choice is None or self._writer.rank:
-            return {}
-        return dense_tensors(self._tracker.model, self._dense_choice)
-
-    def _count_pending(self) -> tuple[int, int]:
-        return self._sizes(self._tracker.num_pending(self._consumer, owner=self))
-
-    def _count_recorded(self) -> tuple[int, int]:
-        return self._sizes(self._tracker.num_recorded)
-
-    def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
-        """Rows, and bytes of their values in the tables' dtypes."""
-        row_bytes = {fqn: shard.num_columns * shard.table.dtype.itemsize for fqn, shard in self._tracker.shards.items()}
-        return sum(num_rows.values()), sum(count * row_bytes[fqn] for fqn, count in num_rows.items())
 
 
 def _raise(error: Exception) -> NoReturn:

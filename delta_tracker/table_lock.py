@@ -9,16 +9,25 @@ from contextlib import contextmanager
 
 
 class TableLock:
-    """Many readers at a time, or one writer. A writer that waits goes before readers that come after it.
+    """Many readers at a time, or one writer, in turns: neither can keep the other out.
+
+    A writer that waits goes before readers that come after it; the readers that wait when it ends go before the next
+    writer. So a reader waits for the readers inside and one write at most, however often there is one. (Phase-fair:
+    B. Brandenburg, J. Anderson, "Spin-Based Reader-Writer Synchronization for Multiprocessor Real-Time Systems", 2010.)
 
     A thread that reads may enter :meth:`reading` again. One that reads must not enter :meth:`writing`: it would wait
     for itself.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._mutex = threading.Lock()
+        self._may_read = threading.Condition(self._mutex)
+        self._may_write = threading.Condition(self._mutex)
         self._readers: Counter[int] = Counter()  # thread to how often it has entered
-        self._num_waiting = 0
+        self._num_queued = 0  # readers that wait for the end of a write
+        self._num_invited = 0  # readers that waited for it, and have not come in yet
+        self._num_writes = 0
+        self._num_waiting = 0  # writers
         self._is_writing = False
 
     @property
@@ -30,31 +39,56 @@ class TableLock:
     def reading(self) -> Iterator[None]:
         """Keep writers out."""
         thread = threading.get_ident()
-        with self._changed:
-            while thread not in self._readers and (self._is_writing or self._num_waiting):
-                self._changed.wait()
+        with self._mutex:
+            if thread not in self._readers and (self._is_writing or self._num_waiting):
+                self._await_turn()
             self._readers[thread] += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._mutex:
                 self._readers[thread] -= 1
                 if not self._readers[thread]:
                     del self._readers[thread]
-                    self._changed.notify_all()
+                    self._may_write.notify()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Keep everybody else out."""
-        with self._changed:
+        with self._mutex:
             self._num_waiting += 1
-            while self._is_writing or self._readers:
-                self._changed.wait()
-            self._num_waiting -= 1
-            self._is_writing = True
+            is_in = False
+            try:
+                while self._is_writing or self._readers or self._num_invited:
+                    self._may_write.wait()
+                is_in = self._is_writing = True
+            finally:
+                self._num_waiting -= 1
+                if not is_in:  # interrupted
+                    self._may_write.notify()
+                    self._may_read.notify_all()
         try:
             yield
         finally:
-            with self._changed:
+            with self._mutex:
                 self._is_writing = False
-                self._changed.notify_all()
+                self._num_writes += 1
+                self._num_invited, self._num_queued = self._num_queued, 0
+                self._may_read.notify_all()
+                self._may_write.notify()
+
+    def _await_turn(self) -> None:
+        """Wait for the end of the write that goes on or comes next. The caller holds the mutex."""
+        writes = self._num_writes
+        self._num_queued += 1
+        try:
+            while self._num_writes == writes and (self._is_writing or self._num_waiting):
+                self._may_read.wait()
+        except BaseException:
+            self._may_write.notify()
+            raise
+        finally:
+            if self._num_writes == writes:
+                self._num_queued -= 1
+            else:
+                self._num_invited -= 1

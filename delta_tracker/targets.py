@@ -5,90 +5,114 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, TableMismatchError
+from delta_tracker.row_target import RowTarget, TensorTarget
 from delta_tracker.stream.manifest import Manifest
+from delta_tracker.types import ShardSpec
 
 _MATRIX_DIMS = 2
+_COMPILED = "_orig_mod."
+# The rest of TorchRec holds its tables in nn.Embedding and nn.EmbeddingBag, and works without fbgemm.
+_WITH_FBGEMM = ("torchrec.distributed.", "torchrec.quant.")
 
 
-def find_targets(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tables that a model could receive, each the memory that its lookups read at this moment.
+def find_targets(
+    model: nn.Module | Mapping[str, Tensor | RowTarget], names: Mapping[str, str] | None = None
+) -> dict[str, RowTarget]:
+    """The tables that a model could receive, each with the memory that its lookups read at this moment.
 
     Args:
         model: a module whose tables are ``<fqn>.weight`` parameters or buffers, such as ``nn.Embedding``,
-            ``nn.EmbeddingBag`` and unsharded TorchRec collections; or a mapping of FQN (or ``<fqn>.weight``) to a
-            ``[rows, columns]`` tensor.
+            ``nn.EmbeddingBag`` and TorchRec collections: unsharded, sharded in any way (each rank then holds its own
+            rows and columns), or quantised, sharded or not; compiled ones too. Or a mapping of FQN (or
+            ``<fqn>.weight``) to a ``[rows, columns]`` tensor or a target.
+        names: FQN in the stream to FQN in the model, where they differ.
 
     Returns:
-        FQN to ``[rows, columns]`` tensor, detached.
+        FQN in the stream to target.
 
     Raises:
-        InvalidArgumentError: if it is neither, has no matrix in it, or names one table twice.
+        InvalidArgumentError: if the model is neither, has no matrix in it, or names one table twice; if ``names``
+            names a table that the model does not have, or one table twice.
+        MissingExtraError: if there are sharded or quantised TorchRec modules and fbgemm is not installed.
     """
-    named: Iterable[tuple[str, Tensor]]
-    if isinstance(model, nn.Module):
-        named = itertools.chain(
-            model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-        )
-    else:
-        named = _items(model)
-    targets: dict[str, Tensor] = {}
-    for name, tensor in named:
-        fqn = str(name).removesuffix(".weight")
-        if tensor.dim() == _MATRIX_DIMS:
-            if fqn in targets:
-                raise InvalidArgumentError("model", fqn, f"Give one of {fqn!r} and {fqn + '.weight'!r}, not both")
-            targets[fqn] = tensor.detach()
+    targets: dict[str, RowTarget] = {}
+    for name, table in _modules_tables(model) if isinstance(model, nn.Module) else _items(model):
+        fqn = name.replace(_COMPILED, "").removesuffix(".weight")
+        if isinstance(table, Tensor):
+            if table.dim() != _MATRIX_DIMS:
+                continue
+            table = TensorTarget.of(table)  # noqa: PLW2901
+        if fqn in targets:
+            raise InvalidArgumentError("model", fqn, f"Give one of {fqn!r} and {fqn + '.weight'!r}, not both")
+        targets[fqn] = table
     if not targets:
         raise InvalidArgumentError("model", type(model).__name__, "Pass a module or mapping with embedding tables")
-    return targets
+    return _renamed(targets, names or {})
 
 
-def _items(model: object) -> Iterable[tuple[str, Tensor]]:
-    """The items of what should be a mapping of tensors."""
-    if not isinstance(model, Mapping) or not all(isinstance(table, Tensor) for table in model.values()):
-        raise InvalidArgumentError("model", type(model).__name__, "Pass a module, or a mapping of FQN to tensor")
-    return model.items()
+def _modules_tables(model: nn.Module) -> Iterable[tuple[str, Tensor | RowTarget]]:
+    if any(kind.__module__.startswith(_WITH_FBGEMM) for each in model.modules() for kind in type(each).__mro__):
+        from delta_tracker.sharding.inference import model_tables  # noqa: PLC0415  it needs torchrec
+
+        return model_tables(model)
+    return itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
-def check_targets(manifest: Manifest, targets: Mapping[str, Tensor]) -> None:
+def _items(model: object) -> Iterable[tuple[str, Tensor | RowTarget]]:
+    """The items of what should be a mapping of tables."""
+    if not isinstance(model, Mapping) or not all(isinstance(table, Tensor | RowTarget) for table in model.values()):
+        raise InvalidArgumentError(
+            "model", type(model).__name__, "Pass a module, or a mapping of FQN to tensor or RowTarget"
+        )
+    return ((str(name), table) for name, table in model.items())
+
+
+def _renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
+    for name in names.values():
+        if name not in targets:
+            raise InvalidArgumentError("names", name, f"Name tables that the model has: {sorted(targets)}")
+    if len(set(names.values())) < len(names):
+        raise InvalidArgumentError("names", dict(names), "Give each table of the model one name")
+    kept = {fqn: target for fqn, target in targets.items() if fqn not in names.values()}
+    return kept | {fqn: targets[name] for fqn, name in names.items()}
+
+
+def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
     """Refuse a version whose tables the model cannot receive.
 
     Raises:
         TableMismatchError: for the first table that is missing, has another shape or dtype, cannot be written in
             place, or shares its memory with another table of the stream.
+        InvalidArgumentError: for a target whose block lies outside its table.
     """
     for fqn, table in manifest.tables.items():
         target = targets.get(fqn)
         if target is None:
             raise TableMismatchError(fqn, str(table), "missing", sorted(targets))
-        if target.shape != (table.num_rows, table.dim) or target.dtype != table.dtype:
-            found = f"{target.shape[0]} x {target.shape[1]} {str(target.dtype).removeprefix('torch.')}"
+        dtype = target.dtype or table.dtype
+        if (target.num_rows, target.dim, dtype) != (table.num_rows, table.dim, table.dtype):
+            found = f"{target.num_rows} x {target.dim} {str(dtype).removeprefix('torch.')}"
             raise TableMismatchError(fqn, str(table), found)
-        obstacle = _obstacle(target)
-        if obstacle:
-            raise TableMismatchError(fqn, str(table), obstacle)
+        ShardSpec(table, target.rows[0], target.rows[1] - target.rows[0], target.columns)
+        if isinstance(target, TensorTarget) and target.obstacle:
+            raise TableMismatchError(fqn, str(table), target.obstacle)
     _refuse_shared_memory(manifest, targets)
 
 
-def _obstacle(target: Tensor) -> str:
-    """Why rows cannot be written into a tensor; nothing if they can."""
-    if target.layout is not torch.strided or target.is_meta:
-        return f"a {target.layout} tensor on {target.device}"
-    if target.is_inference():
-        return "a tensor made in inference mode, which nothing may write to"
-    if any(stride == 0 and size > 1 for size, stride in zip(target.shape, target.stride(), strict=True)):
-        return "an expanded tensor, whose rows share memory"
-    return ""
-
-
-def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, Tensor]) -> None:
-    spans = sorted((*_span(targets[fqn]), fqn) for fqn in manifest.tables if targets[fqn].numel())
-    for (_, _, end, fqn), (device, begin, _, other) in itertools.pairwise(spans):
-        if begin < end and device == str(targets[fqn].device):
+def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
+    memories = [
+        (fqn, region.memory)
+        for fqn in manifest.tables
+        if isinstance(target := targets[fqn], TensorTarget)
+        for region in target.regions
+        if region.memory.numel()
+    ]
+    spans = sorted((*_span(memory), fqn) for fqn, memory in memories)
+    for (device, _, end, fqn), (other_device, begin, _, other) in itertools.pairwise(spans):
+        if begin < end and device == other_device:
             shared = f"in memory that {fqn!r} has too (tied weights)"
             raise TableMismatchError(other, str(manifest.tables[other]), shared)
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from delta_tracker.capture import CAPTURES, make_store
 from delta_tracker.changes import ChangeLog
+from delta_tracker.checkpoint.stateful import Checkpointed
+from delta_tracker.consumers import Consumers
 from delta_tracker.errors import DetachedError, InvalidArgumentError
 from delta_tracker.pending import PendingRows
 from delta_tracker.reader import DeltaReader
@@ -26,7 +28,7 @@ from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMod
 Record = Literal["updates", "lookups"]
 
 
-class ModelDeltaTracker(LookupRecorder, PendingRows):
+class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
     """Keeps which rows of a model's sharded embedding tables changed, for any number of consumers.
 
     A row counts as changed when an update of it is written, not when it is looked up: passes under ``no_grad`` and
@@ -40,8 +42,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows):
     ``load_state_dict`` changes all rows of the other tables. What loads or edits tensors in place, as
     ``dcp.load({"model": model.state_dict()}, ...)`` does, leaves no trace in them: call :meth:`mark_changed`.
 
-    Call order on each rank: build it after the model is sharded; train; call :meth:`step` once per batch; read with
-    :meth:`get_delta` whenever a consumer wants to.
+    On each rank: build it once the model is sharded; :meth:`step` after each batch; :meth:`get_delta` at any time.
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded EmbeddingCollections or
@@ -104,6 +105,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows):
         self._keys = itertools.count()
         self._num_past_errors = 0
         self._hooks = self._attach()
+        Checkpointed.__init__(self)
 
     # What is tracked
 
@@ -257,80 +259,6 @@ class ModelDeltaTracker(LookupRecorder, PendingRows):
             InvalidArgumentError: for a table that is not tracked.
         """
         return column_views(self._shard(fqn))
-
-    # Consumers
-
-    @property
-    def consumers(self) -> tuple[str, ...]:
-        """Names of the consumers."""
-        return self._log.consumers
-
-    def reserve(self, consumer: str | None, owner: object) -> str:
-        """Let nobody but ``owner`` read or move a consumer until :meth:`release`; a publisher does so with its own.
-
-        Returns:
-            The consumer's name.
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
-            ReservedConsumerError: if somebody else has it.
-            DetachedError: after :meth:`detach`.
-        """
-        if not self._is_attached:
-            raise DetachedError
-        name = self._log.resolve(consumer, owner)
-        self._log.reserve(name, owner)
-        return name
-
-    def release(self, consumer: str, owner: object) -> None:
-        """End a reservation of ``owner``; anybody else's stays."""
-        self._log.reserve(self._log.resolve(consumer, owner), None)
-
-    def needs_snapshot(self, consumer: str) -> bool:
-        """Whether a consumer was given up to bound memory, so that only all rows can bring it up to date."""
-        return self._log.is_behind(consumer)
-
-    def add_consumer(self, consumer: str) -> None:
-        """Add a reader, which from now on is told what changes from now on.
-
-        Raises:
-            InvalidArgumentError: if it exists.
-        """
-        self._log.add(consumer)
-
-    def remove_consumer(self, consumer: str) -> None:
-        """Remove a reader and what only it needed.
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer.
-        """
-        self._log.remove(self._log.resolve(consumer))
-
-    def clear(self, consumer: str | None = None, *, owner: object = None) -> None:
-        """Forget what is pending for a consumer, or for all of them if none is named.
-
-        It is also the way back for a consumer that was given up: clear it, then give it all rows (:meth:`read_rows`).
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer.
-        """
-        for name in self._log.consumers if consumer is None else [consumer]:
-            self._log.clear(self._log.resolve(name, owner))
-
-    def rewind(self, consumer: str | None = None) -> None:
-        """Let a consumer read again everything that changed since the tracker was built; aborts its open read.
-
-        Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
-            InvalidArgumentError: if the tracker forgets what was read (``delete_on_read=True``).
-        """
-        self._log.rewind(self._log.resolve(consumer))
-
-    def compact(self) -> None:
-        """Drop what every consumer has committed and merge what no cursor tells apart."""
-        self._log.compact()
-
-    trigger_compaction = compact  # the seed interface's name
 
     # Attaching
 

@@ -1,4 +1,4 @@
-"""Fixtures: pools of ranks that all tests of a session share."""
+"""Fixtures: pools of ranks and servers that all tests of a session share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks import RankPool
+from tests.servers import S3, s3_server
 
 # The ranks inherit it: the order in which TorchRec's reshard sends depends on the hashes of strings, and it hangs where
 # ranks differ.
@@ -36,3 +37,10 @@ def four_ranks() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3]:
+    """A bucket of a server on loopback."""
+    with s3_server() as bucket:
+        yield bucket

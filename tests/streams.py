@@ -10,7 +10,7 @@ from torch import Tensor
 from delta_tracker.stream.codec import PartWriter, Rows
 from delta_tracker.stream.encoding import Encoding, encode_rows
 from delta_tracker.stream.log import Claim, StreamLog, part_name
-from delta_tracker.stream.manifest import Block, DenseSpec, Kind, Manifest
+from delta_tracker.stream.manifest import Block, DenseSpec, IdForm, Kind, Manifest
 from delta_tracker.stream.storage import Storage
 from delta_tracker.types import TableSpec
 
@@ -46,7 +46,7 @@ class Writer:
     def rows(self, ids: list[int] | None) -> Rows:
         """Rows of the table as they are now; None for all of them."""
         held = self.table.clone() if ids is None else self.table[ids]
-        form = "all" if ids is None else "gaps" if self.encoding.is_quantized else "list"
+        form: IdForm = "all" if ids is None else "gaps" if self.encoding.is_quantized else "list"
         block = Block(FQN, (0, self.spec.num_rows), (0, self.spec.dim), len(held), form, self.encoding)
         listed = None if ids is None else torch.tensor(ids, dtype=torch.int64)
         return Rows(block, listed, [encode_rows(held, self.encoding)])

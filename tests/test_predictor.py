@@ -27,7 +27,9 @@ from delta_tracker.errors import (
     StreamReplacedError,
     TableMismatchError,
 )
-from delta_tracker.stream.codec import Rows, encode
+from delta_tracker.row_target import TensorTarget
+from delta_tracker.stream.codec import PartWriter, Rows
+from delta_tracker.stream.encoding import Encoding
 from delta_tracker.stream.manifest import Block, Manifest
 from delta_tracker.stream.storage import Storage
 from delta_tracker.types import TableSpec
@@ -198,15 +200,24 @@ def test_a_malformed_entry_is_named(writer: Writer, tmp_path: Path) -> None:
     assert predictor.version == good
 
 
-def test_another_stream_in_the_same_place_is_refused(writer: Writer, tmp_path: Path) -> None:
+def test_another_stream_in_the_same_place_is_refused_until_it_has_a_snapshot(writer: Writer) -> None:
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage)
     good = predictor.sync()
-    entry = replace(writer.claim.head, stream="0" * 32, version=good + 1)
-    writer.storage.create(f"log/{good + 1:020d}.json", entry.to_json())
-    with pytest.raises(StreamReplacedError, match=r"not the one of which version 1"):
-        predictor.sync()
-    assert predictor.version == good
+    for kind in ("delta", "snapshot"):
+        head = writer.claim.head
+        entry = replace(head, stream="0" * 32, kind=kind, version=good + 1, parent=head.link)
+        entry = replace(entry, parts=(), tables={}) if kind == "delta" else replace(entry, snapshot=good + 1)
+        name = f"log/{good + 1:020d}.json"
+        writer.storage.delete(name)
+        writer.storage.create(name, entry.to_json())
+        if kind == "delta":
+            with pytest.raises(StreamReplacedError, match=r"not the one of which version 1"):
+                predictor.sync()
+            assert predictor.version == good
+        else:
+            assert predictor.sync() == good + 1
+            assert "StreamReplacedError" in predictor.status().last_resync
 
 
 def test_it_may_start_before_the_stream_exists(tmp_path: Path) -> None:
@@ -296,17 +307,19 @@ def test_a_stream_that_was_made_anew_is_noticed(tmp_path: Path) -> None:
     writer.snapshot()
     for row in range(4):
         writer.delta([row])
-    predictor = Predictor(writer.model(), url)
-    good = predictor.sync()
+    model = writer.model()
+    predictor = Predictor(model, url)
+    predictor.sync()
     for num_deltas in (0, 3, 5):  # shorter than what was applied, as long, longer
         shutil.rmtree(tmp_path / "stream")
         again = Writer(Storage(url, create=True))
         again.snapshot()
         for row in range(num_deltas):
             again.delta([row])
-        with pytest.raises(StreamReplacedError):
-            predictor.sync()
-        assert predictor.version == good
+        assert predictor.sync() == again.claim.head.version
+        assert torch.equal(model[FQN], again.table)
+        assert predictor.status().stream == again.claim.head.stream
+    assert predictor.status().resyncs == 3
 
 
 def test_large_tables_are_written_in_chunks(tmp_path: Path) -> None:
@@ -327,10 +340,11 @@ def _two_parts(writer: Writer) -> Manifest:
     writer.table[[1, 15]] = 7.0
     records = []
     for rows, row in (((0, 10), 1), ((10, 20), 15)):
-        block = Block(FQN, rows, (0, 4), 1, whole=False)
-        part, buffers = encode([Rows(block, torch.tensor([row]), writer.table[[row]])], f"parts/{row}.safetensors")
-        writer.storage.put(part.name, buffers)
-        records.append(part)
+        block = Block(FQN, rows, (0, 4), 1, "list", Encoding.F32)
+        name = f"parts/{row}.safetensors"
+        part = PartWriter(name, [Rows(block, torch.tensor([row]), [writer.table[[row]]])])
+        writer.storage.put(name, part.buffers())
+        records.append(part.part)
     draft = Manifest(
         stream="", generation=0, writer="", version=0, kind="delta", created=0.0,
         tables={FQN: writer.spec}, parts=tuple(records),
@@ -360,8 +374,8 @@ def test_the_version_is_told_after_its_rows_are_written(writer: Writer, monkeypa
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage)
     seen = []
-    write = Predictor._write
-    monkeypatch.setattr(Predictor, "_write", lambda self, *args: (seen.append(self.version), write(self, *args)))
+    write = TensorTarget.write
+    monkeypatch.setattr(TensorTarget, "write", lambda self, *args: (seen.append(predictor.version), write(self, *args)))
     first = predictor.sync()
     writer.delta([3])
     predictor.sync()
@@ -392,8 +406,8 @@ def test_tables_are_looked_up_anew_for_each_version(writer: Writer) -> None:
 def test_a_table_that_cannot_be_written_is_refused_before_any_row_is(tmp_path: Path, kind: str) -> None:
     writer = Writer(Storage(f"file://{tmp_path}", create=True))
     other = TableSpec("other", 20, 4, torch.float32)
-    blocks = [Block(fqn, (0, 20), (0, 4), 20, whole=True) for fqn in ("other", FQN)]
-    rows = [Rows(block, None, torch.ones(20, 4)) for block in blocks]
+    blocks = [Block(fqn, (0, 20), (0, 4), 20, "all", Encoding.F32) for fqn in ("other", FQN)]
+    rows = [Rows(block, None, [torch.ones(20, 4)]) for block in blocks]
     writer.write("snapshot", rows, {"other": other, FQN: writer.spec})
     memory = torch.zeros(40, 4)
     with torch.inference_mode():
@@ -476,7 +490,7 @@ def _wait(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_following_can_start_again_after_an_error(writer: Writer, tmp_path: Path) -> None:
+def test_following_goes_on_once_a_fault_is_mended(writer: Writer, tmp_path: Path) -> None:
     part = tmp_path / writer.snapshot().parts[0].name
     content = part.read_bytes()
     _truncate(part)
@@ -484,9 +498,8 @@ def test_following_can_start_again_after_an_error(writer: Writer, tmp_path: Path
     predictor.follow(poll_seconds=0.001)
     _wait(lambda: isinstance(predictor.error, CorruptPartError))
     part.write_bytes(content)
-    _wait(lambda: not predictor._follower.is_alive())
-    predictor.follow(poll_seconds=0.001)
     _wait(lambda: predictor.version == 1)
+    _wait(lambda: predictor.error is None)
     predictor.stop()
     for seconds in (-1, float("nan"), float("inf"), 1e30):
         with pytest.raises(InvalidArgumentError, match="poll_seconds"):

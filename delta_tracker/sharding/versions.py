@@ -6,6 +6,7 @@ between versions belongs in this file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -50,6 +51,51 @@ def load_torchrec() -> Torchrec:
             embeddingbag.ShardedEmbeddingBagCollection: "embedding_bags",
         },
         wrapper=model_parallel.DistributedModelParallel,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """The quantised inference modules of the installed torchrec.
+
+    Args:
+        collections: module class to the name of the attribute that holds its tables.
+        sharded: the same for sharded ones, whose shards are all in this process.
+        kernels: the classes of the kernels whose rows stand one after the other.
+        row_bytes: bytes of a row without padding, from its columns and ``SparseType``.
+    """
+
+    collections: dict[type[nn.Module], str]
+    sharded: dict[type[nn.Module], str]
+    kernels: tuple[type[nn.Module], ...]
+    row_bytes: Callable[[int, Any], int]
+
+
+def load_quantised() -> Quantised:
+    """Import the quantised modules.
+
+    Raises:
+        MissingExtraError: if torchrec or fbgemm is not installed.
+    """
+    try:
+        modules = import_module("torchrec.quant.embedding_modules")
+        embedding = import_module("torchrec.distributed.quant_embedding")
+        embeddingbag = import_module("torchrec.distributed.quant_embeddingbag")
+        kernel = import_module("torchrec.distributed.quant_embedding_kernel")
+        inference = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_inference")
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
+    return Quantised(
+        collections={modules.EmbeddingCollection: "embeddings", modules.EmbeddingBagCollection: "embedding_bags"},
+        sharded={
+            embedding.ShardedQuantEmbeddingCollection: "embeddings",
+            embeddingbag.ShardedQuantEmbeddingBagCollection: "embedding_bags",
+        },
+        kernels=(
+            inference.IntNBitTableBatchedEmbeddingBagsCodegen,
+            kernel.IntNBitTableBatchedEmbeddingBagsCodegenWithLength,
+        ),
+        row_bytes=inference.unpadded_row_size_in_bytes,
     )
 
 

@@ -145,6 +145,26 @@ class SegmentStore:
         for ids in self._open.values():
             self._mark(ids)
 
+    def catch_up(self) -> None:
+        """Mark what changed without a word; here every change is told of."""
+
+    def forget(self) -> None:
+        """Drop everything that is marked: the shard as it is now is where the log starts. Open batches stay open."""
+        self.delete(None)
+
+    def unknown(self, ids: Tensor | None = None) -> ChangedRows:
+        """Rows with nothing known of their states.
+
+        Args:
+            ids: ``[N]`` int64 local ids, in any order, duplicates allowed; None for every row.
+        """
+        rows = self._engine(self.num_rows, self._device)
+        if ids is None:
+            rows.mark_all()
+        else:
+            rows.mark(ids)
+        return self._with_states(rows.scan(), rows, [])
+
     def num_changed(self, start: int, beside: Tensor | None = None) -> int:
         """How many rows are marked from position ``start`` on, or are among ``beside``. Waits for the device.
 

@@ -48,6 +48,11 @@ class ShadowStore(SegmentStore):
 
     def cut(self, position: int) -> None:
         """Mark what differs from the copy, then start a segment at ``position``. Waits for the device."""
+        self.catch_up()
+        super().cut(position)
+
+    def catch_up(self) -> None:
+        """Mark what differs from the copy, which then holds what the shard holds. Waits for the device."""
         for begin in range(0, self.num_rows, _CHUNK_ROWS):
             ids = torch.arange(begin, min(begin + _CHUNK_ROWS, self.num_rows), device=self._device)
             rows, shadow = self._read_rows(ids), self._shadow[begin : begin + len(ids)]
@@ -56,7 +61,11 @@ class ShadowStore(SegmentStore):
             if len(places):
                 self.mark(ids[places])
                 shadow[places] = rows[places]
-        super().cut(position)
+
+    def forget(self) -> None:
+        """Drop everything that is marked, and copy the shard anew."""
+        super().forget()
+        self._shadow = self._read_rows(None)
 
     @property
     def copy_bytes(self) -> int:

@@ -13,7 +13,7 @@ from delta_tracker.errors import InvalidArgumentError
 
 _SCHEMES = ("file", "memory", "s3", "gs", "az")
 # obstore's own limit is three minutes; nobody waits that long for an answer of a store that does not give one.
-_MAX_RETRIES = 4
+_MAX_RETRIES = 6  # some five seconds
 _RETRY_TIMEOUT = timedelta(seconds=30)
 # These belong to the HTTP client. obstore takes them apart from the settings of the store, and panics if it does not.
 _CLIENT_OPTIONS = frozenset(

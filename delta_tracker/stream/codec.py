@@ -7,6 +7,7 @@ itself offers neither over an object store, and through its ``save`` to bytes a 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ class _Entry:
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class PartWriter:

@@ -170,34 +170,39 @@ def bound(values: Tensor, encoding: Encoding) -> Tensor:
 
     With ``largest`` the row's largest magnitude and ``range`` its maximum less its minimum:
 
-    - ``F32``, ``F16``, ``BF16``: half a unit in the last place, ``largest`` times 0, 2^-11 or 2^-8; subnormal values
-      half the smallest subnormal.
-    - ``INT8``: half a step, ``range / 510``; at most 1e-8 since ``inverse`` has the epsilon; and the float32 roundings
+    - ``F32`` and the table's own dtype: 0. ``F16``, ``BF16``: half a unit in the last place, ``largest`` times 2^-11
+      or 2^-8; of subnormals half the smallest.
+    - ``INT8``: half a step, ``range / 510``; up to 1e-8 because ``inverse`` has the epsilon; and the float32 roundings
       of ``inverse`` and both products and sums, 13 x 2^-24 of ``largest``, here 2^-20.
     - ``INT4``: half a step, ``range / 30``; bias and scale in float16 move the lowest and the highest value out of
       reach by 2^-11 of the minimum and of the range, 3.1 x 2^-11 of ``largest``, here 2^-9; in subnormals by
       16 x 2^-25, here 2^-20.
-    - For quantized rows of a table in float16 or bfloat16, half a unit in the last place more.
+    - Where the dtype of ``values`` is float16 or bfloat16, half a unit of its last place more.
 
     Args:
         values: ``[N, C]`` float32, float16 or bfloat16.
         encoding: how they are stored.
 
     Returns:
-        ``[N, 1]`` float32; infinite where the row is not read as numbers.
+        ``[N, 1]`` float32; infinite where the row may not be read as numbers.
+
+    Raises:
+        InvalidArgumentError: if ``values`` have another dtype.
     """
     rows = values.detach().float()
     minimum, maximum = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     largest = torch.maximum(maximum, -minimum)
-    if not encoding.is_quantized:
-        return _rounding(largest, encoding.dtype)
+    if encoding in (Encoding.F32, Encoding.of(values.dtype)):
+        return torch.zeros_like(largest)
     if encoding is Encoding.INT8:
         error = (maximum - minimum) / 510 + _EPSILON + largest * 2.0**-20
-    else:
+    elif encoding is Encoding.INT4:
         error = (maximum - minimum) / 30 + largest * 2.0**-9 + 2.0**-20
         bias = minimum.half()
         scale = ((maximum - bias.float()) / 15).half()
         error.masked_fill_(~(bias.isfinite() & scale.isfinite()), torch.inf)
+    else:
+        error = _rounding(largest, encoding.dtype)
     error.add_(_rounding(largest + error, values.dtype))
     return error.nan_to_num_(torch.inf, torch.inf)
 
@@ -254,7 +259,7 @@ def unpack_ids(packed: Tensor, escapes: Tensor, num_ids: int) -> Tensor:
     inflate = zlib.decompressobj()
     try:
         # One byte more than wanted: a limit of 0 would be none, and an end at the limit would not be seen.
-        data = inflate.decompress(packed.cpu().contiguous().numpy(), num_ids + 1)
+        data = inflate.decompress(packed.cpu().contiguous().numpy().data, num_ids + 1)
     except zlib.error as error:
         raise ValueError(f"packed ids are no zlib stream: {error}") from error
     if len(data) != num_ids or not inflate.eof or inflate.unused_data:
@@ -266,8 +271,8 @@ def unpack_ids(packed: Tensor, escapes: Tensor, num_ids: int) -> Tensor:
     gaps[escaped] = wide
     gaps[1:] += 1
     ids = gaps.cumsum()
-    # Every step is positive, or it overflowed: a sum that overflows shows as a descent.
-    if (ids[:1] < 0).any() or (ids[1:] <= ids[:-1]).any():
+    # Every step is positive or overflowed: a sum that overflows shows as a descent.
+    if (ids[1:] <= ids[:-1]).any():
         raise ValueError("packed ids pass the largest int64")
     return torch.from_numpy(ids)
 
@@ -290,9 +295,9 @@ def _encode_int4(values: Tensor, out: Tensor) -> Tensor:
     spread = values.amax(1, keepdim=True).sub_(bias)
     scale = (spread / torch.full_like(spread, 15)).half()
     scale.masked_fill_(scale == 0, 1)
-    codes = (values - bias).mul_(torch.ones_like(spread) / scale.float()).clamp_(0, 15).round_()
-    pairs = torch.add(codes[:, 0::2], codes[:, 1::2], alpha=16).add_(_ROUNDER)
-    out[:, :num_bytes] = pairs.view(torch.int32)
+    codes = (values - bias).mul_(torch.ones_like(spread) / scale.float()).clamp_(0, 15).add_(_ROUNDER)
+    pairs = codes.view(torch.int32).to(torch.uint8).view(torch.int16)
+    out[:, :num_bytes] = (pairs >> 4).bitwise_or_(pairs)
     out[:, num_bytes:] = torch.cat([scale, minimum], 1).view(torch.uint8)
     return out
 

@@ -87,8 +87,12 @@ class StreamLog:
         Raises:
             MalformedError, StorageError: as :meth:`read`.
         """
-        versions = self.versions()
-        return self.read(versions[-1]) if versions else None
+        while versions := self.versions():
+            head = self.read(versions[-1])
+            if head is not None:
+                return head
+            # The head is never taken away: it was one when it was listed, long ago.
+        return None
 
     def merged(self, *, after: int = -1) -> list[Merged]:
         """The merged entries that end above ``after``, by their end. Lists the store.
@@ -187,12 +191,28 @@ class StreamLog:
         entry = parse_manifest(name, data)
         if not self._create(name, data):
             return None
-        if draft.parent is not None and self.storage.size(entry_name(draft.parent.version)) is None:
-            # The log went on long ago, and retention took this name away: whoever finds it free has slept for longer
-            # than a reader's grace. The head is never taken away, so a parent that is there was the head.
-            self.storage.delete(name)
-            return None
-        return entry
+        return entry if self._confirm(entry) else None
+
+    def _confirm(self, entry: Manifest) -> bool:
+        """Whether an entry that was just seen to be there is part of the log; it is taken back if it is not.
+
+        The log may have gone on long ago, and retention have taken away the name that this entry then found free.
+        Retention goes upwards, and leaves the head and its parent. So of an entry of the log either the parent is
+        there, or it is the head no more and the next one names it. Of an entry below the log neither is true, for
+        whoever built on that name built on other bytes.
+        """
+        if entry.parent is None:
+            is_at_the_end = not self.versions(after=0)
+        else:
+            parent = self.read(entry.parent.version)
+            is_at_the_end = parent is not None and parent.xxh3 == entry.parent.xxh3
+        if is_at_the_end:
+            return True
+        following = self.read(entry.version + 1)
+        if following is not None and following.parent == entry.link:
+            return True
+        self.storage.delete(entry_name(entry.version))
+        return False
 
     def _read(self, name: str) -> Manifest | None:
         data = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
@@ -256,8 +276,9 @@ class Claim:
                 self._head = committed
                 return committed
             taken = self._log.read(version)
-            if taken is None or taken.writer != head.writer:
-                newest = taken or self._log.head() or head
+            if taken is None or taken.writer != head.writer or not self._log._confirm(taken):  # noqa: SLF001  as above
+                is_other = taken is not None and taken.writer != head.writer
+                newest = (taken if is_other else self._log.head()) or head
                 self._fenced = FencedError(head.generation, newest.generation, newest.version)
                 raise self._fenced
             self._head = taken

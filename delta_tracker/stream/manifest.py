@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -89,10 +90,13 @@ class DenseSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
     @property
     def num_bytes(self) -> int:
         """Bytes of its values."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ _TABLE_DTYPES = {name: DENSE_DTYPES[name] for name in ("F32", "F16", "BF16")}
 # Edges of rows times edges of columns of one table's blocks: ten thousand ranks by a hundred column ranges fit.
 _MAX_CELLS = 4_000_000
 _MAX_DIMS = 16
+_MAX_REASON = 1000
 _PART_NAME = re.compile(r"parts/[0-9a-z-]+\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{32}")
 
@@ -36,9 +37,23 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
         MalformedError: if anything in it does not follow the format.
     """
     try:
-        return _manifest(json.loads(data), xxhash.xxh3_128_hexdigest(data))
+        return _manifest(load_json(data), xxhash.xxh3_128_hexdigest(data))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise MalformedError(name, f"{type(error).__name__}: {error}") from error
+        raise MalformedError(name, reason_of(error)) from error
+
+
+def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
+    """Any JSON, in UTF-8, in which no object has one name twice: readers would differ in which of them counts.
+
+    Raises:
+        ValueError, RecursionError: if it is not that.
+    """
+    return json.loads(data.decode(), object_pairs_hook=_object)
+
+
+def reason_of(error: Exception) -> str:
+    """What a fault says, cut: it may quote whole files."""
+    return f"{type(error).__name__}: {error}"[:_MAX_REASON]
 
 
 def parse_part(entry: Any) -> Part:  # noqa: ANN401  untrusted JSON
@@ -86,6 +101,13 @@ def _manifest(entry: Any, xxh3: str) -> Manifest:  # noqa: ANN401  untrusted JSO
     return manifest
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("one name stands twice in an object")
+    return found
+
+
 def _block(entry: Any) -> Block:  # noqa: ANN401  untrusted JSON
     return Block(
         table=_string(entry["table"]),
@@ -99,7 +121,7 @@ def _block(entry: Any) -> Block:  # noqa: ANN401  untrusted JSON
 
 def _dense(entry: Any) -> DenseSpec:  # noqa: ANN401  untrusted JSON
     shape = tuple(map(_count, _checked(_list(entry["shape"]), lambda found: len(found) <= _MAX_DIMS)))
-    _count(math.prod(shape) * 8)
+    _count(math.prod(max(1, size) for size in shape) * 8)  # torch has strides for empty tensors too
     return DenseSpec(DENSE_DTYPES[entry["dtype"]], shape)
 
 
@@ -158,12 +180,15 @@ def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtyp
     columns = np.unique([0, table.dim, *(edge for block in blocks for edge in block.columns)])
     if len(rows) * len(columns) > _MAX_CELLS:
         raise ValueError(f"its {len(blocks)} blocks of table {table.fqn!r} are too many")
-    cover = np.zeros((len(rows) - 1, len(columns) - 1), dtype=np.int64)
-    for block in blocks:
-        top, bottom = np.searchsorted(rows, block.rows)
-        left, right = np.searchsorted(columns, block.columns)
-        cover[top:bottom, left:right] += 1
-    return cover
+    # Each block counts at its corners alone, and the sums spread it: else many large blocks would take hours.
+    cover = np.zeros((len(rows), len(columns)), dtype=np.int64)
+    corners = np.array([(*block.rows, *block.columns) for block in blocks], dtype=np.int64).reshape(-1, 4)
+    top, bottom = np.searchsorted(rows, corners[:, 0]), np.searchsorted(rows, corners[:, 1])
+    left, right = np.searchsorted(columns, corners[:, 2]), np.searchsorted(columns, corners[:, 3])
+    for row, column, sign in ((top, left, 1), (bottom, right, 1), (top, right, -1), (bottom, left, -1)):
+        np.add.at(cover, (row, column), sign)
+    cover.cumsum(0, out=cover).cumsum(1, out=cover)
+    return cover[:-1, :-1]
 
 
 def _checked(value: Any, is_good: Callable[[Any], bool]) -> Any:  # noqa: ANN401  untrusted JSON

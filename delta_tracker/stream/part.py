@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.stream.codec import ALIGNMENT, SIZE_BYTES, dense_key
 from delta_tracker.stream.encoding import decode_rows, unpack_ids
 from delta_tracker.stream.manifest import DTYPE_NAMES, Block, Manifest, Part
+from delta_tracker.stream.parse import load_json, reason_of
 from delta_tracker.stream.storage import Storage
 
 if TYPE_CHECKING:
@@ -85,25 +87,38 @@ class PartReader:
         try:
             self._spans = self._layout()
             self._ids = [self._checked_ids(index, block) for index, block in enumerate(part.blocks)]
+            self._check_flags()
         except _FAULTS as error:
             if isinstance(error, CorruptPartError):
                 raise
-            raise CorruptPartError(part.name, f"{type(error).__name__}: {error}") from error
+            raise CorruptPartError(part.name, reason_of(error)) from error
 
-    def chunks(self, index: int, num_rows: int) -> Iterator[RowChunk]:
-        """The rows of the part's ``index``-th block, at most ``num_rows`` at a time.
+    def ids(self, index: int) -> Tensor | None:
+        """``[N]`` int64 global ids of a block's rows, ascending and unique; None where it holds all of its range."""
+        return self._ids[index]
+
+    def stored(self, index: int, begin: int, end: int) -> Tensor:
+        """The rows ``begin`` to ``end`` of the part's ``index``-th block, ``[N, width]`` as they stand in the part.
 
         Raises:
             CorruptPartError: if a large part has changed since it was checked.
             StorageError: if the store cannot be read.
         """
-        block, ids = self.part.blocks[index], self._ids[index]
+        row_bytes = self.part.blocks[index].row_bytes
         span = self._spans[f"{index}.values"]
+        data = self._read(span.begin + begin * row_bytes, span.begin + end * row_bytes)
+        return torch.from_numpy(data).view(span.dtype).view(end - begin, -1)
+
+    def chunks(self, index: int, num_rows: int) -> Iterator[RowChunk]:
+        """The rows of the part's ``index``-th block, at most ``num_rows`` at a time.
+
+        Raises: as :meth:`stored`.
+        """
+        block, ids = self.part.blocks[index], self._ids[index]
         for begin in range(0, block.num_rows, num_rows):
             end = min(begin + num_rows, block.num_rows)
-            data = self._read(span.begin + begin * block.row_bytes, span.begin + end * block.row_bytes)
-            stored = torch.from_numpy(data).view(span.dtype).view(end - begin, -1)
-            yield RowChunk(block, block.rows[0] + begin, None if ids is None else ids[begin:end], stored)
+            listed = None if ids is None else ids[begin:end]
+            yield RowChunk(block, block.rows[0] + begin, listed, self.stored(index, begin, end))
 
     def dense(self) -> dict[str, Tensor]:
         """The dense tensors of the part, by name."""
@@ -124,7 +139,7 @@ class PartReader:
         if position > size or position % ALIGNMENT or header_bytes > _MAX_HEADER_BYTES:
             raise ValueError(f"its header claims {header_bytes} bytes of {size}")
         start = position
-        header = json.loads(self._read(SIZE_BYTES, start).tobytes())
+        header = load_json(self._read(SIZE_BYTES, start).tobytes())
         expected = self._expected()
         if header.keys() != expected.keys():
             raise ValueError(f"it holds the tensors {sorted(header)} instead of {sorted(expected)}")
@@ -134,10 +149,10 @@ class PartReader:
             if shape is None:  # as long as it says
                 (length,) = entry["shape"]
                 shape = (_length(length),)
-            end = position + torch.Size(shape).numel() * dtype.itemsize
+            end = position + math.prod(shape) * dtype.itemsize  # Size.numel() would wrap around
             offsets = [position - start, end - start]
             wanted = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
-            if entry != wanted:
+            if json.dumps(entry, sort_keys=True) != json.dumps(wanted, sort_keys=True):  # 1.0 and true equal 1
                 raise ValueError(f"its tensor {key} is {entry} instead of {wanted}")
             if end > size:
                 raise ValueError(f"its tensor {key} ends beyond its {size} bytes")
@@ -161,6 +176,13 @@ class PartReader:
         for index, name in enumerate(self.part.dense):
             expected[dense_key(index)] = self._specs[name].dtype, self._specs[name].shape
         return expected
+
+    def _check_flags(self) -> None:
+        """Torch takes every byte for a bool, and computes with it."""
+        for index, name in enumerate(self.part.dense):
+            span = self._spans[dense_key(index)]
+            if span.dtype == torch.bool and (self._read(span.begin, span.end) > 1).any():
+                raise ValueError(f"the dense tensor {name!r} has bytes that are no bool")
 
     def _checked_ids(self, index: int, block: Block) -> Tensor | None:
         if block.ids == "all":
@@ -260,6 +282,6 @@ def read_parts(storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMO
     return readers
 
 
-def dense_of(readers: list[PartReader]) -> Mapping[str, Tensor]:
-    """The dense tensors of a version."""
+def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
+    """The dense tensors of a version, by name."""
     return {name: tensor for reader in readers for name, tensor in reader.dense().items()}

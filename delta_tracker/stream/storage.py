@@ -1,14 +1,14 @@
-"""Objects in a directory or bucket, through obstore: written whole, created once, never half visible."""
+"""Objects in a directory or bucket (through obstore): written whole, created once, never half visible."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,13 +18,12 @@ from obstore.store import from_url
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError, UnsafeStoreError
 from delta_tracker.stream.address import check_name, connection, local_directory
+from delta_tracker.stream.files import CHUNK_BYTES, make_directory, pieces, write_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from obstore.store import ObjectStore
 
-# Large enough to cost nothing per chunk, small enough to be copied while it is still in the cache.
-_CHUNK_BYTES = 4 << 20
 # A multipart upload has at most 10,000 parts, so this bounds an object at 80 GB. Parts under way are held in memory.
 _UPLOAD_BYTES = 8 << 20
 _UPLOADS = 4
@@ -53,8 +52,7 @@ class Storage:
             Every ``memory://`` is a store of its own: share the ``Storage`` object instead of the url.
         create: make a local directory that does not exist. Without it a missing one is an empty store until somebody
             makes it, so that a reader may start before the writer.
-        fsync: False leaves it to the operating system when the objects of a local directory reach the disk. They
-            survive a killed process, but not a machine that is lost.
+        fsync: False leaves it to the system when local objects reach the disk: a lost machine may lose them.
         options: settings of a remote store by obstore's names, such as ``endpoint``, ``region``, ``access_key_id``,
             ``secret_access_key``, ``allow_http`` or ``timeout``; all values are strings.
 
@@ -74,7 +72,7 @@ class Storage:
         self._settings = connection(url, options)
         with self._translated():
             if self._directory is not None and create:
-                self._make_directory(self._directory)
+                make_directory(self._directory, fsync=fsync)
             self._store: ObjectStore | None = None
             try:
                 self._find_store()
@@ -84,20 +82,19 @@ class Storage:
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write an object of the concatenated ``buffers`` of bytes, replacing one of the same name.
 
-        The buffers are streamed: beyond them it takes some 10 MB for a local directory and 50 MB for a remote store,
-        whatever the object's size. A remote object may have 80 GB.
+        The buffers are streamed, and each is written or copied before the next is asked for, so that the caller may
+        use its memory again. It takes no memory for a local directory and up to 100 MB for a remote store, whatever the
+        object's size. A remote object may have 80 GB.
 
         Raises:
             StorageError: if it cannot be written; nothing is visible then.
         """
         check_name("name", name)
         with self._translated():
-            pieces = _pieces(buffers)
-            if self._directory is not None:
-                obstore.put(self._open_store(), name, pieces)
-                self._persist(name)
+            if self._directory is None:
+                self._upload(name, _chunks(buffers))
             else:
-                self._upload(name, pieces)
+                self._write_file(name, buffers, overwrite=True)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless one of that name exists; False if it does. Of racing writers exactly one wins.
@@ -107,11 +104,10 @@ class Storage:
         """
         check_name("name", name)
         with self._translated():
+            if self._directory is not None:
+                return self._write_file(name, [memoryview(data)], overwrite=False)
             try:
-                if self._directory is None:
-                    obstore.put(self._open_store(), name, data, mode="create")
-                else:
-                    self._rename_draft(name, data, overwrite=False)
+                obstore.put(self._open_store(), name, data, mode="create")
             except AlreadyExistsError:
                 return False
             return True
@@ -127,7 +123,7 @@ class Storage:
             if self._directory is None:
                 obstore.put(self._open_store(), name, data, use_multipart=False)
             else:
-                self._rename_draft(name, data, overwrite=True)
+                self._write_file(name, [memoryview(data)], overwrite=True)
 
     def read(self, name: str, *, max_bytes: int) -> NDArray[np.uint8] | None:
         """The bytes of an object, None if there is none.
@@ -209,12 +205,8 @@ class Storage:
             if store is None:
                 return []
             pages = obstore.list(store, prefix, offset=after, chunk_size=_PAGE_OBJECTS)
-            found = (
-                StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp())
-                for page in pages
-                for meta in page
-            )
-            return sorted(found, key=lambda stored: stored.name)
+            metas = sorted(itertools.chain.from_iterable(pages), key=lambda meta: meta["path"])
+            return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in metas]
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
         """Names of the objects below the directory ``prefix``, ascending, those above ``after`` only.
@@ -237,12 +229,13 @@ class Storage:
             self.create(name, b"first")
             second = self.create(name, b"second")
             there = self.read(name, max_bytes=len(b"second"))
-        except StorageError as error:
+        except BaseException as error:
+            with suppress(StorageError):  # the first error says more
+                self.delete(name)
             if isinstance(error.__cause__, NotSupportedError | NotImplementedError):
                 raise UnsafeStoreError(self.url) from error
             raise
-        finally:
-            self.delete(name)
+        self.delete(name)
         if second or there is None or there.tobytes() != b"first":
             raise UnsafeStoreError(self.url)
 
@@ -260,21 +253,16 @@ class Storage:
             raise StorageError(self.url, "the directory does not exist")
         return store
 
-    def _upload(self, name: str, pieces: Iterator[memoryview]) -> None:
+    def _upload(self, name: str, chunks: Iterator[bytes]) -> None:
         """Write to a remote store: one request if it is small, a multipart upload otherwise."""
-        first: list[memoryview] = []
-        num_bytes = 0
-        for piece in pieces:
-            first.append(piece)
-            num_bytes += len(piece)
-            if num_bytes > _UPLOAD_BYTES:
-                break
         store = self._open_store()
-        if num_bytes <= _UPLOAD_BYTES:
-            obstore.put(store, name, b"".join(first), use_multipart=False)
-            return
-        rest = (piece for group in (first, pieces) for piece in group)
-        obstore.put(store, name, rest, chunk_size=_UPLOAD_BYTES, max_concurrency=_UPLOADS)
+        first = next(chunks, b"")
+        second = next(chunks, None)
+        if second is None:
+            obstore.put(store, name, first, use_multipart=False)
+        else:
+            parts = itertools.chain((first, second), chunks)
+            obstore.put(store, name, parts, chunk_size=_UPLOAD_BYTES, max_concurrency=_UPLOADS)
 
     def _download(
         self, name: str, begin: int = 0, end: int | None = None, *, max_bytes: int | None = None
@@ -287,7 +275,7 @@ class Storage:
         num_bytes = answer.meta["size"]
         data = self._allocate(name, num_bytes, begin, end, max_bytes)
         filled = 0
-        for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
+        for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
             if filled + len(chunk) > len(data):
                 raise StorageError(self.url, f"{name} sent more than the {len(data)} bytes that it announced")
             data[filled : filled + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
@@ -338,35 +326,10 @@ class Storage:
     def _too_short(self, name: str, num_bytes: int, expected: int) -> StorageError:
         return StorageError(self.url, f"{name} ended after {num_bytes} of {expected} bytes")
 
-    def _rename_draft(self, name: str, data: bytes, *, overwrite: bool) -> None:
-        """Write under a name of its own, sync, then rename: a name is never seen before its bytes are on disk."""
-        draft = f"drafts/{secrets.token_hex(8)}"
-        store = self._open_store()
-        obstore.put(store, draft, data)
-        try:
-            self._persist(draft)
-            obstore.rename(store, draft, name, overwrite=overwrite)
-        except BaseException:
-            self.delete(draft)
-            raise
-        self._sync_directories(name)
-
-    def _make_directory(self, directory: Path) -> None:
-        missing = [path for path in (directory, *directory.parents) if not path.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
-        for path in missing if self._fsync else ():
-            _fsync(path.parent)
-
-    def _persist(self, name: str) -> None:
-        if self._directory is not None and self._fsync:
-            _fsync(self._directory / name)
-            self._sync_directories(name)
-
-    def _sync_directories(self, name: str) -> None:
-        """Make the name itself durable, and those of the directories above it, which may be new."""
-        if self._directory is not None and self._fsync:
-            for above in Path(name).parents:
-                _fsync(self._directory / above)
+    def _write_file(self, name: str, buffers: Iterable[memoryview], *, overwrite: bool) -> bool:
+        self._open_store()
+        assert self._directory is not None
+        return write_file(self._directory, name, buffers, overwrite=overwrite, fsync=self._fsync)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -385,17 +348,14 @@ def open_storage(url: str | Storage, *, create: bool = False) -> Storage:
     return url if isinstance(url, Storage) else Storage(url, create=create)
 
 
-def _pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The bytes of ``buffers`` in pieces that obstore may hold a few of, for it copies what it was given."""
-    for buffer in buffers:
-        flat = memoryview(buffer).cast("B")
-        for begin in range(0, len(flat), _CHUNK_BYTES):
-            yield flat[begin : begin + _CHUNK_BYTES]
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
+    """The bytes of ``buffers``, copied into chunks of one size: obstore still holds them when it asks for the next."""
+    chunk = bytearray()
+    for piece in pieces(buffers):
+        room = _UPLOAD_BYTES - len(chunk)
+        chunk += piece[:room]
+        if len(chunk) == _UPLOAD_BYTES:
+            yield bytes(chunk)
+            chunk = bytearray(piece[room:])
+    if chunk:
+        yield bytes(chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,9 +15,11 @@ from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, Trackin
 from delta_tracker.cadence import Cadence
 from delta_tracker.errors import FencedError, StorageError
 from delta_tracker.stream.encoding import Encoding, decode_rows, encode_rows
+from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.manifest import Manifest
-from delta_tracker.stream.part import dense_of, read_parts
+from delta_tracker.stream.notify import LocalNotifier
+from delta_tracker.stream.retention import Retention
 from delta_tracker.stream.storage import Storage
 from tests.cases.publishing import attempt, empty_model
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
@@ -87,6 +90,8 @@ class Slow(Storage):
 def follow(trainer: Trainer, url: str) -> list[Manifest]:
     """Apply the versions one by one, each of which must be the trainer at its cut, dense tensors too."""
     held = empty_model(trainer.tracker)
+    _, last = trainer.held[trainer.tracker.num_batches]
+    held |= {f"dense.{name}": torch.full_like(tensor, -1) for name, tensor in last.items()}
     predictor = Predictor(held, url)
     seen: list[Manifest] = []
     head = StreamLog(Storage(url)).head()
@@ -100,11 +105,10 @@ def follow(trainer: Trainer, url: str) -> list[Manifest]:
         seen.append(manifest)
         trainer.assert_equal(manifest, held)
         if manifest.dense:
-            dense = dense_of(read_parts(Storage(url), manifest))
             _, expected = trainer.held[manifest.batches[1]]
+            assert sorted(manifest.dense) == [f"dense.{name}" for name in sorted(expected)]
             if dist.get_rank() == 0:
-                assert sorted(dense) == [f"dense.{name}" for name in sorted(expected)]
-                assert all(torch.equal(dense[f"dense.{name}"], tensor) for name, tensor in expected.items())
+                assert all(torch.equal(held[f"dense.{name}"], tensor) for name, tensor in expected.items())
     return seen
 
 
@@ -230,6 +234,43 @@ def broken_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
         return {"error": error, "flushed": flushed}
 
 
+def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """Versions are announced, merged and removed beside training, and a predictor follows to the end."""
+    trainer = Trainer(rank, world_size)
+    notifier = LocalNotifier()
+    with trainer.tracker:
+        publisher = Publisher(
+            trainer.tracker,
+            url,
+            cadence=Cadence(batches=1),
+            retention=Retention(versions=4, grace_seconds=0.0),
+            compact_every=3,
+            notifier=notifier if rank == 0 else None,
+        )
+        follower = empty_model(trainer.tracker)
+        predictor = Predictor(follower, url, notifier=notifier, name=f"rank-{rank}")
+        predictor.follow(poll_seconds=60.0 if rank == 0 else 0.005)
+        for _ in range(120):
+            trainer.step(publisher)
+        publisher.flush()
+        trainer.remember()
+        last = publisher.publish()
+        dist.barrier()
+        deadline = time.monotonic() + _PATIENCE
+        while predictor.version != last.version and time.monotonic() < deadline:
+            time.sleep(0.001)
+        predictor.stop()
+        trainer.assert_equal(last, follower)
+        publisher.close()
+        dist.barrier()
+        late = empty_model(trainer.tracker)
+        assert Predictor(late, url).sync() == last.version
+        trainer.assert_equal(last, late)
+        log = StreamLog(Storage(url))
+        beats = read_heartbeats(log.storage)
+        return {"versions": log.versions(), "merged": len(log.merged()), "beats": [beat.name for beat in beats]}
+
+
 def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
     """A bound on pending rows or bytes cuts a version on all ranks once one of them has reached it."""
     trainer = Trainer(rank, world_size)
@@ -274,8 +315,8 @@ def encoded(rank: int, world_size: int, url: str, encoding: str) -> int:
                     assert torch.equal(held[fqn][rows, first:end], expected), fqn
             dist.barrier()
             trainer.step()
-        refused = attempt(lambda: Publisher(trainer.tracker, url, encoding={"no such table": chosen}))
-        assert refused.startswith(("ReservedConsumerError", "PublishError"))
+        refused = attempt(lambda: Publisher(trainer.tracker, url))
+        assert refused.startswith("ReservedConsumerError: consumer 'default' is reserved by Publisher")
         publisher.close()
         assert attempt(lambda: Publisher(trainer.tracker, url, encoding={"x": chosen})).startswith("InvalidArgument")
         assert attempt(lambda: Publisher(trainer.tracker, url, encoding="INT8")).startswith("InvalidArgument")

@@ -35,7 +35,7 @@ def verdicts(  # noqa: C901  one loop per step
     """
     tables = [Table(name.lower(), 13, place, dim=dim) for name, place in places.items()]
     spec = Spec(tables, bag=bag, kernel=kernel, optimizer=optimizer, local_size=local_size)
-    with _hosts(rank, local_size):
+    with hosts(rank, local_size):
         model = shard(spec)
     is_fused = not is_dense(spec, tables[0])
     assert all(is_dense(spec, table) != is_fused for table in tables), "one optimizer for all of them"
@@ -70,7 +70,7 @@ def verdicts(  # noqa: C901  one loop per step
 
 
 @contextlib.contextmanager
-def _hosts(rank: int, local_size: int) -> Iterator[None]:
+def hosts(rank: int, local_size: int) -> Iterator[None]:
     """TorchRec asks the environment which ranks share a host."""
     before = {name: os.environ[name] for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK")}
     os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "LOCAL_RANK": str(rank % local_size)}
@@ -165,7 +165,7 @@ def _optimizer_states(model: Any, table: str) -> list[Tensor]:
 def refusal(rank: int, world_size: int, place: str) -> str:
     """What torchrec says to an EmbeddingCollection that it cannot shard."""
     try:
-        with _hosts(rank, local_size=2):
+        with hosts(rank, local_size=2):
             shard(Spec([Table("t", 13, place, dim=256)], local_size=2))
     except Exception as error:  # noqa: BLE001  whatever it is, it goes into the table
         return f"{type(error).__name__}: {error}"

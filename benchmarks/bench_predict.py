@@ -1,0 +1,304 @@
+"""How fast a predictor applies rows, and what lookups notice of it: ``python -m benchmarks.bench_predict``.
+
+The rows of each version are all equal to its number, so a lookup whose columns differ has seen a torn row. Lookups and
+applying share one process, as they do in a server, and one thread each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
+from benchmarks.workloads import distinct_ids, uniform_ids
+from delta_tracker import Predictor
+from delta_tracker.applying import Applier
+from delta_tracker.stream.codec import Rows
+from delta_tracker.stream.contents import Contents
+from delta_tracker.stream.encoding import Encoding
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.manifest import Block, Manifest
+from delta_tracker.stream.storage import Storage
+from delta_tracker.table_lock import TableLock
+from tests.streams import FQN, Writer
+
+_DIM = 64
+_LOOKUPS = 4096
+_BAG = 8
+_CHUNKS = (256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+_NONE = "nothing is applied"
+_PREDICTOR = "a predictor syncs, chunks of 4,096"
+
+_Reading = Callable[[], AbstractContextManager[object]]
+
+
+class _Stream:
+    """A stream of a few deltas, which can be applied from the start again and again, and the table they are for."""
+
+    def __init__(self, root: Path, num_rows: int, num_changed: int, num_versions: int = 2) -> None:
+        self.storage = Storage(root.as_uri(), create=True, fsync=False)
+        self.table = torch.zeros(num_rows, _DIM).fill_(-1)
+        self.num_changed = num_changed
+        writer = Writer(self.storage, num_rows, _DIM)
+        self._start = writer.claim.head
+        generator = torch.Generator().manual_seed(0)
+        block = Block(FQN, (0, num_rows), (0, _DIM), num_changed, "list", Encoding.F32)
+        self.ids: list[Tensor] = []
+        self.manifests: list[Manifest] = []
+        for _ in range(num_versions):
+            ids = distinct_ids(num_rows, num_changed, generator)
+            values = torch.full((num_changed, _DIM), float(writer.claim.head.version + 1))
+            self.ids.append(ids)
+            self.manifests.append(writer.write("delta", [Rows(block, ids, [values])]))
+        assert StreamLog(self.storage).read(num_versions) is not None
+
+    def predictor(self, chunk_rows: int = 4096) -> Predictor:
+        """A predictor of the table, before the first delta."""
+        made = Predictor({FQN: self.table}, self.storage, chunk_rows=chunk_rows)
+        self.rewind(made)
+        return made
+
+    def rewind(self, predictor: Predictor) -> None:
+        """Let it apply the deltas again."""
+        start = self._start
+        predictor.load_state_dict({"stream": start.stream, "version": start.version, "xxh3": start.xxh3})
+
+    def check(self, number: int) -> None:
+        """The table holds the rows of the delta ``number``."""
+        rows = self.table[self.ids[number]]
+        assert bool((rows == self.manifests[number].version).all()), "rows that a version holds are missing"
+
+
+def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
+    """Without lookups: memcpy of the rows, applying a version that was read, and a whole version from its entry on."""
+    source = np.ones((stream.num_changed, _DIM), dtype=np.float32)
+    copy = np.zeros_like(source)
+    applier = Applier({FQN: stream.table}, {}, takes_dense=False, lock=TableLock(), chunk_rows=4096)
+    predictor = stream.predictor()
+    versions = itertools.cycle(range(len(stream.manifests)))
+
+    def apply() -> Figures:
+        number = next(versions)
+        contents = Contents(stream.storage, stream.manifests[number])
+        figures = timed(lambda: sum(applier.write(applier.place(contents))))
+        stream.check(number)
+        return figures
+
+    def sync() -> Figures:
+        stream.rewind(predictor)
+        figures = timed(lambda: predictor.sync(limit=1))
+        stream.check(0)
+        return figures
+
+    return {"memcpy": lambda: timed(lambda: np.copyto(copy, source)), "apply": apply, "sync": sync}
+
+
+class _Lookups:
+    """A thread that looks rows up again and again, times each lookup and tells torn rows.
+
+    Args:
+        stream: whose table.
+        reading: what each stands in.
+    """
+
+    def __init__(self, stream: _Stream, reading: _Reading) -> None:
+        generator = torch.Generator().manual_seed(1)
+        held = torch.cat(stream.ids)  # the rows that change
+        self._batches = [held[uniform_ids(len(held), _LOOKUPS, generator)] for _ in range(64)]
+        self._offsets = torch.arange(0, _LOOKUPS, _BAG)
+        self._table, self._reading = stream.table, reading
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.seconds: list[float] = []
+        self.num_torn = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for ids in itertools.cycle(self._batches):
+            if self._done.is_set():
+                return
+            begin = time.perf_counter()
+            with self._reading():
+                sums = functional.embedding_bag(ids, self._table, self._offsets, mode="sum")
+            self.seconds.append(time.perf_counter() - begin)
+            # A sum of rows with equal columns has equal columns: the numbers are small and whole.
+            self.num_torn += int((sums != sums[:, :1]).any(1).sum())
+
+
+def _lookup_case(stream: _Stream, reading: _Reading, apply: Callable[[], int] | None, seconds: float) -> Figures:
+    """Lookups for so long, while one version after the other is applied, or none is.
+
+    Args:
+        stream: whose table.
+        reading: what lookups stand in.
+        apply: applies the next version, and tells which of the stream's it was.
+        seconds: how long.
+    """
+    num_versions = 0
+    begin = time.perf_counter()
+    with _Lookups(stream, reading) as lookups:
+        while (spent := time.perf_counter() - begin) < seconds:
+            if apply is None:
+                time.sleep(min(0.05, seconds))
+            else:
+                number = apply()
+                num_versions += 1
+    if num_versions:
+        stream.check(number)
+    assert lookups.num_torn == 0, f"{lookups.num_torn} lookups saw torn rows"
+    p50, p99 = np.percentile(lookups.seconds, [50, 99])
+    return {
+        "p50": float(p50),
+        "p99": float(p99),
+        "rows_per_second": num_versions * stream.num_changed / spent,
+        "lookups": len(lookups.seconds),
+        "torn": lookups.num_torn,
+    }
+
+
+def _lookup_cases(stream: _Stream, chunks: Sequence[int], seconds: float) -> dict[str, Callable[[], Figures]]:
+    """Lookups alone; beside writes without a pause, in chunks; beside a predictor that also reads and checks."""
+    versions = itertools.cycle(range(len(stream.manifests)))
+    contents = [Contents(stream.storage, manifest) for manifest in stream.manifests]
+    predictor = stream.predictor()
+
+    def writing(chunk_rows: int) -> Figures:
+        lock = TableLock()
+        applier = Applier({FQN: stream.table}, {}, takes_dense=False, lock=lock, chunk_rows=chunk_rows)
+
+        def apply() -> int:
+            number = next(versions)
+            assert sum(applier.write(applier.place(contents[number]))) == stream.num_changed
+            return number
+
+        return _lookup_case(stream, lock.reading, apply, seconds)
+
+    def syncing() -> Figures:
+        def apply() -> int:
+            if predictor.version == stream.manifests[-1].version:
+                stream.rewind(predictor)
+            applied = predictor.sync(limit=1)
+            return [manifest.version for manifest in stream.manifests].index(applied)
+
+        return _lookup_case(stream, predictor.reading, apply, seconds)
+
+    return {
+        _NONE: lambda: _lookup_case(stream, TableLock().reading, None, seconds),
+        **{f"chunks of {rows:,}": partial(writing, rows) for rows in chunks},
+        _PREDICTOR: syncing,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and write the results; 0 if no lookup saw a torn row and every version arrived."""
+    arguments = parser("bench_predict", __doc__ or "")
+    arguments.add_argument("--rows", type=int, default=10_000_000, help="rows of the table, of 64 columns each")
+    arguments.add_argument("--seconds", type=float, default=60.0, help="how long lookups run beside applying, in all")
+    settings = arguments.parse_args(argv)
+    num_rows, num_changed, chunks = (1000, 500, (64, 256)) if settings.tiny else (settings.rows, 1_000_000, _CHUNKS)
+    repeats = settings.repeats or (1 if settings.tiny else 3)
+    seconds = 0.05 if settings.tiny else settings.seconds / (repeats * (len(chunks) + 1))
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=settings.work) as work:
+        stream = _Stream(Path(work), num_rows, num_changed)
+        report = Report(
+            name="bench_predict",
+            settings={"table": f"{num_rows} x {_DIM} float32", "rows in a version": num_changed, "repeats": repeats},
+            columns=(
+                "lookups while",
+                "p50, ms",
+                "p99, ms",
+                "p99 of that without",
+                "M rows/s applied",
+                "lookups",
+                "torn",
+            ),
+        )
+        _report_apply(report, interleaved(_apply_cases(stream), repeats=max(repeats, 1 if settings.tiny else 9)))
+        found = interleaved(_lookup_cases(stream, chunks, seconds), repeats=repeats, warmups=0)
+    _report_lookups(report, found)
+    report.finish(settings.out)
+    if not settings.tiny:
+        _plot(chunks, found, settings.out / "bench_predict.png")
+    return 0
+
+
+def _report_apply(report: Report, found: Mapping[str, Mapping[str, Sample]]) -> None:
+    for name, sample in found.items():
+        report.add(name, sample)
+    memcpy, apply, sync = (found[name]["seconds"] for name in ("memcpy", "apply", "sync"))
+    processor = {name: found[name]["processor"].median for name in found}
+    report.notes += [
+        (
+            f"Without lookups, in chunks of 4,096, ms: apply {apply.text(1e3)}, memcpy of the rows {memcpy.text(1e3)};"
+            f" that is {memcpy.median / apply.median:.2f} of memcpy; by processor time"
+            f" {processor['memcpy'] / processor['apply']:.2f}. A whole version, from its entry in the log on, with its"
+            f" hash: {sync.text(1e3)}, of processor time {processor['sync'] * 1e3:.1f}."
+        ),
+        (
+            f"A lookup is an embedding_bag of {_LOOKUPS} ids in bags of {_BAG}, one after the other. Rows are written"
+            " without a pause; the last line's predictor also reads and checks each version in the same thread. Medians"
+            " (smallest-largest) of the repeats."
+        ),
+    ]
+
+
+def _report_lookups(report: Report, found: Mapping[str, Mapping[str, Sample]]) -> None:
+    without = found[_NONE]["p99"].median
+    for name, sample in found.items():
+        report.add(name, sample)
+        report.lines.append(
+            (
+                name,
+                sample["p50"].text(1e3, 2),
+                sample["p99"].text(1e3, 2),
+                f"{sample['p99'].median / without:.1f}",
+                f"{sample['rows_per_second'].median / 1e6:.2f}",
+                f"{math.fsum(sample['lookups'].values):,.0f}",
+                f"{math.fsum(sample['torn'].values):.0f}",
+            )
+        )
+
+
+def _plot(chunks: Sequence[int], found: Mapping[str, Mapping[str, Sample]], path: Path) -> None:
+    import matplotlib as mpl  # noqa: PLC0415  it takes a second, and only this needs it
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415  as above
+
+    figure, left = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    right = left.twinx()
+    samples = [found[f"chunks of {rows:,}"] for rows in chunks]
+    for name, style in (("p50", "--"), ("p99", "-")):
+        left.plot(chunks, [each[name].median * 1e3 for each in samples], f"C0{style}o", label=f"{name} while applying")
+        left.axhline(found[_NONE][name].median * 1e3, color="C2", linestyle=style, label=f"{name} without")
+    right.plot(chunks, [each["rows_per_second"].median / 1e6 for each in samples], "C1-s", label="rows applied")
+    left.set(xscale="log", yscale="log", xlabel="rows written under one hold of the lock", ylabel="lookup, ms")
+    right.set(ylabel="million rows per second", ylim=(0, None))
+    figure.legend(loc="outside upper center", ncols=3)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

