@@ -28,6 +28,7 @@ KEY = "delta_tracker.monitor"
 """Under this key the state stands in a checkpoint."""
 
 _FORMAT = "totals by label values"
+_REMEDY = "These are no counters of this format: load a checkpoint that this library saved"
 _MAX_BYTES = 64 * 2**20
 
 Totals = dict[str, list[tuple[list[str], float]]]
@@ -52,12 +53,7 @@ def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
     Raises:
         InvalidArgumentError: if a counter's labels are others than when it was saved; nothing is restored then.
     """
-    summed: dict[tuple[str, tuple[str, ...]], float] = {}
-    for part in parts:
-        for name, cells in part.items():
-            for values, total in cells:
-                key = (name, tuple(values))
-                summed[key] = summed.get(key, 0) + total
+    summed = _summed(parts)
     stats = {stat.name: stat for stat in _logical(monitor)}
     for name, label_values in summed:
         if name in stats and len(label_values) != len(stats[name].definition.labels):
@@ -70,6 +66,38 @@ def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
         if name in stats:
             labels = dict(zip(stats[name].definition.labels, label_values, strict=True))
             stats[name].cell(**labels).restore(total)
+
+
+class LogicalCounters:
+    """The logical counters as what a tracker's checkpoint can carry: register it there beside metrics.
+
+    A part is what one rank counted; a load gives each saved part to exactly one rank.
+
+    Args:
+        monitor: whose counters.
+    """
+
+    def __init__(self, monitor: Monitor = MONITOR) -> None:
+        self._monitor = monitor
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, which JSON can hold."""
+        return {_FORMAT: totals(self._monitor)}
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """One part that stands for all ``states``.
+
+        Raises:
+            InvalidArgumentError: if one is malformed.
+        """
+        merged: Totals = {}
+        for (name, values), total in _summed(map(_parsed, states)).items():
+            merged.setdefault(name, []).append((list(values), total))
+        return {_FORMAT: merged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counters to a part, see :func:`restore`."""
+        restore([_parsed(state)], self._monitor)
 
 
 def state_dict(rank: int, monitor: Monitor = MONITOR) -> dict[str, Tensor]:
@@ -121,8 +149,19 @@ def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = M
             # It says that one process loads, which is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load_tensors({KEY: wanted}, storage_reader=reader, no_dist=True)
-    restore([_parsed(bytes(each.tolist())) for each in wanted.values()], monitor)
+    restore([_parsed(_decoded(bytes(each.tolist()))) for each in wanted.values()], monitor)
     return len(mine)
+
+
+def _summed(parts: Iterable[Totals]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Name and label values to the total over all parts."""
+    summed: dict[tuple[str, tuple[str, ...]], float] = {}
+    for part in parts:
+        for name, cells in part.items():
+            for values, total in cells:
+                key = (name, tuple(values))
+                summed[key] = summed.get(key, 0) + total
+    return summed
 
 
 def _logical(monitor: Monitor) -> Sequence[Stat]:
@@ -136,21 +175,28 @@ def _num_bytes(metadata: Any) -> int:  # noqa: ANN401  torch's TensorStorageMeta
     return int(size[0])
 
 
-def _parsed(text: bytes) -> Totals:
-    """The totals in a saved text.
+def _decoded(text: bytes) -> object:
+    try:
+        found: object = json.loads(text)
+    except ValueError as error:
+        raise InvalidArgumentError("state", text[:40], _REMEDY) from error
+    return found
+
+
+def _parsed(saved: Any) -> Totals:  # noqa: ANN401  whatever was found in a checkpoint
+    """The totals in what was saved.
 
     Raises:
-        InvalidArgumentError: if it is not what :func:`state_dict` wrote.
+        InvalidArgumentError: if it is not what :meth:`LogicalCounters.state_dict` gave.
     """
     try:
-        saved = json.loads(text)
         found: Mapping[str, Any] = saved[_FORMAT]
         return {
             str(name): [([str(value) for value in values], _total(total)) for values, total in cells]
             for name, cells in found.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidArgumentError("reader", text[:40], "These are no counters of this format") from error
+        raise InvalidArgumentError("state", str(saved)[:40], _REMEDY) from error
 
 
 def _total(value: object) -> float:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
+from delta_tracker.checkpoint.counters import Mergeable
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor
-from delta_tracker.monitor.state import KEY, load, restore, state_dict, totals
+from delta_tracker.monitor.state import KEY, LogicalCounters, load, restore, state_dict, totals
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -141,3 +142,20 @@ def test_ranks_save_together(two_ranks, tmp_path) -> None:
     monitor = _rank({})
     load(dcp.FileSystemReader(tmp_path), 0, 1, monitor)
     assert _total(monitor, "rows") == 30
+
+
+def test_a_trackers_checkpoint_can_carry_them() -> None:
+    """In the shape that it asks for: parts that JSON holds, merged before they are loaded."""
+    ranks = [_rank({"user": 10}, 0.5), _rank({"user": 20, "item": 7}), _rank({})]
+    counters = [LogicalCounters(monitor) for monitor in ranks]
+    assert all(isinstance(each, Mergeable) for each in counters)
+    parts = [json.loads(json.dumps(each.state_dict(), allow_nan=False)) for each in counters]
+    loaded = _rank({"user": 99, "gone": 1}, 4)
+    target = LogicalCounters(loaded)
+    target.load_state_dict(json.loads(json.dumps(target.merge(parts))))
+    assert {values[0]: total for values, total in totals(loaded)["rows"]} == {"user": 30, "item": 7}
+    assert _total(loaded, "samples") == 0.5
+    with pytest.raises(InvalidArgumentError, match="no counters"):
+        target.merge([{"other": 1}])
+    target.load_state_dict(target.merge([]))
+    assert _total(loaded, "rows") == 0
