@@ -16,18 +16,16 @@ from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.sinks.sink import Sink
 
 
-class _Faulty(Sink):
-    """Raises, blocks for a while, or does neither, in turns."""
+class _Raising(Sink):
+    def deliver(self, batch: Batch) -> None:
+        raise RuntimeError("on purpose")
 
-    def __init__(self) -> None:
-        self._num_calls = 0
+
+class _Blocking(Sink):
+    """Takes longer than the collector waits."""
 
     def deliver(self, batch: Batch) -> None:
-        self._num_calls += 1
-        if self._num_calls % 3 == 1:
-            raise RuntimeError("on purpose")
-        if self._num_calls % 3 == 2:
-            time.sleep(0.3)
+        time.sleep(0.3)
 
 
 class _Summing(Sink):
@@ -50,7 +48,7 @@ def hammer(num_threads: int, num_records: int, num_forks: int = 3) -> float:
     stat = monitor.stat("stat", aggregations=("sum", "std"))
     histogram = monitor.histogram("histogram")
     monitor.on("*", lambda _: 1 / 0)
-    monitor.start([_Faulty(), summing], interval=timedelta(milliseconds=20))
+    monitor.start([_Raising(), _Blocking(), summing], interval=timedelta(milliseconds=20))
     per_thread = num_records // num_threads // 4
 
     def work(thread: int) -> None:
@@ -87,6 +85,12 @@ def hammer(num_threads: int, num_records: int, num_forks: int = 3) -> float:
     assert sum(each.figures.count for each in monitor.collect().totals if each.definition.name == "histogram") == (
         per_thread * num_threads
     )
+    errors = {
+        each.labels[0][1]: each.figures.total
+        for each in monitor.collect().totals
+        if each.definition.name == "delta_tracker_outlet_errors"
+    }
+    assert {"_Raising", "_Blocking"} <= set(errors), errors
     return seconds
 
 
