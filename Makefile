@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 CODE := delta_tracker benchmarks examples tests
 
-.PHONY: help demo test test-matrix lint types format clean
+.PHONY: help demo test test-matrix test-no-extras lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ demo: $(VENV)/.installed  ## train on MovieLens while a predictor follows; write
 
 test: $(VENV)/.installed  ## run the tests
 	@$(BIN)/python -m pytest
+
+test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional package were installed
+	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest tests/monitor
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)

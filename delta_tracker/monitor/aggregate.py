@@ -1,0 +1,236 @@
+"""What is kept of many numbers: count, sum, mean, spread, extremes, the newest one, buckets. Two can be merged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.buckets import LogBuckets
+
+_PLAIN = ("value", "count", "sum", "mean", "min", "max", "std", "histogram")
+_QUANTILE = re.compile(r"p(\d{1,2}(?:\.\d{1,4})?)")
+_PLAIN_TYPES = frozenset({int, float, bool})
+
+
+def quantile_of(aggregation: str) -> float | None:
+    """The fraction that an aggregation such as ``p95`` or ``p99.9`` asks for; None if it is no quantile.
+
+    Example:
+        >>> quantile_of("p99.9"), quantile_of("mean")
+        (0.999, None)
+    """
+    found = _QUANTILE.fullmatch(aggregation)
+    return None if found is None else round(float(found[1]) / 100, 6)
+
+
+def check_aggregations(aggregations: Iterable[str]) -> tuple[str, ...]:
+    """``aggregations`` as a tuple, each once.
+
+    Raises:
+        InvalidArgumentError: for one that is unknown, or a single string in place of several.
+    """
+    if isinstance(aggregations, str):
+        raise InvalidArgumentError("aggregations", aggregations, f"Pass a tuple: ({aggregations!r},)")
+    found = tuple(dict.fromkeys(aggregations))
+    for name in found:
+        if type(name) is not str or (name not in _PLAIN and quantile_of(name) is None):
+            raise InvalidArgumentError("aggregations", name, f"Use {', '.join(_PLAIN)}, or a quantile such as p95")
+    return found
+
+
+def needs_buckets(aggregations: Iterable[str]) -> bool:
+    """Whether one of them is read from buckets."""
+    return any(name == "histogram" or quantile_of(name) is not None for name in aggregations)
+
+
+class Aggregate:
+    """Running figures of finite numbers.
+
+    ``count`` numbers with ``total`` as their sum, exact for integers; ``min``, ``max`` and ``last`` are NaN of none, or
+    where they are not known. The mean is ``total / weight``, and ``weight`` is the count unless numbers were weighted.
+    ``num_rejected`` counts what was no finite number (NaN, infinite, a tensor on a device), which nothing else shows.
+    Mean and spread are merged as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances" (1979).
+
+    Args:
+        with_spread: keep what the standard deviation needs.
+        with_buckets: keep buckets, for quantiles.
+        is_counter: refuse negative numbers.
+    """
+
+    __slots__ = (
+        "_is_counter",
+        "_mean",
+        "_num_spread",
+        "_squares",
+        "buckets",
+        "count",
+        "last",
+        "max",
+        "min",
+        "num_rejected",
+        "total",
+        "weight",
+    )
+
+    def __init__(self, *, with_spread: bool = False, with_buckets: bool = False, is_counter: bool = False) -> None:
+        self.count = 0
+        self.total: float = 0
+        self.weight: float = 0
+        self.min = self.max = self.last = math.nan
+        self.num_rejected = 0
+        self.buckets = LogBuckets() if with_buckets else None
+        self._num_spread = 0  # fewer than count, if the figures were asked for later
+        self._mean = 0.0
+        self._squares: float | None = 0.0 if with_spread else None
+        self._is_counter = is_counter
+
+    def fresh(self) -> Aggregate:
+        """An empty one that keeps the same figures."""
+        return Aggregate(
+            with_spread=self._squares is not None,
+            with_buckets=self.buckets is not None,
+            is_counter=self._is_counter,
+        )
+
+    def copy(self) -> Aggregate:
+        """Another one with the same figures."""
+        result = self.fresh()
+        result.merge(self)
+        return result
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether negative numbers are refused."""
+        return self._is_counter
+
+    def extend(self, values: Sequence[object]) -> list[float]:
+        """Take numbers in; never raises. What is no finite number is counted and left out.
+
+        Returns:
+            The numbers that were taken.
+        """
+        numbers = self._numbers(values)
+        if not numbers:
+            return numbers
+        count, total = len(numbers), _sum(numbers)
+        if self._squares is not None:
+            mean = total / count
+            # A product overflows to infinity, where a power would raise.
+            squares = sum((number - mean) * (number - mean) for number in numbers)
+            self._add_spread(count, mean, squares)
+        if self.buckets is not None:
+            self.buckets.extend(numbers)
+        self._add_sums(count, total, count)
+        self._add_extremes(min(numbers), max(numbers), numbers[-1])
+        return numbers
+
+    def merge(self, newer: Aggregate) -> None:
+        """Take the figures of another one in, which stays as it is; its last number wins."""
+        self.num_rejected += newer.num_rejected
+        if newer.count == 0:
+            return
+        if self._squares is not None and newer._squares is not None:
+            self._add_spread(newer._num_spread, newer._mean, newer._squares)
+        if self.buckets is not None and newer.buckets is not None:
+            self.buckets.merge(newer.buckets)
+        self._add_sums(newer.count, newer.total, newer.weight)
+        self._add_extremes(newer.min, newer.max, newer.last)
+
+    def value(self, aggregation: str) -> float | None:
+        """One figure, None where there is none: of no numbers (but count and sum are 0), or a deviation of one."""
+        fraction = quantile_of(aggregation)
+        if fraction is not None:
+            return self._quantile(fraction)
+        figures: dict[str, float | None] = {
+            "value": self.last,
+            "count": self.count,
+            "sum": self.total,
+            "mean": self.total / self.weight if self.weight else None,
+            "min": self.min,
+            "max": self.max,
+            "std": self._deviation(),
+        }
+        figure = figures.get(aggregation)
+        return None if figure is None or math.isnan(figure) else figure
+
+    def _quantile(self, fraction: float) -> float | None:
+        if self.buckets is None or self.buckets.count == 0:
+            return None
+        estimate = self.buckets.quantile(fraction)
+        return estimate if math.isnan(self.min) else min(max(estimate, self.min), self.max)
+
+    def _deviation(self) -> float | None:
+        """The sample's standard deviation, the square root of sum((x - mean)^2) / (count - 1)."""
+        if self._squares is None or self._num_spread <= 1:
+            return None
+        return math.sqrt(self._squares / (self._num_spread - 1))
+
+    def _add_spread(self, count: int, mean: float, squares: float) -> None:
+        assert self._squares is not None, "asked by the caller"
+        if count:
+            difference, both = mean - self._mean, self._num_spread + count
+            self._squares += squares + difference * difference * self._num_spread * count / both
+            self._mean += difference * count / both
+            self._num_spread = both
+
+    def _add_sums(self, count: int, total: float, weight: float) -> None:
+        self.count += count
+        self.total = _sum((self.total, total))
+        self.weight += weight
+
+    def _add_extremes(self, low: float, high: float, last: float) -> None:
+        # NaN is what is not known: min and max of it and a number would depend on their order.
+        self.min = _known(min, self.min, low)
+        self.max = _known(max, self.max, high)
+        self.last = self.last if math.isnan(last) else last
+
+    def _numbers(self, values: Sequence[object]) -> list[float]:
+        """The finite numbers among ``values``."""
+        if _PLAIN_TYPES.issuperset(map(type, values)):
+            numbers: list[float] = list(values)  # type: ignore[arg-type]  # the line above has looked at each
+            # A finite sum has finite terms. Of integers beyond a float's range this cannot be asked.
+            if _is_finite(sum(numbers)) and not (self._is_counter and min(numbers, default=0) < 0):
+                return numbers
+        kept = [number for number in map(_number, values) if number is not None]
+        if self._is_counter:
+            kept = [number for number in kept if number >= 0]
+        self.num_rejected += len(values) - len(kept)
+        return kept
+
+
+def _known(choose: Callable[[float, float], float], first: float, second: float) -> float:
+    """What ``choose`` says of two numbers, or the one that is no NaN."""
+    if math.isnan(first):
+        return second
+    return first if math.isnan(second) else choose(first, second)
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    """Their sum, exact for integers; infinite where it is beyond a float."""
+    total = sum(numbers)
+    return total if _is_finite(total) else sum(map(float, numbers))
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
+
+
+def _number(value: object) -> float | None:
+    """``value`` as a finite number; None for all that is none, or that would have to be waited for."""
+    if type(value) in _PLAIN_TYPES:
+        return value if _is_finite(value) else None  # type: ignore[return-value, arg-type]  # an int, a float, a bool
+    # A tensor on a device would make this thread wait for the device: DeviceMean and its like are for those.
+    device = getattr(value, "device", None)
+    if device is not None and getattr(device, "type", "cpu") != "cpu":
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]  # whatever cannot be converted raises
+    except Exception:  # noqa: BLE001  a value of any type may come here; it is counted, and training goes on
+        return None
+    return number if math.isfinite(number) else None

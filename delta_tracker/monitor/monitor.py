@@ -1,0 +1,306 @@
+"""Monitor, the one object that a program meets: define, record, configure, start, stop."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.batch import Batch
+from delta_tracker.monitor.clock import Clock, Progress
+from delta_tracker.monitor.collector import Collector
+from delta_tracker.monitor.event import Event, Severity, Value, renew_ids
+from delta_tracker.monitor.events import EventLog, EventRule, Handler, Subscription
+from delta_tracker.monitor.forks import protect
+from delta_tracker.monitor.library import LibraryMetrics
+from delta_tracker.monitor.names import check_label_names
+from delta_tracker.monitor.registry import Registry
+from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.source import Readings
+from delta_tracker.monitor.span import Span
+from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Hooks, Kind, Stat
+from delta_tracker.monitor.system import SystemMetrics
+
+_INTERVAL = timedelta(seconds=10)
+
+
+class Monitor:
+    """Stats and events of a program, and where they go.
+
+    Recording works at once and starts nothing. :meth:`start` starts the threads that collect, one for the figures and
+    one for code of others; :meth:`stop`, which the end of the program calls too, delivers the last windows. A forked
+    child begins empty and stopped. Any thread may call any method.
+
+    Args:
+        clock: where times come from.
+        capacity: how many events are kept.
+        deadline: how long a sink, handler or callback may take before it is given up for a while.
+
+    Example:
+        >>> monitor = Monitor()
+        >>> loss = monitor.stat("training.loss", "Loss of a batch.", aggregations=("mean",))
+        >>> loss.add(3.0)
+        >>> loss.add(1.0)
+        >>> [(report.count, report.values) for report in monitor.collect().windows]
+        [(2, {'mean': 2.0})]
+    """
+
+    def __init__(
+        self, clock: Clock = time, *, capacity: int = 4096, deadline: timedelta = timedelta(seconds=5)
+    ) -> None:
+        self._clock = clock
+        self._progress = Progress(clock)
+        self.registry = Registry(self._progress, Hooks(self._overflowed))
+        self.metrics = LibraryMetrics(self.registry)
+        self.events = EventLog(clock, capacity, self._dropped, self._wake)
+        self._collector = Collector(
+            self.registry,
+            self.events,
+            self.metrics,
+            deadline_seconds=_seconds("deadline", deadline),
+            max_undelivered=capacity,
+        )
+
+    # Stats
+
+    def counter(
+        self,
+        name: str,
+        help: str = "",  # noqa: A002  the field's word
+        *,
+        unit: str = "",
+        labels: Sequence[str] = (),
+        max_cells: int = 256,
+        is_logical: bool = False,
+        **settings: Any,  # noqa: ANN401  the fields of Policy
+    ) -> Counter:
+        """Something that only grows.
+
+        Args:
+            name: unique; dots make namespaces.
+            help: one sentence for whoever sees the number.
+            unit: base unit written out, such as seconds.
+            labels: names of its labels.
+            max_cells: how many sets of label values it may have.
+            is_logical: it counts the training run, not the process: :mod:`~delta_tracker.monitor.state` keeps it.
+            settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
+
+        Raises:
+            InvalidArgumentError: for malformed names, or a name that is taken.
+        """
+        definition = Definition(
+            name=name,
+            kind=Kind.COUNTER,
+            help=help,
+            unit=unit,
+            labels=tuple(labels),
+            max_cells=max_cells,
+            is_logical=is_logical,
+        )
+        return cast("Counter", self._define(definition, settings))
+
+    def gauge(self, name: str, help: str = "", **options: Any) -> Gauge:  # noqa: A002, ANN401
+        """Something that goes up and down; options as in :meth:`stat`."""
+        return cast("Gauge", self._of_kind(Kind.GAUGE, name, help, **options))
+
+    def histogram(self, name: str, help: str = "", **options: Any) -> Histogram:  # noqa: A002, ANN401
+        """Samples of which quantiles are wanted; options as in :meth:`stat`."""
+        return cast("Histogram", self._of_kind(Kind.HISTOGRAM, name, help, **options))
+
+    def stat(self, name: str, help: str = "", **options: Any) -> Stat:  # noqa: A002, ANN401
+        """Samples.
+
+        Args:
+            name: as in :meth:`counter`.
+            help: as in :meth:`counter`.
+            options: unit, labels, max_cells and bounds as in :class:`~delta_tracker.monitor.stat.Definition`; anything
+                else is a field of :class:`~delta_tracker.monitor.policy.Policy`, such as aggregations and window.
+
+        Raises:
+            InvalidArgumentError: for malformed names, a name that is taken, or unknown options.
+        """
+        return self._of_kind(Kind.STAT, name, help, **options)
+
+    def passive(
+        self,
+        name: str,
+        callback: Callable[[], Readings],
+        help: str = "",  # noqa: A002
+        *,
+        kind: Kind = Kind.GAUGE,
+        unit: str = "",
+        labels: Sequence[str] = (),
+        **settings: Any,  # noqa: ANN401
+    ) -> Stat:
+        """A stat that is read through a callback, once per collection, in a thread of the library.
+
+        Args:
+            name: as in :meth:`counter`.
+            callback: as in :meth:`~delta_tracker.monitor.registry.Registry.passive`.
+            help: as in :meth:`counter`.
+            kind: what the numbers mean.
+            unit: as in :meth:`counter`.
+            labels: as in :meth:`counter`.
+            settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
+        """
+        definition = Definition(name=name, kind=kind, help=help, unit=unit, labels=tuple(labels))
+        protect(self)
+        return self.registry.passive(definition, callback, **settings)
+
+    def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401
+        """As :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
+        return self.registry.configure(pattern, **settings)
+
+    def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
+        """The stats whose names fit a shell pattern, by name."""
+        return self.registry.find(pattern, kind=kind)
+
+    # Events
+
+    def log(self, name: str, message: str = "", /, **data: Value) -> None:
+        """Emit an event of severity INFO: the short form."""
+        self.emit(Event(name, message, data, time_ns=self._clock.time_ns(), monotonic_ns=self._clock.monotonic_ns()))
+
+    def emit(self, event: Event) -> None:
+        """Emit an event."""
+        protect(self)
+        self.events.emit(event)
+
+    def span(
+        self, name: str, /, *, severity: Severity = Severity.INFO, trace: int | None = None, **data: Value
+    ) -> Span:
+        """A range of time, as a context manager or by ``start()`` and ``stop()``: an event at each end.
+
+        Args:
+            name: of both events.
+            severity: of both, unless the body raises.
+            trace: see :class:`~delta_tracker.monitor.span.Span`; pass the same number on all ranks to join their spans.
+            data: of both events.
+        """
+        return Span(self.emit, self._clock, name, data, severity, trace)
+
+    def on(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
+        """Have ``handler`` called with every event that fits, in a thread of the library; ``remove()`` ends it."""
+        return self.events.subscribe(pattern, handler, severity)
+
+    def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
+        """Set which events are let in: fields of :class:`~delta_tracker.monitor.events.EventRule`."""
+        self.events.rule(pattern, EventRule(**rule))
+
+    # Progress
+
+    def step(self, number: int | None = None) -> None:
+        """Say which training step begins; without a number, the next one. Windows that close carry it."""
+        self._progress.step = (self._progress.step or 0) + 1 if number is None else number
+
+    def end_epoch(self, number: int | None = None) -> None:
+        """Close the windows that end with the epoch, which has this number; without one, the next."""
+        self._progress.epoch = (self._progress.epoch or 0) + 1 if number is None else number
+        for source in self.registry.sources:
+            source.end_epoch()
+        for stat in self.registry.find():
+            stat.end_epoch()
+
+    # Collecting
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is started."""
+        return self._collector.is_running
+
+    def start(
+        self,
+        sinks: Sequence[Sink] = (),
+        *,
+        interval: timedelta = _INTERVAL,
+        attributes: Mapping[str, str] | None = None,
+        system: bool = True,
+    ) -> None:
+        """Collect every ``interval``, in threads of the library, until :meth:`stop` or the end of the program.
+
+        A program that is killed, or ends by ``os._exit``, delivers no last windows. A child of multiprocessing ends
+        that way: call :meth:`stop` in it.
+
+        Args:
+            sinks: where figures and events go.
+            interval: between two collections.
+            attributes: what tells this process from others, such as ``{"rank": "0"}``; the sinks pass it on.
+            system: measure CPU, memory, disk and network of the process, and memory of CUDA devices once they are used.
+
+        Raises:
+            InvalidArgumentError: if it is running, for an interval of 0 or less, or attributes that are no labels.
+        """
+        seconds = _seconds("interval", interval)
+        labels = dict(zip(check_label_names(attributes or {}), map(str, (attributes or {}).values()), strict=True))
+        if self.is_running:
+            raise InvalidArgumentError("start", "twice", "Call stop() before you start it again")
+        if system:
+            self.registry.add_source(SystemMetrics(self.registry))
+        protect(self)
+        atexit.register(self.stop)
+        self._collector.start(sinks, seconds, labels)
+
+    def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
+        """Deliver the last windows, close the sinks and end the threads; nothing if it is not running.
+
+        Returns:
+            Whether that was done in time.
+        """
+        atexit.unregister(self.stop)
+        return self._collector.stop(timeout.total_seconds())
+
+    def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
+        """Collect now, and wait until all is handed on; whether that was done in time."""
+        return self._collector.flush(timeout.total_seconds())
+
+    def collect(self) -> Batch:
+        """Collect now, in this thread; for programs that start no threads, and for tests."""
+        return self._collector.collect()
+
+    def after_fork(self) -> None:
+        """Begin empty and stopped; called in forked children."""
+        renew_ids()
+        atexit.unregister(self.stop)
+        self.registry.reset()
+        self.events.reset()
+        self._collector.after_fork()
+
+    def _define(self, definition: Definition, settings: dict[str, Any]) -> Stat:
+        protect(self)
+        return self.registry.define(definition, **settings)
+
+    def _of_kind(
+        self,
+        kind: Kind,
+        name: str,
+        text: str,
+        *,
+        unit: str = "",
+        labels: Sequence[str] = (),
+        max_cells: int = 256,
+        bounds: tuple[int, int] = (-14, 10),
+        **settings: Any,  # noqa: ANN401
+    ) -> Stat:
+        definition = Definition(
+            name=name, kind=kind, help=text, unit=unit, labels=tuple(labels), max_cells=max_cells, bounds=bounds
+        )
+        return self._define(definition, settings)
+
+    def _overflowed(self, stat: str) -> None:
+        if stat != self.metrics.label_overflows.name:
+            self.metrics.label_overflows.cell(stat=stat).add(1)
+
+    def _dropped(self, reason: str) -> None:
+        self.metrics.dropped_events.cell(reason=reason).add(1)
+
+    def _wake(self) -> None:
+        self._collector.wake()
+
+
+def _seconds(argument: str, duration: timedelta) -> float:
+    if type(duration) is not timedelta or duration <= timedelta(0):
+        raise InvalidArgumentError(argument, duration, "Pass a timedelta above 0")
+    return duration.total_seconds()

@@ -1,0 +1,93 @@
+"""Utilisation, power and energy of NVIDIA devices, from NVML.
+
+monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=380))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.monitor.registry import Registry
+from delta_tracker.monitor.source import Passive, Readings, Source
+from delta_tracker.monitor.stat import Definition, Kind
+
+_MILLI = 1e-3
+_JOULES_PER_KILOWATT_HOUR = 3_600_000
+
+
+class NvmlMetrics(Source):
+    """Reads all devices that the driver shows, once per collection.
+
+    Energy counts from the start of the driver, for everything on the device, other processes too.
+
+    Args:
+        registry: where the metrics are registered.
+        grams_per_kilowatt_hour: carbon dioxide of the electricity; without it no emissions are reported.
+
+    Raises:
+        InvalidArgumentError: for a negative intensity.
+        MissingExtraError: if nvidia-ml-py is not installed.
+        pynvml.NVMLError: if there is no driver.
+    """
+
+    name = "nvml"
+
+    def __init__(self, registry: Registry, *, grams_per_kilowatt_hour: float | None = None) -> None:
+        if grams_per_kilowatt_hour is not None and not grams_per_kilowatt_hour >= 0:
+            raise InvalidArgumentError("grams_per_kilowatt_hour", grams_per_kilowatt_hour, "Pass 0 or more, or None")
+        try:
+            import pynvml  # noqa: PLC0415  optional
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("nvidia-ml-py", "nvml") from error
+        self._nvml: Any = pynvml
+        pynvml.nvmlInit()
+        self._devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        self._intensity = grams_per_kilowatt_hour
+        gauges = (
+            ("gpu_utilisation_ratio", "Fraction of time in which a kernel ran.", "ratio", self._utilisation),
+            ("gpu_memory_used_bytes", "Memory in use, of all processes.", "bytes", self._memory),
+            ("gpu_power_watts", "Power drawn.", "watts", self._power),
+        )
+        counters = [("gpu_energy_joules", "Energy used since the driver started.", "joules", self._energy)]
+        if self._intensity is not None:
+            counters.append(("gpu_emissions_grams", "Carbon dioxide of that energy.", "grams", self._emissions))
+        self._passives = [
+            Passive(registry.define(Definition(name=name, kind=kind, help=text, unit=unit, labels=("device",))), read)
+            for kind, group in ((Kind.GAUGE, gauges), (Kind.COUNTER, counters))
+            for name, text, unit, read in group
+        ]
+
+    def read(self, *, is_last: bool) -> None:
+        """Record what the driver says."""
+        for passive in self._passives:
+            passive.read(is_last=is_last)
+
+    def _utilisation(self) -> Readings:
+        return self._each(lambda device: self._nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
+
+    def _memory(self) -> Readings:
+        return self._each(lambda device: self._nvml.nvmlDeviceGetMemoryInfo(device).used)
+
+    def _power(self) -> Readings:
+        return self._each(lambda device: self._nvml.nvmlDeviceGetPowerUsage(device) * _MILLI)
+
+    def _energy(self) -> Readings:
+        return self._each(lambda device: self._nvml.nvmlDeviceGetTotalEnergyConsumption(device) * _MILLI)
+
+    def _emissions(self) -> Readings:
+        assert self._intensity is not None, "registered only then"
+        grams_per_joule = self._intensity / _JOULES_PER_KILOWATT_HOUR
+        return self._each(
+            lambda device: self._nvml.nvmlDeviceGetTotalEnergyConsumption(device) * _MILLI * grams_per_joule
+        )
+
+    def _each(self, read: Any) -> Readings:  # noqa: ANN401
+        """Device index to reading; a device that does not offer it is left out."""
+        found: dict[str | tuple[str, ...], float] = {}
+        for index, device in enumerate(self._devices):
+            try:
+                found[str(index)] = read(device)
+            except self._nvml.NVMLError_NotSupported:
+                continue
+        return found

@@ -1,0 +1,288 @@
+"""What is worth looking at: the panels of the dashboard and the conditions of the alerts, and the files made of them.
+
+    python -m delta_tracker.monitor.panels delta_tracker/monitor
+
+writes ``dashboard.json`` for Grafana and ``alerts.yml`` for Prometheus; a test compares them with the ones that ship.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from delta_tracker.monitor.library import DEFINITIONS
+from delta_tracker.monitor.names import exposed
+from delta_tracker.monitor.stat import Kind
+
+_GRAFANA_UNITS = {"seconds": "s", "bytes": "bytes", "ratio": "percentunit", "": "short"}
+_WIDTH, _HEIGHT, _PER_ROW = 8, 7, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One graph.
+
+    Args:
+        row: heading that it stands under.
+        title: above it.
+        metric: key in :data:`~delta_tracker.monitor.library.DEFINITIONS`: a counter is shown as its rate per second,
+            a gauge as it is, a histogram by its median and its 99th percentile.
+        by: labels that make a line each.
+    """
+
+    row: str
+    title: str
+    metric: str
+    by: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        """Of the metric."""
+        return DEFINITIONS[self.metric].kind
+
+    @property
+    def queries(self) -> dict[str, str]:
+        """Legend to PromQL."""
+        name, by = exposed_name(self.metric), ", ".join(self.by)
+        legend = " ".join(f"{{{{{label}}}}}" for label in self.by) or self.title
+        if self.kind is Kind.COUNTER:
+            return {legend: f"sum by ({by}) (rate({name}[$__rate_interval]))"}
+        if self.kind is Kind.GAUGE:
+            return {legend: f"max by ({by}) ({name})"}
+        le = ", ".join(("le", *self.by))
+        return {
+            f"p{percent} {legend}": f"histogram_quantile(0.{percent}, sum by ({le}) (rate({name}[$__rate_interval])))"
+            for percent in (50, 99)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """One rule.
+
+    Args:
+        name: of the alert.
+        expression: PromQL.
+        minutes: how long it must hold.
+        severity: ``page`` or ``ticket``.
+        summary: what it means.
+        action: what to do.
+    """
+
+    name: str
+    expression: str
+    minutes: int
+    severity: str
+    summary: str
+    action: str
+
+
+def exposed_name(metric: str) -> str:
+    """What Prometheus calls a metric of the library.
+
+    Example:
+        >>> exposed_name("published_rows"), exposed_name("apply_seconds")
+        ('delta_tracker_published_rows_total', 'delta_tracker_apply_seconds_bucket')
+    """
+    definition = DEFINITIONS[metric]
+    name = exposed(definition.name)
+    if definition.unit and not name.endswith(f"_{definition.unit}"):
+        name = f"{name}_{definition.unit}"
+    return name + {Kind.COUNTER: "_total", Kind.HISTOGRAM: "_bucket"}.get(definition.kind, "")
+
+
+PANELS = (
+    Panel(row="Freshness", title="Predictor lag", metric="predictor_lag_seconds"),
+    Panel(row="Freshness", title="Versions behind", metric="predictor_lag_versions"),
+    Panel(row="Freshness", title="Consumer lag", metric="consumer_lag_seconds", by=("consumer",)),
+    Panel(row="Freshness", title="Versions a consumer is behind", metric="consumer_lag_versions", by=("consumer",)),
+    Panel(row="Freshness", title="Oldest pending row", metric="oldest_pending_seconds", by=("consumer",)),
+    Panel(row="Freshness", title="Published version", metric="published_version"),
+    Panel(row="Freshness", title="Applied version", metric="applied_version"),
+    Panel(row="Volume", title="Lookups", metric="lookups", by=("table",)),
+    Panel(row="Volume", title="Touched rows", metric="touched_rows", by=("table",)),
+    Panel(row="Volume", title="Pending ratio", metric="pending_ratio", by=("table", "consumer")),
+    Panel(row="Volume", title="Pending rows", metric="pending_rows", by=("table", "consumer")),
+    Panel(row="Volume", title="Published rows", metric="published_rows", by=("table",)),
+    Panel(row="Volume", title="Published bytes", metric="published_bytes", by=("kind",)),
+    Panel(row="Volume", title="Published versions", metric="published_versions", by=("kind",)),
+    Panel(row="Volume", title="Applied rows", metric="applied_rows", by=("table",)),
+    Panel(row="Volume", title="Applied versions", metric="applied_versions", by=("kind",)),
+    Panel(row="Cost", title="Record a batch", metric="record_seconds"),
+    Panel(row="Cost", title="Read a delta", metric="read_seconds", by=("consumer",)),
+    Panel(row="Cost", title="Encode a part", metric="encode_seconds"),
+    Panel(row="Cost", title="Write a part", metric="write_seconds"),
+    Panel(row="Cost", title="Commit a version", metric="commit_seconds"),
+    Panel(row="Cost", title="Apply a version", metric="apply_seconds"),
+    Panel(row="Cost", title="State", metric="state_bytes", by=("kind",)),
+    Panel(row="Cost", title="Collect metrics", metric="collect_seconds"),
+    Panel(row="Health", title="Resyncs", metric="resyncs", by=("reason",)),
+    Panel(row="Health", title="Publish failures", metric="publish_failures", by=("reason",)),
+    Panel(row="Health", title="Fences", metric="fences"),
+    Panel(row="Health", title="Refused parts", metric="refused_parts", by=("reason",)),
+    Panel(row="Health", title="Hook errors", metric="hook_errors", by=("table",)),
+    Panel(row="Health", title="Dropped events", metric="dropped_events", by=("reason",)),
+    Panel(row="Health", title="Sinks that fail", metric="outlet_errors", by=("outlet",)),
+)
+
+
+def _grew(metric: str, window: str = "15m") -> str:
+    return f"increase({exposed_name(metric)}[{window}]) > 0"
+
+
+ALERTS = (
+    Alert(
+        name="DeltaTrackerPredictorStale",
+        expression=f"{exposed_name('predictor_lag_seconds')} > 300",
+        minutes=5,
+        severity="page",
+        summary="A predictor serves rows that are more than five minutes old.",
+        action="Look at its resyncs and refused parts, and whether the publisher still commits.",
+    ),
+    Alert(
+        name="DeltaTrackerPublisherStalled",
+        expression=(
+            f"rate({exposed_name('lookups')}[15m]) > 0 unless on (instance) "
+            f"rate({exposed_name('published_versions')}[15m]) > 0"
+        ),
+        minutes=15,
+        severity="page",
+        summary="Training goes on and no version was committed for a quarter of an hour.",
+        action="Look at publish failures and fences; nothing is lost, the rows stay pending.",
+    ),
+    Alert(
+        name="DeltaTrackerPublisherFenced",
+        expression=_grew("fences"),
+        minutes=0,
+        severity="page",
+        summary="A second publisher took the stream over.",
+        action="Stop the trainer that was fenced, or find out who started the other one.",
+    ),
+    Alert(
+        name="DeltaTrackerPublishFails",
+        expression=_grew("publish_failures"),
+        minutes=5,
+        severity="ticket",
+        summary="Versions could not be published.",
+        action="The reason stands in the label and in the log of the rank that it names.",
+    ),
+    Alert(
+        name="DeltaTrackerPendingRowsGrow",
+        expression=f"{exposed_name('pending_ratio')} > 0.5",
+        minutes=30,
+        severity="ticket",
+        summary="More than half of a table waits for a consumer.",
+        action="Publish more often, raise the top-k budget, or remove the consumer if it is gone.",
+    ),
+    Alert(
+        name="DeltaTrackerResyncs",
+        expression=f"increase({exposed_name('resyncs')}[1h]) > 3",
+        minutes=0,
+        severity="ticket",
+        summary="A predictor starts from a snapshot again and again.",
+        action="Keep versions longer than a predictor may be away; look at the label for the reason.",
+    ),
+    Alert(
+        name="DeltaTrackerPartsRefused",
+        expression=_grew("refused_parts"),
+        minutes=0,
+        severity="ticket",
+        summary="A part was damaged or foreign; nothing of its version was applied.",
+        action="Publish a snapshot, and check the store.",
+    ),
+    Alert(
+        name="DeltaTrackerHookErrors",
+        expression=_grew("hook_errors"),
+        minutes=0,
+        severity="ticket",
+        summary="Recording failed; training went on, and the table counts as wholly changed.",
+        action="The trainer's log has the traceback, once.",
+    ),
+    Alert(
+        name="DeltaTrackerMonitorLoses",
+        expression=f"increase({exposed_name('outlet_errors')}[15m]) > 0 or {_grew('dropped_events')}",
+        minutes=15,
+        severity="ticket",
+        summary="A sink of the monitor fails, or events are dropped.",
+        action="The label says which; the program's log has the traceback, once.",
+    ),
+)
+
+
+def dashboard() -> str:
+    """The text of ``dashboard.json``: import it in Grafana 10 or newer and choose the data source."""
+    panels: list[dict[str, object]] = []
+    top, place, row = 0, 0, ""
+    for panel in PANELS:
+        if panel.row != row:
+            top += _HEIGHT if place else 0
+            row, place = panel.row, 0
+            grid = {"h": 1, "w": _WIDTH * _PER_ROW, "x": 0, "y": top}
+            panels.append({"id": len(panels) + 1, "type": "row", "title": row, "collapsed": False, "gridPos": grid})
+            top += 1
+        elif place == _PER_ROW:
+            top, place = top + _HEIGHT, 0
+        grid = {"h": _HEIGHT, "w": _WIDTH, "x": _WIDTH * place, "y": top}
+        panels.append(_grafana_panel(panel, len(panels) + 1, grid))
+        place += 1
+    source = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    board = {
+        "title": "delta_tracker",
+        "uid": "delta-tracker",
+        "tags": ["delta_tracker"],
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [source]},
+        "panels": panels,
+    }
+    return json.dumps(board, indent=1) + "\n"
+
+
+def alerts() -> str:
+    """The text of ``alerts.yml``: name it under ``rule_files`` in Prometheus' configuration."""
+    lines = ["groups:", "  - name: delta_tracker", "    rules:"]
+    for alert in ALERTS:
+        lines += [
+            f"      - alert: {alert.name}",
+            f"        expr: {json.dumps(alert.expression)}",
+            f"        for: {alert.minutes}m",
+            f"        labels: {{severity: {alert.severity}}}",
+            "        annotations:",
+            f"          summary: {json.dumps(alert.summary)}",
+            f"          description: {json.dumps(alert.action)}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _grafana_panel(panel: Panel, number: int, grid: dict[str, int]) -> dict[str, object]:
+    source = {"type": "prometheus", "uid": "${source}"}
+    definition = DEFINITIONS[panel.metric]
+    unit = "s" if panel.kind is Kind.HISTOGRAM else _GRAFANA_UNITS[definition.unit]
+    if panel.kind is Kind.COUNTER:
+        unit = {"bytes": "Bps"}.get(definition.unit, "cps")
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": definition.help,
+        "datasource": source,
+        "gridPos": grid,
+        "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + place), "datasource": source, "expr": query, "legendFormat": legend}
+            for place, (legend, query) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def main(folder: str) -> None:
+    """Write both files."""
+    Path(folder, "dashboard.json").write_text(dashboard(), encoding="utf-8")
+    Path(folder, "alerts.yml").write_text(alerts(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

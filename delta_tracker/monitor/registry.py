@@ -1,0 +1,146 @@
+"""The stats of a program: registered where they are defined, found and configured by pattern."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.clock import Progress
+from delta_tracker.monitor.names import exposed, matches
+from delta_tracker.monitor.policy import Policy
+from delta_tracker.monitor.source import Passive, Readings, Source
+from delta_tracker.monitor.stat import DEFAULT_AGGREGATIONS, KINDS, Definition, Hooks, Kind, Stat
+
+_SETTINGS = tuple(each.name for each in fields(Policy))
+
+
+class Registry:
+    """Stats by name, and what the user wants done with them. Any thread may call any method.
+
+    Args:
+        progress: clock and step, shared by all stats.
+        hooks: what stats tell.
+    """
+
+    def __init__(self, progress: Progress | None = None, hooks: Hooks | None = None) -> None:
+        self.progress = progress or Progress()
+        self._hooks = hooks or Hooks()
+        self._lock = threading.RLock()
+        self._stats: dict[str, Stat] = {}
+        self._defaults: dict[str, Policy] = {}
+        self._rules: dict[str, dict[str, Any]] = {}
+        self._sources: dict[str, Source] = {}
+
+    def define(self, definition: Definition, **settings: Any) -> Stat:  # noqa: ANN401  the fields of Policy
+        """Register a stat, or find it: the same definition gives the same stat.
+
+        Args:
+            definition: what it is.
+            settings: fields of :class:`~delta_tracker.monitor.policy.Policy`; :meth:`configure` overrides them.
+
+        Raises:
+            InvalidArgumentError: if the name has another definition, or differs from another only by dots.
+        """
+        settings.setdefault("aggregations", DEFAULT_AGGREGATIONS[definition.kind])
+        default = replace(Policy(), **_checked(settings))
+        with self._lock:
+            known = self._stats.get(exposed(definition.name))
+            if known is None:
+                self._defaults[exposed(definition.name)] = default
+                policy = self._policy(definition.name)
+                known = KINDS[definition.kind](definition, policy, self.progress, self._hooks)
+                self._stats[exposed(definition.name)] = known
+            elif known.definition != definition:
+                remedy = f"It is a {known.definition.kind} defined as {known.definition}: use another name"
+                raise InvalidArgumentError("name", definition.name, remedy)
+            return known
+
+    def passive(self, definition: Definition, callback: Callable[[], Readings], **settings: Any) -> Stat:  # noqa: ANN401
+        """Register a stat that is read through a callback, once per collection.
+
+        Args:
+            definition: what it is.
+            callback: gives a number; or label value (tuple of them, if there are several labels) to number; or None
+                for no data. Of a counter it gives the total. It is called in a thread of the library.
+            settings: as in :meth:`define`.
+
+        Raises:
+            InvalidArgumentError: as :meth:`define`, or if the stat has a callback already.
+        """
+        with self._lock:
+            if definition.name in self._sources:
+                raise InvalidArgumentError("name", definition.name, "It has a callback: unregister the stat first")
+            stat = self.define(definition, **settings)
+            self._sources[definition.name] = Passive(stat, callback)
+            return stat
+
+    def add_source(self, source: Source) -> None:
+        """Read something at every collection; a source of the same name is replaced."""
+        with self._lock:
+            self._sources[source.name] = source
+
+    def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401  the fields of Policy
+        """Change how stats are aggregated, without touching the code that records: those there are and those to come.
+
+        Args:
+            pattern: a shell pattern of names, such as ``training.*``. Of several that fit the latest call wins, setting
+                by setting.
+            settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
+
+        Returns:
+            The names that fit now.
+
+        Raises:
+            InvalidArgumentError: for an unknown setting or a wrong value; nothing is changed then.
+        """
+        replace(Policy(), **_checked(settings))
+        with self._lock:
+            self._rules[pattern] = {**self._rules.pop(pattern, {}), **settings}
+            found = self.find(pattern)
+            for stat in found:
+                stat.configure(self._policy(stat.name))
+            return [stat.name for stat in found]
+
+    def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
+        """The stats whose names fit a shell pattern, by name."""
+        with self._lock:
+            found = [stat for stat in self._stats.values() if matches(pattern, stat.name)]
+        return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)
+
+    def unregister(self, name: str) -> None:
+        """Forget a stat and its callback; what still records to it goes nowhere. An unknown name is no error."""
+        with self._lock:
+            self._stats.pop(exposed(name), None)
+            self._defaults.pop(exposed(name), None)
+            self._sources.pop(name, None)
+
+    @property
+    def sources(self) -> list[Source]:
+        """What is read at every collection."""
+        with self._lock:
+            return list(self._sources.values())
+
+    def reset(self) -> None:
+        """Forget all records, and locks that another thread may hold; for a process that was forked."""
+        self._lock = threading.RLock()
+        for stat in self._stats.values():
+            stat.reset()
+        for source in self._sources.values():
+            source.after_fork()
+
+    def _policy(self, name: str) -> Policy:
+        policy = self._defaults[exposed(name)]
+        for pattern, settings in self._rules.items():
+            if matches(pattern, name):
+                policy = replace(policy, **settings)
+        return policy
+
+
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    for name in settings:
+        if name not in _SETTINGS:
+            raise InvalidArgumentError("setting", name, f"Pass one of {', '.join(_SETTINGS)}")
+    return settings

@@ -1,0 +1,77 @@
+"""A trace that chrome://tracing and Perfetto show: spans as bars, events as marks, figures as curves.
+
+The format is the JSON array of the Trace Event Format, whose closing bracket is optional: a program that is killed
+leaves a file that can be read. Timestamps are microseconds of the monotonic clock, as torch's profiler writes them on
+Linux. Needs no package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TextIO
+
+from delta_tracker.monitor.batch import Batch, WindowReport
+from delta_tracker.monitor.event import Event, Phase, json_value
+from delta_tracker.monitor.sinks.sink import Sink
+
+_US = 1e-3
+_PHASES = {Phase.BEGIN: "b", Phase.END: "e", Phase.INSTANT: "i"}
+
+
+class ChromeTraceSink(Sink):
+    """Writes a trace file; an older one is replaced.
+
+    Args:
+        path: the file, ending with ``.json``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._pid = os.getpid()
+        self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  until it is closed
+        self._file.write("[\n")
+
+    def deliver(self, batch: Batch) -> None:
+        """Append and flush."""
+        assert self._file is not None, "not called after close"
+        lines = [self._event(event) for event in batch.events]
+        lines += [self._curve(report) for report in batch.windows if report.values]
+        self._file.writelines(json.dumps(line, allow_nan=False) + ",\n" for line in lines)
+        self._file.flush()
+
+    def close(self) -> None:
+        """End the array and close the file."""
+        if self._file is not None:
+            self._file.write("{}]\n")
+            self._file.close()
+            self._file = None
+
+    def forget(self) -> None:
+        """Leave the file to the parent: everything was flushed, so that closing writes nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _event(self, event: Event) -> dict[str, object]:
+        line: dict[str, object] = {
+            "name": event.name,
+            "cat": "delta_tracker",
+            "ph": _PHASES[event.phase],
+            "ts": event.monotonic_ns * _US,
+            "pid": self._pid,
+            "tid": 0,
+            "args": {"message": event.message, **{key: json_value(value) for key, value in event.data.items()}},
+        }
+        # Asynchronous events: spans of several threads and tasks need not nest.
+        return line | ({"s": "p"} if event.phase is Phase.INSTANT else {"id": f"{event.span:x}"})
+
+    def _curve(self, report: WindowReport) -> dict[str, object]:
+        labels = "".join(f" {key}={value}" for key, value in report.labels)
+        return {
+            "name": report.definition.name + labels,
+            "ph": "C",
+            "ts": report.window.end_ns * _US,
+            "pid": self._pid,
+            "args": {name: json_value(value) for name, value in report.values.items()},
+        }

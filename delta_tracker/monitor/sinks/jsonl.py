@@ -1,0 +1,110 @@
+"""Lines of JSON in a file: every window and every event, for programs that read them later. Needs no package."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
+from delta_tracker.monitor.event import Event, json_value
+from delta_tracker.monitor.sinks.sink import Sink
+
+_S = 1e-9
+
+
+class JsonlSink(Sink):
+    """Appends to a file; each batch is written and flushed at once.
+
+    A line is an object with ``kind`` ("window", "total" or "event"), ``time`` in seconds since the epoch, and the rest
+    by name. A figure without data is absent; a number that is not finite stands as text.
+
+    Args:
+        path: the file; its folder is made.
+        totals: write the totals of counters and gauges at every collection too.
+    """
+
+    def __init__(self, path: str | Path, *, totals: bool = False) -> None:
+        self._path = Path(path)
+        self._totals = totals
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = self._path.open("a", encoding="utf-8")
+
+    def deliver(self, batch: Batch) -> None:
+        """Append the batch's lines."""
+        assert self._file is not None, "not called after close"
+        lines = [window_line(report, batch.attributes) for report in batch.windows]
+        if self._totals:
+            lines += [total_line(report, batch) for report in batch.totals]
+        lines += [event_line(event, batch.attributes) for event in batch.events]
+        self._file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def forget(self) -> None:
+        """Leave the file to the parent: every batch was flushed, so that closing writes nothing."""
+        self.close()
+
+
+def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str, object]:
+    """A window as a JSON object."""
+    window = report.window
+    line: dict[str, object] = {
+        "kind": "window",
+        "time": window.time_ns * _S,
+        "name": report.definition.name,
+        "unit": report.definition.unit,
+        "labels": dict(report.labels),
+        "seconds": (window.end_ns - window.begin_ns) * _S,
+        "count": report.count,
+        "values": {name: json_value(value) for name, value in report.values.items()},
+    }
+    optional = {
+        "attributes": dict(attributes),
+        "step": window.step,
+        "epoch": window.epoch,
+        "partial": window.is_partial or None,
+        "rejected": report.num_rejected or None,
+        "raw": list(window.raw) or None,
+    }
+    return line | {name: value for name, value in optional.items() if value not in (None, {})}
+
+
+def total_line(report: TotalReport, batch: Batch) -> dict[str, object]:
+    """The totals of a cell as a JSON object."""
+    figures = report.figures
+    return {
+        "kind": "total",
+        "time": batch.time_ns * _S,
+        "name": report.definition.name,
+        "labels": dict(report.labels),
+        "count": figures.count,
+        "sum": json_value(figures.total),
+        "value": None if math.isnan(figures.last) else figures.last,
+    }
+
+
+def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]:
+    """An event as a JSON object; ids are hexadecimal, because JSON's readers round 64 bits."""
+    return {
+        "kind": "event",
+        "time": event.time_ns * _S,
+        "monotonic": event.monotonic_ns * _S,
+        "name": event.name,
+        "severity": event.severity.name,
+        "message": event.message,
+        "data": {key: json_value(value) for key, value in event.data.items()},
+        "id": f"{event.id:016x}",
+        "span": f"{event.span:016x}",
+        "parent": f"{event.parent:016x}",
+        "trace": f"{event.trace:x}",
+        "phase": event.phase.value,
+        "attributes": dict(attributes),
+    }

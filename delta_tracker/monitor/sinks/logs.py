@@ -1,0 +1,45 @@
+"""The standard library's logging: a line for each event, and one for each window. Needs no package."""
+
+from __future__ import annotations
+
+import logging
+
+from delta_tracker.monitor.batch import Batch, WindowReport
+from delta_tracker.monitor.event import Event
+from delta_tracker.monitor.sinks.sink import Sink
+
+
+class LoggingSink(Sink):
+    """Logs events with their severity, and windows at one level.
+
+    Args:
+        logger: its name.
+        window_level: of the lines of windows; None to log events only.
+    """
+
+    def __init__(self, logger: str = "delta_tracker.metrics", window_level: int | None = logging.INFO) -> None:
+        self._logger = logging.getLogger(logger)
+        self._window_level = window_level
+
+    def deliver(self, batch: Batch) -> None:
+        """Log them."""
+        for event in batch.events:
+            self._logger.log(event.severity, "%s", event_text(event))
+        if self._window_level is not None and self._logger.isEnabledFor(self._window_level):
+            for report in batch.windows:
+                self._logger.log(self._window_level, "%s", window_text(report))
+
+
+def event_text(event: Event) -> str:
+    """One line."""
+    data = " ".join(f"{key}={value}" for key, value in event.data.items())
+    phase = "" if event.phase == "instant" else f" [{event.phase}]"
+    return f"{event.name}{phase} {event.message} {data}".rstrip()
+
+
+def window_text(report: WindowReport) -> str:
+    """One line."""
+    labels = "".join(f" {key}={value}" for key, value in report.labels)
+    figures = " ".join(f"{name}={value:.6g}" for name, value in report.values.items())
+    unit = f" {report.definition.unit}" if report.definition.unit else ""
+    return f"{report.definition.name}{labels}: {figures}{unit} of {report.count} records"

@@ -1,0 +1,207 @@
+"""OpenTelemetry: metrics, spans and log records to an OTLP endpoint over HTTP.
+
+The SDK's data model and exporters are used without its instruments, whose records cost many times as much. Histograms
+go over as exponential histograms, bucket for bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from delta_tracker.errors import MissingExtraError
+from delta_tracker.monitor.aggregate import Aggregate
+from delta_tracker.monitor.batch import Batch, TotalReport
+from delta_tracker.monitor.buckets import SCALE
+from delta_tracker.monitor.event import Event, Phase, Severity
+from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.stat import Definition, Kind
+
+_SCOPE = "delta_tracker"
+_NS_PER_S = 1_000_000_000
+# UCUM, as OpenTelemetry wants units: https://opentelemetry.io/docs/specs/semconv/general/metrics/#instrument-units
+_UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "joules": "J", "watts": "W"}
+# https://opentelemetry.io/docs/specs/otel/logs/data-model/#field-severitynumber
+_SEVERITIES = {
+    Severity.DEBUG: 5,
+    Severity.INFO: 9,
+    Severity.WARNING: 13,
+    Severity.ERROR: 17,
+    Severity.CRITICAL: 21,
+}
+
+
+class OpenTelemetrySink(Sink):
+    """Sends each batch to a collector: totals as metrics, spans that ended as spans, other events as log records.
+
+    Args:
+        endpoint: the collector's address, such as ``http://127.0.0.1:4318``; its paths ``/v1/metrics``, ``/v1/traces``
+            and ``/v1/logs`` are used.
+        service: the resource's ``service.name``; the monitor's attributes stand beside it.
+        headers: sent with each request.
+        timeout_seconds: how long a request may take, retries included; keep it below the monitor's deadline.
+
+    Raises:
+        MissingExtraError: if the SDK or its exporter is not installed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str = "http://127.0.0.1:4318",
+        *,
+        service: str = "delta_tracker",
+        headers: Mapping[str, str] | None = None,
+        timeout_seconds: float = 3,
+    ) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter  # noqa: PLC0415
+            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter  # noqa: PLC0415
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("opentelemetry-exporter-otlp-proto-http", "opentelemetry") from error
+        base = endpoint.rstrip("/")
+        options: dict[str, Any] = {"headers": dict(headers or {}), "timeout": timeout_seconds}
+        self._service = service
+        self._metrics = OTLPMetricExporter(f"{base}/v1/metrics", **options)
+        self._spans = OTLPSpanExporter(f"{base}/v1/traces", **options)
+        self._logs = OTLPLogExporter(f"{base}/v1/logs", **options)
+
+    def deliver(self, batch: Batch) -> None:
+        """Send a batch.
+
+        Raises:
+            ConnectionError: if the collector did not take it.
+        """
+        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+
+        resource = Resource({"service.name": self._service, **batch.attributes})
+        ended = [event for event in batch.events if event.phase is Phase.END]
+        instants = [event for event in batch.events if event.phase is Phase.INSTANT]
+        sent: list[Any] = []
+        if batch.totals:
+            sent.append(self._metrics.export(metrics_data(batch, resource)))
+        if ended:
+            sent.append(self._spans.export([_span(event, resource) for event in ended]))
+        if instants:
+            sent.append(self._logs.export([_log_record(event, resource) for event in instants]))
+        if any(result.name != "SUCCESS" for result in sent):
+            raise ConnectionError("the OpenTelemetry collector did not take the batch")
+
+    def close(self) -> None:
+        """Close the connections."""
+        for exporter in (self._metrics, self._spans, self._logs):
+            exporter.shutdown()
+
+
+def metrics_data(batch: Batch, resource: Any) -> Any:  # noqa: ANN401  the SDK's classes
+    """The totals of a batch as the SDK's ``MetricsData``."""
+    from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
+
+    metrics = [
+        _metric(definition, list(reports), batch)
+        for definition, reports in groupby(batch.totals, key=lambda report: report.definition)
+    ]
+    scope = sdk.ScopeMetrics(InstrumentationScope(_SCOPE), metrics, "")
+    return sdk.MetricsData([sdk.ResourceMetrics(resource, [scope], "")])
+
+
+def _metric(definition: Definition, reports: Sequence[TotalReport], batch: Batch) -> Any:  # noqa: ANN401
+    from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
+
+    cumulative = sdk.AggregationTemporality.CUMULATIVE
+    data: Any
+    if definition.kind is Kind.COUNTER:
+        points = [_number(report, report.figures.total, batch) for report in reports]
+        data = sdk.Sum(points, cumulative, is_monotonic=True)
+    elif definition.kind is Kind.GAUGE:
+        data = sdk.Gauge([_number(report, report.figures.last, batch) for report in reports])
+    else:
+        data = sdk.ExponentialHistogram([_histogram(report, batch) for report in reports], cumulative)
+    return sdk.Metric(definition.name, definition.help, _UNITS.get(definition.unit, definition.unit), data)
+
+
+def _number(report: TotalReport, value: float, batch: Batch) -> Any:  # noqa: ANN401
+    from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
+
+    return sdk.NumberDataPoint(dict(report.labels), batch.begin_ns, batch.time_ns, value)
+
+
+def _histogram(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
+    """A histogram's point; of a stat without buckets, count and sum alone."""
+    from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
+
+    figures: Aggregate = report.figures
+    counted = figures.buckets
+    return sdk.ExponentialHistogramDataPoint(
+        attributes=dict(report.labels),
+        start_time_unix_nano=batch.begin_ns,
+        time_unix_nano=batch.time_ns,
+        count=figures.count,
+        sum=figures.total,
+        scale=SCALE,
+        zero_count=0 if counted is None else counted.zero,
+        positive=_dense({} if counted is None else counted.positive),
+        negative=_dense({} if counted is None else counted.negative),
+        flags=0,
+        min=figures.min,
+        max=figures.max,
+    )
+
+
+def _dense(counts: Mapping[int, int]) -> Any:  # noqa: ANN401
+    from opentelemetry.sdk.metrics.export import Buckets  # noqa: PLC0415
+
+    if not counts:
+        return Buckets(0, [])
+    first, last = min(counts), max(counts)
+    return Buckets(first, [counts.get(index, 0) for index in range(first, last + 1)])
+
+
+def _span(event: Event, resource: Any) -> Any:  # noqa: ANN401
+    from opentelemetry.sdk.trace import ReadableSpan  # noqa: PLC0415
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
+    from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags  # noqa: PLC0415
+
+    def context(span: int) -> SpanContext:
+        return SpanContext(_trace_id(event), span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+    seconds = event.data.get("seconds", 0.0)
+    assert isinstance(seconds, float), "a span's end carries it"
+    return ReadableSpan(
+        event.name,
+        context=context(event.span),
+        parent=context(event.parent) if event.parent else None,
+        resource=resource,
+        attributes=dict(event.data),
+        status=Status(StatusCode.ERROR if event.severity >= Severity.ERROR else StatusCode.UNSET),
+        start_time=event.time_ns - round(seconds * _NS_PER_S),
+        end_time=event.time_ns,
+        instrumentation_scope=InstrumentationScope(_SCOPE),
+    )
+
+
+def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
+    from opentelemetry._logs import LogRecord, SeverityNumber  # noqa: PLC0415
+    from opentelemetry.sdk._logs import ReadableLogRecord  # noqa: PLC0415
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context  # noqa: PLC0415
+
+    place = SpanContext(_trace_id(event), event.span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    record = LogRecord(
+        timestamp=event.time_ns,
+        observed_timestamp=event.time_ns,
+        context=set_span_in_context(NonRecordingSpan(place)),
+        severity_text=event.severity.name,
+        severity_number=SeverityNumber(_SEVERITIES[event.severity]),
+        body=event.message,
+        attributes={**event.data, "event.id": f"{event.id:016x}"},
+        event_name=event.name,
+    )
+    return ReadableLogRecord(record, resource, InstrumentationScope(_SCOPE))
+
+
+def _trace_id(event: Event) -> int:
+    """The trace as 128 bits; 0, which means none, only for events outside of spans."""
+    return event.trace % 2**128

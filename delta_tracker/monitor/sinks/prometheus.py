@@ -1,0 +1,168 @@
+"""Prometheus: an HTTP endpoint to be scraped, and a text file for node_exporter's textfile collector.
+
+Data model and exposition are those of ``prometheus_client``; this file translates totals into its metric families.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from delta_tracker.errors import MissingExtraError
+from delta_tracker.monitor.batch import Batch, TotalReport
+from delta_tracker.monitor.names import exposed
+from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.stat import Definition, Kind
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_SUFFIX = "_total"
+
+
+class _Snapshot:
+    """The newest totals, as a collector of ``prometheus_client``."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Metric families of the newest batch, a stat at a time."""
+        batch = self.batch
+        if batch is None:
+            return
+        for definition, reports in groupby(batch.totals, key=lambda report: report.definition):
+            yield family(definition, list(reports), tuple(batch.attributes.items()))
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is known before the first batch."""
+        return ()
+
+
+class PrometheusSink(Sink):
+    """Serves ``/metrics``; what it says is as old as the last collection, so collect as often as it is scraped.
+
+    Counters are totals since the process began. Stats are summaries, histograms have bounds at powers of two; both
+    accumulate, so that Prometheus forms any window. A name gets its unit and, of a counter, ``_total``.
+
+    Args:
+        port: 0 for one that is free, see :attr:`port`.
+        host: the address to listen at; other machines cannot reach the default.
+
+    Raises:
+        MissingExtraError: if prometheus_client is not installed.
+        OSError: if the port is taken.
+    """
+
+    def __init__(self, port: int = 9464, host: str = "127.0.0.1") -> None:
+        client = _client()
+        self._snapshot = _Snapshot()
+        registry = client.CollectorRegistry(auto_describe=False)
+        registry.register(self._snapshot)
+        self._server: Any
+        self._thread: threading.Thread
+        self._server, self._thread = client.start_http_server(port, host, registry)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        port: int = self._server.server_port
+        return port
+
+    def deliver(self, batch: Batch) -> None:
+        """Serve these totals from now on."""
+        self._snapshot.batch = batch
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def forget(self) -> None:
+        """Close the child's copy of the socket, which would keep the port after the parent is gone."""
+        self._server.socket.close()
+
+
+class PrometheusFileSink(Sink):
+    """Writes a file at each collection, replacing the former one at once.
+
+    Args:
+        path: the file, ending with ``.prom`` for node_exporter.
+
+    Raises:
+        MissingExtraError: if prometheus_client is not installed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        client = _client()
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._snapshot = _Snapshot()
+        self._registry = client.CollectorRegistry(auto_describe=False)
+        self._registry.register(self._snapshot)
+        self._write = client.write_to_textfile
+
+    def deliver(self, batch: Batch) -> None:
+        """Replace the file."""
+        self._snapshot.batch = batch
+        self._write(str(self._path), self._registry)
+
+
+def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> Metric:
+    """The metric family of a stat.
+
+    Args:
+        definition: the stat.
+        reports: of its cells.
+        attributes: labels that every sample gets, unless the stat has one of that name.
+    """
+    from prometheus_client import core  # noqa: PLC0415  optional
+
+    name = exposed(definition.name)
+    if definition.kind is Kind.COUNTER:
+        name = name.removesuffix(_SUFFIX)
+    extra = [(key, value) for key, value in attributes if key not in definition.labels]
+    names = [*definition.labels, *(key for key, _ in extra)]
+    made: Any = {
+        Kind.COUNTER: core.CounterMetricFamily,
+        Kind.GAUGE: core.GaugeMetricFamily,
+        Kind.STAT: core.SummaryMetricFamily,
+        Kind.HISTOGRAM: core.HistogramMetricFamily,
+    }[definition.kind](name, definition.help or definition.name, labels=names, unit=definition.unit)
+    for report in reports:
+        values = [*(value for _, value in report.labels), *(value for _, value in extra)]
+        figures = report.figures
+        if definition.kind is Kind.COUNTER:
+            made.add_metric(values, figures.total)
+        elif definition.kind is Kind.GAUGE:
+            made.add_metric(values, figures.last)
+        elif definition.kind is Kind.STAT:
+            made.add_metric(values, figures.count, figures.total)
+        else:
+            made.add_metric(values, _buckets(definition, report), figures.total)
+    result: Metric = made
+    return result
+
+
+def _buckets(definition: Definition, report: TotalReport) -> list[tuple[str, float]]:
+    """Bound and how many numbers are at most that, for each bound and for infinity."""
+    from prometheus_client.utils import floatToGoString  # noqa: PLC0415  optional
+
+    low, high = definition.bounds
+    bounds = [2.0**exponent for exponent in range(low, high + 1)]
+    buckets = report.figures.buckets
+    counts = [] if buckets is None else buckets.cumulative(bounds)
+    pairs = [(str(floatToGoString(bound)), float(count)) for bound, count in zip(bounds, counts, strict=False)]
+    return [*pairs, ("+Inf", float(report.figures.count))]
+
+
+def _client() -> Any:  # noqa: ANN401  a module
+    try:
+        import prometheus_client  # noqa: PLC0415  optional
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("prometheus_client", "prometheus") from error
+    return prometheus_client

@@ -1,0 +1,96 @@
+"""TensorBoard: a curve for each figure over the training step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from delta_tracker.errors import MissingExtraError
+from delta_tracker.monitor.batch import Batch, WindowReport
+from delta_tracker.monitor.buckets import LogBuckets, upper_bound
+from delta_tracker.monitor.event import Event
+from delta_tracker.monitor.names import Labels
+from delta_tracker.monitor.sinks.sink import Sink
+
+_S = 1e-9
+
+
+class TensorBoardSink(Sink):
+    """Writes the figures of every window to event files.
+
+    The x axis is the step that :meth:`~delta_tracker.monitor.monitor.Monitor.step` said last before the window closed;
+    while none was said, the number of the series' window. Figures that are not finite cannot come. Histograms and
+    events (as text) are written too.
+
+    Args:
+        folder: where the event files go.
+
+    Raises:
+        MissingExtraError: if tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  optional
+        except ImportError as error:
+            raise MissingExtraError("tensorboard", "tensorboard") from error
+        self._writer: Any = SummaryWriter(str(folder))
+        self._num_windows: Counter[str] = Counter()
+
+    def deliver(self, batch: Batch) -> None:
+        """Write and flush."""
+        for report in batch.windows:
+            self._write_window(report)
+        for event in batch.events:
+            self._write_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._writer.close()
+
+    def _write_window(self, report: WindowReport) -> None:
+        series = tag(report.definition.name, report.labels)
+        self._num_windows[series] += 1
+        step = self._num_windows[series] if report.window.step is None else report.window.step
+        time = report.window.time_ns * _S
+        for name, value in report.values.items():
+            self._writer.add_scalar(f"{series}/{name}", value, step, walltime=time)
+        if report.buckets is not None and report.buckets.count:
+            self._write_histogram(series, report, report.buckets, step)
+
+    def _write_histogram(self, series: str, report: WindowReport, buckets: LogBuckets, step: int) -> None:
+        figures = report.window.aggregate
+        counts = [
+            (-upper_bound(index - 1), buckets.negative[index]) for index in sorted(buckets.negative, reverse=True)
+        ]
+        counts += [(0.0, buckets.zero)] if buckets.zero else []
+        counts += [(upper_bound(index), buckets.positive[index]) for index in sorted(buckets.positive)]
+        self._writer.add_histogram_raw(
+            f"{series}/histogram",
+            min=figures.min,
+            max=figures.max,
+            num=buckets.count,
+            sum=figures.total,
+            sum_squares=0.0,
+            bucket_limits=[limit for limit, _ in counts],
+            bucket_counts=[count for _, count in counts],
+            global_step=step,
+            walltime=report.window.time_ns * _S,
+        )
+
+    def _write_event(self, event: Event) -> None:
+        data = ", ".join(f"{key}={value}" for key, value in event.data.items())
+        text = f"{event.severity.name} {event.phase}: {event.message} {data}"
+        self._writer.add_text(event.name, text, walltime=event.time_ns * _S)
+
+
+def tag(name: str, labels: Labels) -> str:
+    """A series' tag: dots make groups, labels follow.
+
+    Example:
+        >>> tag("training.loss", (("task", "click"),))
+        'training/loss/task=click'
+    """
+    return "/".join([name.replace(".", "/"), *(f"{key}={value}" for key, value in labels)])

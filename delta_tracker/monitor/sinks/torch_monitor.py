@@ -1,0 +1,116 @@
+"""The bridge from and to ``torch.monitor``.
+
+Of ``torch.monitor`` only two things are used, which are safe: a handler that is a C function, because one in Python
+deadlocks with two threads and aborts the process where it raises; and ``log_event``, from one thread of the library.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import queue
+from typing import TYPE_CHECKING, Any
+
+from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.monitor.batch import Batch
+from delta_tracker.monitor.event import Event, Value
+from delta_tracker.monitor.events import EventLog
+from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.source import Source
+
+if TYPE_CHECKING:
+    from torch import monitor as torch_monitor
+
+_PREFIX = "torch.monitor."
+_OURS = "delta_tracker.bridge"
+_S = 1e-9
+_US_PER_S = 1_000_000
+
+
+class TorchMonitorSink(Sink):
+    """Logs every event and every window as an event of ``torch.monitor``, for handlers that are registered there.
+
+    A handler in Python that is registered there runs in a thread of the library, as a sink does.
+
+    Raises:
+        MissingExtraError: if torch has no monitor.
+    """
+
+    def __init__(self) -> None:
+        self._torch = _torch_monitor()
+
+    def deliver(self, batch: Batch) -> None:
+        """Log them there."""
+        for report in batch.windows:
+            data: dict[str, Value] = {f"{report.definition.name}.{name}": each for name, each in report.values.items()}
+            data |= {"count": report.count, **dict(report.labels), _OURS: True}
+            self._log("torch.monitor.Stat", report.window.time_ns, data)
+        for event in batch.events:
+            if not event.name.startswith(_PREFIX):
+                self._log(event.name, event.time_ns, {"message": event.message, **event.data, _OURS: True})
+
+    def _log(self, name: str, time_ns: int, data: dict[str, Value]) -> None:
+        time = dt.datetime.fromtimestamp(time_ns * _S)  # noqa: DTZ006  torch takes local times
+        self._torch.log_event(self._torch.Event(name, time, data))
+
+
+class TorchMonitorSource(Source):
+    """Emits the events of ``torch.monitor``, those of its stats too, under ``torch.monitor.<name>``.
+
+    Register it with ``monitor.registry.add_source(TorchMonitorSource(monitor.events))``; :meth:`close` ends it.
+
+    Args:
+        events: where to.
+        capacity: how many events of a collection are passed on; of more, the rest is dropped and counted by
+            :attr:`num_dropped`.
+
+    Raises:
+        InvalidArgumentError: for a capacity below 1.
+        MissingExtraError: if torch has no monitor.
+    """
+
+    name = "torch.monitor"
+
+    def __init__(self, events: EventLog, capacity: int = 4096) -> None:
+        if type(capacity) is not int or capacity < 1:
+            raise InvalidArgumentError("capacity", capacity, "Pass a whole number of 1 or more")
+        self._events = events
+        self._capacity = capacity
+        self._torch = _torch_monitor()
+        self._queue: queue.SimpleQueue[torch_monitor.Event] = queue.SimpleQueue()
+        self._handle: torch_monitor.EventHandlerHandle | None = self._torch.register_event_handler(self._queue.put)
+        self.num_dropped = 0
+
+    def read(self, *, is_last: bool) -> None:
+        """Pass on what came since the last collection."""
+        for place in range(self._queue.qsize()):
+            event = self._queue.get()
+            if _OURS in event.data:
+                continue  # it would go round for ever
+            if place >= self._capacity:
+                self.num_dropped += 1
+            else:
+                self._events.emit(translated(event))
+        if is_last:
+            self.close()
+
+    def close(self) -> None:
+        """Leave torch.monitor; a second call does nothing, where torch's own is a segmentation fault."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._torch.unregister_event_handler(handle)
+
+
+def translated(event: torch_monitor.Event) -> Event:
+    """An event of torch.monitor as ours; characters that our names do not have become underscores."""
+    name = "".join(each if (each.isalnum() and each.isascii()) or each in "._" else "_" for each in event.name)
+    name = ".".join(part if part and not part[0].isdigit() else f"_{part}" for part in name.split("."))
+    time_ns = round(event.timestamp.timestamp() * _US_PER_S) * 1000
+    return Event(_PREFIX + name.removeprefix(_PREFIX), data=dict(event.data), time_ns=time_ns)
+
+
+def _torch_monitor() -> Any:  # noqa: ANN401  a module
+    try:
+        from torch import monitor  # noqa: PLC0415  torch is no dependency of the monitor
+    except ImportError as error:
+        raise MissingExtraError("torch", "torch") from error
+    return monitor

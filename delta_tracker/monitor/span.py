@@ -1,0 +1,96 @@
+"""Ranges of time with a begin, an end and a parent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import Token
+from types import TracebackType
+from typing import Self
+
+from delta_tracker.monitor.clock import Clock
+from delta_tracker.monitor.event import CURRENT_SPAN, Event, Phase, Severity, SpanContext, Value, new_id
+
+_NS = 1e-9
+
+
+class Span:
+    """Emits an event where a body begins and one where it ends; events in between and inner spans carry its id.
+
+    The parent is the span around it in the same thread or task. One whose body raises ends as an ERROR and names the
+    exception's type. Also :meth:`start` and :meth:`stop`, where no ``with`` fits.
+
+    Args:
+        emit: takes the events.
+        clock: where their times come from.
+        name: of both events.
+        data: of both events.
+        severity: of both events, unless the body raises.
+        trace: what all spans of one cause share, also over ranks, if they pass the same number, such as the step; the
+            parent's if not given, a new one if there is none.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Event], None],
+        clock: Clock,
+        name: str,
+        data: Mapping[str, Value],
+        severity: Severity,
+        trace: int | None,
+    ) -> None:
+        self._emit = emit
+        self._clock = clock
+        self._name = name
+        self._data = data
+        self._severity = severity
+        self._trace = trace
+        self._token: Token[SpanContext | None] | None = None
+        self.id = 0
+
+    def start(self) -> Self:
+        """Begin."""
+        parent = CURRENT_SPAN.get()
+        self.id = new_id()
+        self._parent = 0 if parent is None else parent.span
+        if self._trace is None:
+            self._trace = self.id if parent is None else parent.trace
+        self._token = CURRENT_SPAN.set(SpanContext(self.id, self._trace))
+        self._begin_ns = self._clock.monotonic_ns()
+        self._emit(self._event(Phase.BEGIN, self._severity, self._begin_ns, self._data))
+        return self
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """End, in the thread or task that began; a second call does nothing."""
+        if self._token is None:
+            return
+        CURRENT_SPAN.reset(self._token)
+        self._token = None
+        now = self._clock.monotonic_ns()
+        data: dict[str, Value] = {**self._data, "seconds": (now - self._begin_ns) * _NS}
+        severity = self._severity
+        if error is not None:
+            data["error"] = type(error).__name__
+            severity = Severity.ERROR
+        self._emit(self._event(Phase.END, severity, now, data))
+
+    def _event(self, phase: Phase, severity: Severity, now_ns: int, data: Mapping[str, Value]) -> Event:
+        assert self._trace is not None, "set at the start"
+        return Event(
+            self._name,
+            data=data,
+            severity=severity,
+            time_ns=self._clock.time_ns(),
+            monotonic_ns=now_ns,
+            span=self.id,
+            parent=self._parent,
+            trace=self._trace,
+            phase=phase,
+        )
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop(error)

@@ -1,0 +1,219 @@
+"""Finds where code waits for a device, on a machine that has none.
+
+Tensors made by :func:`on_device` claim to be on a device and hold their numbers on the CPU. Inside :func:`find_syncs`
+code runs with them as it would there, and each point is seen at which it would wait: a number read on the host, a
+result whose shape depends on numbers, a copy to the host, a copy of ordinary memory to the device. A clean run is
+strong evidence and no proof: where a GPU is at hand, ``torch.cuda.set_sync_debug_mode("error")`` is.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+# A device type that torch guards as it does a real one, and for which nothing is built in: the simulation serves it.
+SIMULATED = torch.device("lazy", 0)
+"""The device that tensors claim to be on."""
+
+_WAITING_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_COPIES = frozenset({"_to_copy", "copy_", "_copy_from"})
+_BY_INDEX = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
+# They read numbers on the host, and on a tensor that is there they dispatch nothing that could be seen.
+_READS = frozenset({"tolist", "numpy", "cpu", "__array__"})
+_FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.from_numpy})
+
+
+class SyncError(AssertionError):
+    """Code would wait for the device; ``call`` names the operation, ``place`` the line."""
+
+    def __init__(self, call: str, place: str) -> None:
+        super().__init__(f"{call} would wait for the device, at {place}")
+        self.call = call
+        self.place = place
+
+
+def on_device(tensor: Tensor) -> Tensor:
+    """A tensor that claims to be on :data:`SIMULATED`, sharing its numbers with ``tensor``, ``[...]`` on the CPU."""
+    return _Claiming(tensor.detach())
+
+
+def held(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor that claims to be on the device, on the CPU, without noting it; others as they are."""
+    return tensor.held if isinstance(tensor, _Claiming) else tensor
+
+
+@contextmanager
+def find_syncs(*, everywhere: bool = False) -> Iterator[list[SyncError]]:
+    """Note where the body would wait for the device. It goes on all the same.
+
+    Args:
+        everywhere: take every tensor for one on the device, also those that say they are on the CPU; for code that
+            runs on the CPU alone.
+
+    Yields:
+        The points, in order.
+
+    Example:
+        >>> loss = on_device(torch.tensor([1.0, 2.0]))
+        >>> with find_syncs() as found:
+        ...     if loss.sum() > 2:
+        ...         pass
+        >>> [sync.call for sync in found]
+        ['aten._local_scalar_dense']
+    """
+    found: list[SyncError] = []
+    with _Calls(found, everywhere=everywhere), _Simulation(found, everywhere=everywhere):
+        yield found
+
+
+@contextmanager
+def assert_no_sync(*, everywhere: bool = False) -> Iterator[None]:
+    """Raise :class:`SyncError` after a body that would wait for the device, naming the first place where it does."""
+    with find_syncs(everywhere=everywhere) as found:
+        yield
+    if found:
+        raise found[0]
+
+
+class _Claiming(Tensor):
+    """Says that it is on the device; ``held`` has its numbers."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls: type[Self], numbers: Tensor) -> Self:
+        result = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  there is no other way
+            cls,
+            numbers.shape,
+            strides=numbers.stride(),
+            storage_offset=numbers.storage_offset(),
+            dtype=numbers.dtype,
+            device=SIMULATED,
+        )
+        result.held = numbers
+        return result
+
+    def __repr__(self) -> str:  # type: ignore[override]  # the contents would have to be read
+        return f"on_device({self.held!r})"
+
+    def tolist(self) -> Any:  # noqa: ANN401  nested as deep as the shape
+        """Its numbers, by way of a copy to the host, which waits."""
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401
+        del types
+        return _run([], func, args, kwargs or {}, everywhere=False)
+
+
+class _Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Serves the device, and notes what waits for it."""
+
+    def __init__(self, found: list[SyncError], *, everywhere: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+        self._everywhere = everywhere
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        del types
+        return _run(self._found, func, args, kwargs or {}, everywhere=self._everywhere)
+
+
+class _Calls(TorchFunctionMode):
+    """Sees what is dispatched nowhere: tensors made of the host's numbers, and the CPU's tensors being read."""
+
+    def __init__(self, found: list[SyncError], *, everywhere: bool) -> None:
+        super().__init__()
+        self._found = found
+        self._everywhere = everywhere
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        del types
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        target = kwargs.get("device")
+        if func in _FROM_HOST and target is not None and not isinstance(args[0], _Claiming):
+            if _is_simulated(target):
+                self._found.append(SyncError(name, _place()))
+                return _Claiming(func(*args, **{**kwargs, "device": "cpu"}))
+            if self._everywhere:
+                self._found.append(SyncError(name, _place()))
+        if self._everywhere:
+            is_moved_home = name == "to" and any(str(each) == "cpu" for each in (*args[1:], target))
+            if name in _READS or is_moved_home:
+                self._found.append(SyncError(name, _place()))
+        return func(*args, **kwargs)
+
+
+def _is_simulated(device: Any) -> bool:  # noqa: ANN401  whatever torch takes for one
+    return device is not None and torch.device(device).type == SIMULATED.type
+
+
+def _run(found: list[SyncError], func: Any, args: Any, kwargs: Any, *, everywhere: bool) -> Any:  # noqa: ANN401
+    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+    claiming = [each for each in tensors if isinstance(each, _Claiming)]
+    target = kwargs.get("device")
+    is_there = bool(claiming) or _is_simulated(target)
+    name = func.overloadpacket.__name__
+    if (is_there or (everywhere and tensors)) and _waits(func, name, args, kwargs, tensors, everywhere=everywhere):
+        found.append(SyncError(f"aten.{name}", _place()))
+    if not is_there:
+        return func(*args, **kwargs)
+    if name not in _COPIES | _BY_INDEX:
+        _check_same_device(name, tensors)
+    wrappers = {id(each.held): each for each in claiming}
+    args, kwargs = tree_map(lambda each: each.held if isinstance(each, _Claiming) else each, (args, kwargs))
+    goes_home = target is not None and torch.device(target).type == "cpu"
+    if target is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if name == "copy_":
+        goes_home = not isinstance(tensors[0], _Claiming)
+    result = func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
+    if goes_home:
+        return result
+
+    def claim(each: Any) -> Any:  # noqa: ANN401  any leaf of a result
+        if not isinstance(each, Tensor):
+            return each
+        return wrappers[id(each)] if id(each) in wrappers else _Claiming(each)
+
+    return tree_map(claim, result)
+
+
+def _waits(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], *, everywhere: bool) -> bool:  # noqa: ANN401
+    if name in _BY_INDEX:
+        indices = [each for each in args[1] if each is not None]
+        is_elsewhere = not everywhere and any(not isinstance(each, _Claiming) and each.dim() for each in indices)
+        return is_elsewhere or any(each.dtype in (torch.bool, torch.uint8) for each in indices)
+    if name in _COPIES:
+        target = kwargs.get("device")
+        sides = {isinstance(each, _Claiming) for each in tensors}
+        if name == "_to_copy" and target is not None:
+            sides.add(_is_simulated(target))
+        is_non_blocking = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
+        return len(sides) > 1 and not is_non_blocking
+    if name == "repeat_interleave" and kwargs.get("output_size") is not None:
+        return False
+    return bool(_WAITING_TAGS.intersection(func.tags))
+
+
+def _check_same_device(name: str, tensors: Sequence[Tensor]) -> None:
+    """Raise as a device would; it takes single numbers from the host along with its own tensors."""
+    if any(not isinstance(each, _Claiming) and each.dim() for each in tensors):
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {SIMULATED} and cpu")
+
+
+def _place() -> str:
+    """The innermost line that is neither torch's nor of this file."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and frame.filename != __file__:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return "an unknown place"

@@ -1,0 +1,147 @@
+"""CPU, memory, disk and network of the process, and memory of CUDA devices, without any code of the user.
+
+Read from Linux' /proc, so nothing has to be installed; what a system does not offer is left out, which is no data and
+not 0. Network counts are those of the process's network namespace: Linux has none per process.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from delta_tracker.monitor.registry import Registry
+from delta_tracker.monitor.source import Passive, Readings, Source
+from delta_tracker.monitor.stat import Definition, Kind
+
+_PROC = Path("/proc/self")
+# Counters of the loopback are no traffic.
+_NO_TRAFFIC = frozenset({"lo"})
+
+
+def cpu_seconds() -> Readings:
+    """Seconds of CPU time that all threads have used, by ``user`` and ``system``."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {"user": usage.ru_utime, "system": usage.ru_stime}
+
+
+def memory_bytes() -> Readings:
+    """Bytes of memory, by ``resident`` and ``virtual``."""
+    text = _read("statm")
+    if text is None:
+        return None
+    virtual, resident = text.split()[:2]
+    page = os.sysconf("SC_PAGE_SIZE")
+    return {"resident": int(resident) * page, "virtual": int(virtual) * page}
+
+
+def disk_bytes() -> Readings:
+    """Bytes read from and written to storage, by ``read`` and ``written``."""
+    text = _read("io")
+    if text is None:
+        return None
+    counts = dict(line.split(": ") for line in text.splitlines())
+    return {"read": int(counts["read_bytes"]), "written": int(counts["write_bytes"])}
+
+
+def network_bytes() -> Readings:
+    """Bytes over all interfaces but the loopback, by ``received`` and ``sent``."""
+    text = _read("net/dev")
+    if text is None:
+        return None
+    received = sent = 0
+    for line in text.splitlines()[2:]:
+        interface, _, counts = line.partition(":")
+        if interface.strip() not in _NO_TRAFFIC:
+            numbers = counts.split()
+            received, sent = received + int(numbers[0]), sent + int(numbers[8])
+    return {"received": received, "sent": sent}
+
+
+def num_threads() -> Readings:
+    """Threads of the process."""
+    text = _read("stat")
+    return None if text is None else int(text.rpartition(")")[2].split()[17])
+
+
+def num_open_files() -> Readings:
+    """Open file descriptors."""
+    try:
+        return len(os.listdir(_PROC / "fd"))  # noqa: PTH208  a thousand of them are quicker so
+    except OSError:
+        return None
+
+
+def cuda_memory_bytes() -> Readings:
+    """Bytes of torch's allocator, by device and ``allocated``, ``reserved``, ``peak``; none before CUDA is used."""
+    torch = _initialised_torch()
+    if torch is None:
+        return None
+    found: dict[str | tuple[str, ...], float] = {}
+    for device in range(torch.cuda.device_count()):
+        statistics: Mapping[str, int] = torch.cuda.memory_stats(device)
+        for kind, key in (
+            ("allocated", "allocated_bytes.all.current"),
+            ("reserved", "reserved_bytes.all.current"),
+            ("peak", "allocated_bytes.all.peak"),
+        ):
+            found[str(device), kind] = statistics.get(key, 0)
+    return found
+
+
+_METRICS: tuple[tuple[str, Kind, str, str, tuple[str, ...], Callable[[], Readings]], ...] = (
+    ("process_cpu_seconds", Kind.COUNTER, "CPU time of all threads.", "seconds", ("mode",), cpu_seconds),
+    ("process_memory_bytes", Kind.GAUGE, "Memory of the process.", "bytes", ("kind",), memory_bytes),
+    ("process_disk_bytes", Kind.COUNTER, "Storage traffic of the process.", "bytes", ("direction",), disk_bytes),
+    (
+        "process_network_bytes",
+        Kind.COUNTER,
+        "Network traffic.",
+        "bytes",
+        ("direction",),
+        network_bytes,
+    ),
+    ("process_threads", Kind.GAUGE, "Threads of the process.", "", (), num_threads),
+    ("process_open_files", Kind.GAUGE, "Open file descriptors.", "", (), num_open_files),
+    ("cuda_memory_bytes", Kind.GAUGE, "Memory of torch on a device.", "bytes", ("device", "kind"), cuda_memory_bytes),
+)
+
+SYSTEM_NAMES = tuple(name for name, *_ in _METRICS)
+"""Names of the metrics."""
+
+
+class SystemMetrics(Source):
+    """Reads them all, once per collection.
+
+    Args:
+        registry: where they are registered.
+    """
+
+    name = "system"
+
+    def __init__(self, registry: Registry) -> None:
+        self._passives = [
+            Passive(registry.define(Definition(name=name, kind=kind, help=text, unit=unit, labels=labels)), callback)
+            for name, kind, text, unit, labels, callback in _METRICS
+        ]
+
+    def read(self, *, is_last: bool) -> None:
+        """Record what the system says now."""
+        for passive in self._passives:
+            passive.read(is_last=is_last)
+
+
+def _read(name: str) -> str | None:
+    try:
+        return (_PROC / name).read_text()
+    except OSError:
+        return None
+
+
+def _initialised_torch() -> ModuleType | None:
+    """Torch, if the program uses CUDA: asking for it must not be what initialises it."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None

@@ -1,0 +1,69 @@
+"""Durations, as a context manager and as a decorator."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar, cast
+
+from delta_tracker.monitor.clock import Clock
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_NS = 1e-9
+
+
+class Timer:
+    """Records the seconds from begin to end, also of a body that raises.
+
+    One object times one body at a time; as a decorator it makes a new one for each call.
+
+    Args:
+        record: takes the seconds.
+        clock: its monotonic clock is read.
+
+    Example:
+        >>> import time
+        >>> seconds = []
+        >>> with Timer(seconds.append, time):
+        ...     pass
+        >>> seconds[0] >= 0
+        True
+    """
+
+    __slots__ = ("_begin_ns", "_clock", "_record")
+
+    def __init__(self, record: Callable[[float], None], clock: Clock) -> None:
+        self._record = record
+        self._clock = clock
+        self._begin_ns = 0
+
+    def __enter__(self) -> Self:
+        self._begin_ns = self._clock.monotonic_ns()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._record((self._clock.monotonic_ns() - self._begin_ns) * _NS)
+
+    def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """``function``, timed; of a coroutine function, until the coroutine is done."""
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def timed_coroutine(*args: _P.args, **kwargs: _P.kwargs) -> object:
+                with Timer(self._record, self._clock):
+                    return await function(*args, **kwargs)
+
+            return cast("Callable[_P, _T]", timed_coroutine)
+
+        @functools.wraps(function)
+        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with Timer(self._record, self._clock):
+                return function(*args, **kwargs)
+
+        return timed

@@ -1,0 +1,114 @@
+"""Monitor cases that run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torchmetrics
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+
+from delta_tracker import ModelDeltaTracker, TrackingMode
+from delta_tracker.monitor import Monitor
+from delta_tracker.monitor.across_ranks import merge_ranks
+from delta_tracker.monitor.device import DeviceCounter, DeviceHistogram, DeviceMean
+from delta_tracker.monitor.state import KEY, load, state_dict
+from delta_tracker.monitor.syncs import SyncError, find_syncs
+from delta_tracker.monitor.torchmetric import TorchMetric
+from delta_tracker.sharding.hooks import Watcher
+from tests.models import Spec, batch, shard
+
+
+def merged(rank: int, world_size: int) -> dict[str, Any]:
+    """Device stats and metrics of two ranks with different values and different numbers of them."""
+    monitor = Monitor()
+    mean = DeviceMean("mean", monitor=monitor)
+    histogram = DeviceHistogram("histogram", monitor=monitor)
+    rows = DeviceCounter("rows", monitor=monitor)
+    if rank == 0:
+        mean.update(torch.tensor([1.0, 2.0]), weight=torch.tensor([1.0, 3.0]))
+        histogram.update(torch.tensor([10.0] * 3))
+        rows.update(torch.tensor(2))
+    else:
+        mean.update(5.0)
+        histogram.update(torch.tensor([30.0] * 100))
+        rows.update(4)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as collective:
+        figures = merge_ranks([mean, histogram, rows])
+    mean.update(torch.tensor(7.0))
+    again = merge_ranks([mean])
+    monitor.collect()
+
+    metrics = {
+        "max": TorchMetric("max", torchmetrics.MaxMetric(), monitor=monitor),
+        "mean": TorchMetric("m", torchmetrics.MeanMetric(), monitor=monitor),
+        "cat": TorchMetric("cat", torchmetrics.SpearmanCorrCoef(), monitor=monitor),
+    }
+    for value in [3.0, 8.0] if rank == 0 else [5.0, 6.0]:
+        metrics["max"].update(value)
+        metrics["mean"].update(value)
+    pairs = [(torch.arange(3.0), torch.tensor([2.0, 0, 1])), (torch.arange(5.0) + 1, torch.tensor([5.0, 4, 0, 7, 7]))]
+    metrics["cat"].update(*pairs[rank])
+    exact = torchmetrics.SpearmanCorrCoef(sync_on_compute=False)
+    for pair in pairs:
+        exact.update(*pair)
+    return {
+        "mean": figures["mean"].value("mean"),
+        "again": again["mean"].value("mean"),
+        "p99": figures["histogram"].value("p99"),
+        "rows": figures["rows"].value("sum"),
+        "collectives": collective.call_count,
+        **{f"metric {name}": float(metric.merge_ranks()) for name, metric in metrics.items()},
+        "exact cat": float(exact.compute()),
+    }
+
+
+def recording_syncs_unpadded(rank: int, world_size: int) -> list[str]:
+    """The same with stores that look how many rows are new."""
+    return recording_syncs(rank, world_size, "embedding", "updates", bag=False, pads=False)["syncs"]
+
+
+def recording_syncs(rank: int, world_size: int, mode: str, record: str, bag: bool, pads: bool = True) -> dict[str, Any]:
+    """Where recording would wait for a device, on a real sharded model whose every tensor counts as being on one."""
+    spec = Spec.every_sharding(world_size, bag=bag)
+    model = shard(spec)
+    found: list[SyncError] = []
+    num_calls = 0
+    contained = Watcher._contained
+
+    def watched(self: Watcher, action: Any, *, otherwise: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        with find_syncs(everywhere=True) as here:
+            result = contained(self, action, otherwise=otherwise)
+        found.extend(here)
+        return result
+
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model, mode=TrackingMode(mode), record=record, engine="torch") as tracker:
+        for store in tracker._log.stores.values():
+            store._pads = pads  # as on a device, where the number of new rows is not known on the host
+        with mock.patch.object(Watcher, "_contained", watched):
+            for _ in range(4):
+                model(batch(spec, generator)).backward()
+                with find_syncs(everywhere=True) as here:
+                    tracker.step()
+                found.extend(here)
+        rows = sum(len(each) for each in tracker.get_delta().values())
+        return {
+            "syncs": [str(each) for each in found],
+            "calls": num_calls,
+            "errors": tracker.num_hook_errors,
+            "rows": rows,
+        }
+
+
+def save_counters(rank: int, world_size: int, path: str) -> float:
+    """Every rank saves its counters into one checkpoint, then loads its own again."""
+    monitor = Monitor()
+    monitor.counter("rows", labels=["table"], is_logical=True).cell(table="user").add(10 * (rank + 1))
+    dcp.save({KEY: state_dict(rank, monitor)}, checkpoint_id=path)
+    load(dcp.FileSystemReader(path), rank, world_size, monitor)
+    return sum(each.figures.total for each in monitor.collect().totals if each.definition.name == "rows")

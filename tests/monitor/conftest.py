@@ -1,0 +1,20 @@
+"""With DELTA_TRACKER_NO_EXTRAS=1 the tests run as on a machine that has none of the optional packages."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_EXTRAS = frozenset({"mlflow", "opentelemetry", "prometheus_client", "pynvml", "tensorboard", "yaml"})
+
+
+class _Absent:
+    """Finds none of them."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in _EXTRAS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+if os.environ.get("DELTA_TRACKER_NO_EXTRAS") == "1":
+    sys.meta_path.insert(0, _Absent())

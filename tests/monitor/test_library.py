@@ -1,0 +1,223 @@
+"""The library's own metrics: names, dashboard, alerts and report agree with what is exposed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import delta_tracker.monitor
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor import Monitor, metrics
+from delta_tracker.monitor.library import DEFINITIONS, PREFIX, LibraryMetrics
+from delta_tracker.monitor.panels import ALERTS, PANELS, alerts, dashboard, exposed_name
+from delta_tracker.monitor.registry import Registry
+from delta_tracker.monitor.report import curves, draw
+from delta_tracker.monitor.sinks.jsonl import JsonlSink
+from delta_tracker.monitor.stat import Kind
+from delta_tracker.monitor.system import SYSTEM_NAMES
+from tests.monitor.clocks import ManualClock
+
+_FOLDER = Path(delta_tracker.monitor.__file__).parent
+# https://prometheus.io/docs/practices/naming/#base-units, and what counts things
+_BASE_UNITS = {"seconds", "bytes", "ratio", ""}
+
+
+def _filled(sink=None) -> Monitor:
+    """A monitor in which every metric of the library has data of two windows."""
+    clock = ManualClock()
+    monitor = Monitor(clock)
+    monitor.metrics.define_all()
+    if sink is not None:
+        monitor.start([sink], system=True)
+    stats = monitor.find(f"{PREFIX}*")
+    cells = [stat.cell(**{label: f"some_{label}" for label in stat.definition.labels}) for stat in stats]
+    for _ in range(2):
+        clock.go(5)
+        for cell in cells:
+            cell.add(2)
+        monitor.flush()
+    return monitor
+
+
+@pytest.fixture(scope="module")
+def exposition() -> dict[str, set[str]]:
+    """Sample name to its labels, as Prometheus would read them."""
+    client = pytest.importorskip("prometheus_client")
+    parser = pytest.importorskip("prometheus_client.parser")
+    from delta_tracker.monitor.sinks.prometheus import PrometheusSink, _Snapshot  # noqa: PLC0415
+
+    assert PrometheusSink
+    snapshot = _Snapshot()
+    snapshot.batch = _filled().collect()
+    registry = client.CollectorRegistry(auto_describe=False)
+    registry.register(snapshot)
+    text = client.generate_latest(registry).decode()
+    found: dict[str, set[str]] = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+@pytest.mark.parametrize("key", DEFINITIONS)
+def test_names_follow_the_rules(key) -> None:
+    definition = DEFINITIONS[key]
+    assert re.fullmatch(r"delta_tracker_[a-z][a-z_]*[a-z]", definition.name)
+    assert definition.help.endswith(".")
+    assert definition.unit in _BASE_UNITS
+    assert not definition.name.endswith(("_total", "_count", "_sum", "_bucket"))
+    if definition.unit and definition.kind is not Kind.COUNTER:
+        assert definition.name.endswith(f"_{definition.unit}")
+    assert not definition.is_logical or definition.kind is Kind.COUNTER
+
+
+def test_attributes_are_the_definitions() -> None:
+    assert set(LibraryMetrics.__annotations__) == set(DEFINITIONS)
+    own = LibraryMetrics(Registry())
+    for name, kind in LibraryMetrics.__annotations__.items():
+        assert type(getattr(own, name)).__name__ == kind
+        assert getattr(own, name) is getattr(own, name)
+    with pytest.raises(AttributeError, match="known: lookups"):
+        own.nothing  # noqa: B018
+    assert isinstance(metrics, LibraryMetrics)
+
+
+def test_what_the_issue_names_is_there() -> None:
+    groups = {
+        "volume": "lookups touched_rows pending_rows pending_ratio published_rows published_bytes",
+        "cost": "record read encode write commit apply",
+        "freshness": "consumer_lag_versions consumer_lag_seconds predictor_lag_versions predictor_lag_seconds",
+        "age": "oldest_pending_seconds state_bytes",
+        "health": "resyncs fences refused_parts dropped_events hook_errors",
+    }
+    names = {name for text in groups.values() for name in text.split()}
+    names = {f"{name}_seconds" if name in groups["cost"].split() else name for name in names}
+    assert names <= set(DEFINITIONS)
+
+
+@pytest.mark.parametrize("key", DEFINITIONS)
+def test_exposed_names_are_those_of_the_endpoint(exposition, key) -> None:
+    assert exposed_name(key) in exposition
+    assert set(DEFINITIONS[key].labels) <= exposition[exposed_name(key)]
+
+
+def test_counters_are_exposed_as_zero_before_they_count() -> None:
+    monitor = Monitor()
+    assert monitor.metrics.fences.name
+    monitor.metrics.resyncs.cell(reason="gap")
+    totals = {(each.definition.name, each.labels): each.figures.total for each in monitor.collect().totals}
+    assert totals["delta_tracker_fences", ()] == 0
+    assert totals["delta_tracker_resyncs", (("reason", "gap"),)] == 0
+
+
+def _used(text: str) -> set[str]:
+    return set(re.findall(r"\bdelta_tracker_\w+", text))
+
+
+def test_the_dashboard_ships_as_it_is_made_and_names_what_is_exposed(exposition) -> None:
+    text = (_FOLDER / "dashboard.json").read_text()
+    assert text == dashboard(), "run: python -m delta_tracker.monitor.panels delta_tracker/monitor"
+    board = json.loads(text)
+    graphs = [panel for panel in board["panels"] if panel["type"] == "timeseries"]
+    queries = [target["expr"] for panel in graphs for target in panel["targets"]]
+    assert set().union(*map(_used, queries)) <= set(exposition)
+    assert {panel.metric for panel in PANELS} >= set(DEFINITIONS) - {
+        "muted_deliveries",
+        "rejected_values",
+        "lost_windows",
+        "label_overflows",
+    }
+    for panel, graph in zip(PANELS, graphs, strict=True):
+        assert set(panel.by) <= set(DEFINITIONS[panel.metric].labels)
+        for target in graph["targets"]:
+            assert target["expr"].count("(") == target["expr"].count(")")
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= set(panel.by)
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    cells = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
+    assert len(cells) == len(board["panels"]), "no panel on top of another"
+
+
+def test_the_alerts_ship_as_they_are_made_and_name_what_is_exposed(exposition) -> None:
+    text = (_FOLDER / "alerts.yml").read_text()
+    assert text == alerts(), "run: python -m delta_tracker.monitor.panels delta_tracker/monitor"
+    yaml = pytest.importorskip("yaml")
+    (group,) = yaml.safe_load(text)["groups"]
+    assert [rule["alert"] for rule in group["rules"]] == [alert.name for alert in ALERTS]
+    for rule, alert in zip(group["rules"], ALERTS, strict=True):
+        assert rule["expr"] == alert.expression
+        assert rule["annotations"] == {"summary": alert.summary, "description": alert.action}
+        assert rule["for"] == f"{alert.minutes}m"
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert _used(alert.expression)
+        assert _used(alert.expression) <= set(exposition)
+
+
+def test_the_report_draws_every_panel(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "metrics.jsonl", tmp_path / "report.png"
+    _filled(JsonlSink(path)).stop()
+    lines = path.read_text().splitlines()
+    found = curves(lines)
+    assert all(found.values()), "every panel has data"
+    rate = next(found[panel] for panel in PANELS if panel.metric == "published_rows")
+    assert [value for _, value in rate["some_table"]] == [2 / 5, 2 / 5], "rows per second over 5 s"
+    lag = next(found[panel] for panel in PANELS if panel.metric == "consumer_lag_seconds")
+    assert [value for _, value in lag["some_consumer"]] == [2, 2]
+    assert draw(lines, picture) == len(PANELS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for bad in (["{"], ["[]"], ["{}"], []):
+        with pytest.raises(InvalidArgumentError, match="lines"):
+            draw(bad, picture)
+
+
+def test_system_metrics_need_no_user_code() -> None:
+    monitor = Monitor()
+    monitor.start(system=True)
+    assert monitor.flush()
+    totals = {(each.definition.name, *each.labels): each.figures for each in monitor.collect().totals}
+    monitor.stop()
+    assert {name for name, *_ in totals} >= set(SYSTEM_NAMES) - {"cuda_memory_bytes"}
+    assert totals["process_cpu_seconds", ("mode", "user")].total > 0
+    resident, virtual = (totals["process_memory_bytes", ("kind", kind)].last for kind in ("resident", "virtual"))
+    assert 2**20 < resident <= virtual
+    assert totals["process_threads",].last >= 3
+    assert totals["process_open_files",].last >= 3
+
+
+def test_gpu_metrics_from_a_driver_that_the_test_plays(monkeypatch) -> None:
+    """What a driver answers; the real one is asked where there is one."""
+    pynvml = pytest.importorskip("pynvml")
+    from delta_tracker.monitor.nvml import NvmlMetrics  # noqa: PLC0415
+
+    energy = iter([1000, 1000, 4000, 4000])
+    not_supported = pynvml.NVMLError_NotSupported
+
+    def no_power(device):
+        raise not_supported
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetUtilizationRates": lambda device: type("Rates", (), {"gpu": 40}),
+        "nvmlDeviceGetMemoryInfo": lambda device: type("Memory", (), {"used": 2**30}),
+        "nvmlDeviceGetPowerUsage": no_power,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda device: next(energy),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    monitor = Monitor()
+    with pytest.raises(InvalidArgumentError, match="grams"):
+        NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=-1)
+    monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=3_600_000))
+    for _ in range(2):
+        batch = monitor.collect()
+    totals = {each.definition.name: each.figures for each in batch.totals}
+    assert totals["gpu_utilisation_ratio"].last == 0.4
+    assert totals["gpu_memory_used_bytes"].last == 2**30
+    assert "gpu_power_watts" not in totals, "what a device does not offer is no data"
+    assert totals["gpu_energy_joules"].total == 4.0
+    assert totals["gpu_emissions_grams"].total == 4.0

@@ -1,0 +1,90 @@
+"""The hot paths never wait for a device; shown on a machine that has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from delta_tracker import DeltaStore, EmbdUpdateMode
+from delta_tracker.kernels.engines import row_set
+from delta_tracker.monitor.syncs import SIMULATED, assert_no_sync, find_syncs, held, on_device
+from delta_tracker.store.segments import SegmentStore
+from tests.ranks import RankPool
+
+_IDS = torch.tensor([5, 2, 5, 7, 0])
+
+
+@pytest.mark.parametrize(
+    ("mode", "record", "bag"),
+    [
+        ("id_only", "updates", False),
+        ("id_only", "lookups", True),
+        ("embedding", "updates", True),
+        ("embedding", "lookups", False),
+        ("momentum_last", "updates", False),
+        ("momentum_diff", "updates", True),
+        ("rowwise_adagrad", "updates", False),
+    ],
+)
+def test_recording_in_every_mode(two_ranks: RankPool, mode: str, record: str, bag: bool) -> None:
+    for answer in two_ranks.run("tests.cases.monitoring:recording_syncs", mode=mode, record=record, bag=bag):
+        assert answer["syncs"] == []
+        assert answer["errors"] == 0
+        assert answer["calls"] >= 4 * 3
+        assert answer["rows"] > 0
+
+
+def test_the_tracker_check_finds_what_it_looks_for(two_ranks: RankPool) -> None:
+    """With stores as on the CPU, recording old states does wait: the check above would see it."""
+    (answer, _) = two_ranks.run("tests.cases.monitoring:recording_syncs_unpadded")
+    assert any("unique" in sync or "masked_select" in sync for sync in answer)
+
+
+@pytest.mark.parametrize("with_states", [False, True], ids=["ids", "states"])
+def test_the_store_records_on_a_device(with_states: bool) -> None:
+    weights = torch.arange(20.0).view(10, 2)
+    with assert_no_sync():
+        on_it = on_device(weights)
+        old_states = (lambda ids: on_it.index_select(0, ids)) if with_states else None
+        store = SegmentStore(10, SIMULATED, engine="torch", old_states=old_states)
+        ids = on_device(_IDS)
+        store.open_batch(0, ids)
+        store.close_batch(0)
+        store.open_batch(1, ids[:2])
+        store.mark(ids, is_written=True)
+        store.mark(None)
+        store.open_batch(2, None)
+    with find_syncs() as found:
+        store.cut(1)
+    assert not found, "also a cut with open batches"
+    with find_syncs() as found:
+        changed = store.changed(0, 1)
+    assert found, "a read waits, and says so"
+    assert held(changed.ids).tolist() == list(range(10))
+
+
+def test_row_sets_record_on_a_device() -> None:
+    with assert_no_sync():
+        rows = row_set("torch", 10, SIMULATED)
+        ids = on_device(_IDS)
+        rows.mark(ids)
+        padded, count = rows.mark_new_padded(ids + 1)
+        assert rows.contains(ids).device == SIMULATED
+        other = row_set("torch", 10, SIMULATED)
+        other.mark_all()
+        other.absorb(rows)
+    assert held(padded).tolist() == [1, 3, 6, 8, -1]
+    assert held(count).tolist() == [4]
+    with find_syncs() as found:
+        assert held(rows.scan()).tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert found
+
+
+@pytest.mark.parametrize("mode", list(EmbdUpdateMode))
+def test_the_store_of_raw_lookups_appends_on_a_device(mode: EmbdUpdateMode) -> None:
+    store = DeltaStore(mode)
+    with assert_no_sync():
+        ids, states = on_device(_IDS), on_device(torch.arange(10.0).view(5, 2))
+        for number in range(3):
+            store.append(number, "t", ids, None if mode is EmbdUpdateMode.NONE else states)
+        assert store.get_indexed_lookups(0, 3)["t"][0].ids.device == SIMULATED

@@ -1,0 +1,313 @@
+"""Each sink for real: what the other end reads is what was recorded."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import logging
+import os
+import threading
+import urllib.request
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from delta_tracker.monitor import Monitor
+from delta_tracker.monitor.buckets import SCALE
+from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
+from delta_tracker.monitor.sinks.jsonl import JsonlSink
+from delta_tracker.monitor.sinks.logs import LoggingSink
+from delta_tracker.monitor.sinks.mlflow import MlflowSink
+from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink
+from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, PrometheusSink
+from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink
+from tests.monitor.sample import fill
+
+
+def test_jsonl(tmp_path) -> None:
+    path = tmp_path / "deep" / "metrics.jsonl"
+    fill(JsonlSink(path, totals=True))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    losses = [line for line in lines if line["kind"] == "window" and line["name"] == "training.loss"]
+    assert [(line["step"], line["values"]["mean"], line["count"]) for line in losses] == [(10, 11.0, 2), (20, 21.0, 2)]
+    assert losses[0]["attributes"] == {"rank": "3"}
+    events = {line["name"]: line for line in lines if line["kind"] == "event"}
+    assert events["training.start"]["data"] == {"lr": 0.1, "name": "x", "nan": "nan"}
+    assert events["inside"]["span"] == events["publish"]["span"]
+    assert len(events["inside"]["id"]) == 16
+    totals = [line for line in lines if line["kind"] == "total" and line["labels"] == {"table": 'us"er'}]
+    assert [line["sum"] for line in totals] == [10, 30, 30]
+    assert not [line for line in lines if line["name"] == "empty"]
+
+
+def test_logging(caplog) -> None:
+    with caplog.at_level(logging.INFO, logger="delta_tracker.metrics"):
+        fill(LoggingSink())
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert ("INFO", "training.loss: mean=11 std=1.41421 of 2 records") in lines
+    assert ("INFO", "training.start go lr=0.1 name=x nan=nan") in lines
+    assert ("ERROR", "training.end  version=5") in lines
+    assert any(text.startswith("apply: count=4") and "seconds of 4 records" in text for _, text in lines)
+
+
+def test_chrome_trace(tmp_path) -> None:
+    path = tmp_path / "trace.json"
+    fill(ChromeTraceSink(path))
+    lines = [line for line in json.loads(path.read_text()) if line]
+    begin, end = ([line for line in lines if line["ph"] == phase] for phase in "be")
+    assert [line["name"] for line in begin] == ["publish", "publish"]
+    assert begin[0]["id"] == end[0]["id"]
+    assert end[0]["ts"] - begin[0]["ts"] == pytest.approx(1e6)
+    curves = [line["args"]["mean"] for line in lines if line["ph"] == "C" and line["name"] == "training.loss"]
+    assert curves == [11.0, 21.0]
+
+
+def test_a_chrome_trace_of_a_killed_program_can_be_read(tmp_path) -> None:
+    monitor = Monitor()
+    path = tmp_path / "trace.json"
+    sink = ChromeTraceSink(path)
+    monitor.log("a")
+    sink.deliver(monitor.collect())
+    monitor.start([sink], system=False)
+    monitor.log("b")
+    monitor.flush()
+    text = path.read_text()
+    lines = json.loads(text.rstrip().rstrip(",") + "]")
+    assert [line["name"] for line in lines if line["ph"] == "i"] == ["a", "b"]
+    monitor.stop()
+
+
+def _scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+
+
+class _Scraping(PrometheusSink):
+    """Is scraped before it closes."""
+
+    def close(self) -> None:
+        self.text = _scrape(self.port)
+        super().close()
+
+
+def _samples(text: str) -> dict[str, float]:
+    parser = pytest.importorskip("prometheus_client.parser")
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value
+        for family in parser.text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_prometheus_is_scraped() -> None:
+    pytest.importorskip("prometheus_client")
+    sink = _Scraping(port=0)
+    fill(sink)
+    samples = _samples(sink.text)
+    rank = ("rank", "3")
+    assert samples[f"published_rows_total{sorted([('table', 'us' + chr(34) + 'er'), rank])}"] == 30
+    assert samples[f"queue_depth{[rank]}"] == 10
+    assert samples[f"training_loss_count{[rank]}"] == 4
+    assert samples[f"training_loss_sum{[rank]}"] == 64
+    counts = {
+        bound: samples[f"apply_seconds_bucket{[('le', bound), rank]}"] for bound in ("0.25", "0.5", "4.0", "+Inf")
+    }
+    assert counts == {"0.25": 4, "0.5": 6, "4.0": 8, "+Inf": 8}
+    assert samples[f"apply_seconds_sum{[rank]}"] == pytest.approx(9.1)
+    assert "# HELP published_rows_total Rows." in sink.text
+    assert "# TYPE apply_seconds histogram" in sink.text
+    assert "empty" not in sink.text
+    with pytest.raises(OSError, match="refused"):
+        _scrape(sink.port)
+
+
+def test_prometheus_before_the_first_collection_and_in_the_open_format() -> None:
+    pytest.importorskip("prometheus_client")
+    monitor = Monitor()
+    sink = PrometheusSink(port=0)
+    assert _scrape(sink.port) == ""
+    monitor.histogram("h", unit="bytes", bounds=(6, 10)).add(100)
+    monitor.counter("c").add(2)
+    monitor.start([sink], system=True)
+    monitor.flush()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{sink.port}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        text = answer.read().decode()
+    parser = pytest.importorskip("prometheus_client.openmetrics.parser")
+    families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+    assert families["h_bytes"].unit == "bytes"
+    assert {"process_cpu_seconds", "process_memory_bytes", "c"} <= set(families)
+    monitor.stop()
+
+
+def test_prometheus_by_file(tmp_path) -> None:
+    pytest.importorskip("prometheus_client")
+    path = tmp_path / "rank3.prom"
+    fill(PrometheusFileSink(path))
+    assert _samples(path.read_text())["queue_depth[('rank', '3')]"] == 10
+    assert [each.name for each in tmp_path.iterdir()] == ["rank3.prom"]
+
+
+class _OtlpCollector:
+    """The receiving end of OTLP over HTTP: decodes what it gets by the protocol's own definitions."""
+
+    def __init__(self) -> None:
+        got = self.got = defaultdict(list)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers.get("Content-Encoding") == "gzip":
+                    body = gzip.decompress(body)
+                got[self.path].append((dict(self.headers), body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def otlp():
+    collector = _OtlpCollector()
+    yield collector
+    collector.stop()
+
+
+def _value(attribute):
+    kind = attribute.value.WhichOneof("value")
+    return getattr(attribute.value, kind)
+
+
+def test_opentelemetry_reaches_a_collector(otlp) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    logs_proto, metrics_proto, traces_proto = (
+        importlib.import_module(f"opentelemetry.proto.collector.{kind}.v1.{kind}_service_pb2")
+        for kind in ("logs", "metrics", "trace")
+    )
+    fill(OpenTelemetrySink(f"http://127.0.0.1:{otlp.server.server_port}/", headers={"x-key": "k"}))
+    headers, body = otlp.got["/v1/metrics"][-1]
+    assert headers["x-key"] == "k"
+    (resource,) = metrics_proto.ExportMetricsServiceRequest.FromString(body).resource_metrics
+    assert {each.key: _value(each) for each in resource.resource.attributes}["rank"] == "3"
+    metrics = {metric.name: metric for metric in resource.scope_metrics[0].metrics}
+    rows = metrics["published_rows"].sum
+    assert rows.is_monotonic
+    assert {_value(point.attributes[0]): point.as_int for point in rows.data_points} == {'us"er': 30, "item": 2}
+    assert metrics["queue.depth"].gauge.data_points[0].as_double == 10.0
+    assert (metrics["apply"].unit, metrics["apply"].description) == ("s", "Apply.")
+    (point,) = metrics["apply"].exponential_histogram.data_points
+    assert (point.count, point.scale, point.zero_count, point.max) == (8, SCALE, 2, 4.0)
+    assert point.sum == pytest.approx(9.1)
+    places = {point.positive.offset + i: count for i, count in enumerate(point.positive.bucket_counts) if count}
+    assert sum(places.values()) == 6
+    # 0.25 is an upper bound, and bounds belong to the bucket below: (2 ** (-65 / 32), 2 ** (-64 / 32)].
+    assert places[-2 * 32 - 1] == 2
+    assert places[2 * 32 - 1] == 2
+    spans = [
+        span
+        for _, body in otlp.got["/v1/traces"]
+        for span in traces_proto.ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans
+    ]
+    assert [span.name for span in spans] == ["publish", "publish"]
+    assert spans[0].end_time_unix_nano - spans[0].start_time_unix_nano == 10**9
+    assert int.from_bytes(spans[0].trace_id, "big") == 7
+    records = {
+        record.event_name: record
+        for _, body in otlp.got["/v1/logs"]
+        for record in logs_proto.ExportLogsServiceRequest.FromString(body).resource_logs[0].scope_logs[0].log_records
+    }
+    assert set(records) == {"training.start", "training.end", "inside"}
+    assert records["inside"].body.string_value == "in a span"
+    assert records["inside"].span_id == spans[1].span_id
+    assert records["training.end"].severity_text == "ERROR"
+
+
+def test_a_collector_that_is_gone_is_an_error_of_the_sink() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    monitor = Monitor()
+    monitor.counter("c").add(1)
+    batch = monitor.collect()
+    with pytest.raises(ConnectionError):
+        OpenTelemetrySink("http://127.0.0.1:9", timeout_seconds=0.2).deliver(batch)
+
+
+def _accumulated(folder):
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    found = importlib.import_module(name).EventAccumulator(str(folder))
+    found.Reload()
+    return found
+
+
+def test_tensorboard_has_the_step_on_the_x_axis(tmp_path) -> None:
+    pytest.importorskip("tensorboard")
+    fill(TensorBoardSink(tmp_path))
+    found = _accumulated(tmp_path)
+    assert [(each.step, each.value) for each in found.Scalars("training/loss/mean")] == [(10, 11.0), (20, 21.0)]
+    assert [each.step for each in found.Scalars("published_rows/table=item/sum")] == [10, 20]
+    assert found.Scalars("training/loss/mean")[0].wall_time == pytest.approx(1_700_000_001)
+    histogram = found.Histograms("apply/histogram")[0].histogram_value
+    assert (histogram.num, sum(histogram.bucket)) == (4, 4)
+    assert "training.start/text_summary" in found.Tags()["tensors"]
+
+
+def test_tensorboard_counts_windows_where_no_step_was_said(tmp_path) -> None:
+    pytest.importorskip("tensorboard")
+    monitor = Monitor()
+    gauge = monitor.gauge("g")
+    monitor.start([TensorBoardSink(tmp_path)], system=False)
+    for value in (1, 2, 3):
+        gauge.set(value)
+        monitor.flush()
+    monitor.stop()
+    found = _accumulated(tmp_path)
+    assert [(each.step, each.value) for each in found.Scalars("g/value")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_has_parameters_at_the_start_and_the_version_at_the_end(tmp_path, monkeypatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="100 MB: not among the pinned packages")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = f"file:{tmp_path}"
+    sink = MlflowSink("news", run_name="r", parameters={"seed": 1}, tracking_uri=uri)
+    fill(sink)
+    client = mlflow.MlflowClient(uri)
+    run = client.get_run(sink.run_id)
+    assert run.data.params == {"seed": "1", "lr": "0.1", "name": "x", "nan": "nan"}
+    assert run.data.tags["version"] == "5"
+    assert run.info.status == "FAILED"
+    history = client.get_metric_history(sink.run_id, "training.loss.mean")
+    assert [(each.step, each.value) for each in history] == [(10, 11.0), (20, 21.0)]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_leaves_the_endpoint_to_the_parent() -> None:
+    pytest.importorskip("prometheus_client")
+    monitor = Monitor()
+    sink = PrometheusSink(port=0)
+    monitor.counter("c").add(1)
+    monitor.start([sink], system=False)
+    monitor.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if sink._server.socket.fileno() == -1 else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "c_total 1.0" in _scrape(sink.port)
+    monitor.stop()
