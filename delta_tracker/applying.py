@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import DenseMismatchError, InvalidArgumentError
+from delta_tracker.monitor.default import metrics
 from delta_tracker.placement import Placement, place
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream.contents import Contents
@@ -74,11 +75,12 @@ class Applier:
             CorruptPartError: if a large part has changed since it was checked; some rows are written.
             StorageError: if it cannot be read again; some rows are written.
         """
-        for placement in placements:
-            for chunk in placement.chunks(self._chunk_rows):
-                with self._lock.writing():
-                    chunk.write()
-                yield chunk.num_rows
+        with metrics.apply_seconds.time():
+            for placement in placements:
+                for chunk in placement.chunks(self._chunk_rows):
+                    with self._lock.writing():
+                        chunk.write()
+                    yield chunk.num_rows
 
     @torch.no_grad()
     def write_dense(self, contents: Contents) -> None:

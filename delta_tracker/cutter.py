@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import StaleDeltaError
 from delta_tracker.gather import EncodingChoice, Gatherer, choose_encodings
+from delta_tracker.monitor.default import metrics
 from delta_tracker.resume import rows_to_repair
 from delta_tracker.selection import TopK
 from delta_tracker.sharding.dense import dense_tensors
@@ -120,8 +121,10 @@ class Cutter:
             read = tracker.get_delta(self.consumer, commit=False, owner=self._owner)
         else:
             top_k = None if self._is_repairing else self._top_k
-            read = tracker.get_delta(self.consumer, commit=False, top_k=top_k, owner=self._owner)
-            rows = self._gatherer.changed(read)
+            with metrics.read_seconds.time(consumer=self.consumer):
+                read = tracker.get_delta(self.consumer, commit=False, top_k=top_k, owner=self._owner)
+            with metrics.encode_seconds.time():
+                rows = self._gatherer.changed(read)
         draft = Draft(
             kind=kind,
             batches=read.batches,

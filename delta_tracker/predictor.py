@@ -23,6 +23,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.follower import Follower
 from delta_tracker.gate import Gate, GateKeeper
+from delta_tracker.observing import count_applied, count_resync
 from delta_tracker.status import Served, Status
 from delta_tracker.stream.contents import Contents
 from delta_tracker.stream.cursor import Place, StreamCursor
@@ -339,6 +340,7 @@ class Predictor:
                 continue
             self._ways.append(way)
             self._resyncs += 1
+            count_resync(fault)
             self._last_resync = f"version {before} to {manifest.version}: {type(fault).__name__}: {fault}"
             _logger.warning("resync of %s from version %s to %d: %s", self._storage.url, before, self.version, fault)
             return
@@ -392,7 +394,7 @@ class Predictor:
             self._applier.write_dense(contents)
             self._cursor.moved(manifest)
             self._applying = None
-            if manifest.kind != "claim":
-                self._manifest = manifest
+            self._manifest = self._manifest if manifest.kind == "claim" else manifest
         self._is_mixed = False
         self._num_bytes += manifest.num_bytes
+        count_applied(manifest)

@@ -16,6 +16,7 @@ from delta_tracker.cadence import Cadence, Pace
 from delta_tracker.cutter import Cutter
 from delta_tracker.errors import FencedError, InvalidArgumentError, RankLostError
 from delta_tracker.gather import EncodingChoice
+from delta_tracker.observing import count_failure, count_published
 from delta_tracker.selection import TopK
 from delta_tracker.stream.manifest import Kind, Manifest, Part
 from delta_tracker.stream.notify import Hints, Notifier
@@ -327,10 +328,13 @@ class Publisher:
             self._fail(error)
             return
         self._checked_cutter().end(flight.read, committed)
+        if self._writer.rank == 0:  # every rank has the entry; it counts once
+            count_published(committed)
         self._error = None
         self._num_versions += 1
 
     def _fail(self, error: Exception) -> None:
+        count_failure(error)
         if str(error) != str(self._error):
             _logger.warning("version %d was not published: %s", self.version + 1, error)
         self._error = error

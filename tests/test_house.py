@@ -114,6 +114,7 @@ _ORDER = [
     "stream.writer",
     "sharding.dense",
     "cadence",
+    "observing",
     "gather",
     "resume",
     "cutter",

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError
+from delta_tracker.monitor.default import metrics
 from delta_tracker.stream.codec import PartWriter, Rows
 from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.manifest import DenseSpec, Kind, Manifest, Part
@@ -105,7 +106,8 @@ class StreamWriter:
         """
         name = part_name(self.head.version + 1, self.head.generation, f"r{self.rank}")
         writer = PartWriter(name, rows, dense)
-        self._storage.put(name, writer.buffers())
+        with metrics.write_seconds.time():
+            self._storage.put(name, writer.buffers())
         return writer.part
 
     def commit(self, prepare: Callable[[], Draft]) -> Manifest:
@@ -141,7 +143,8 @@ class StreamWriter:
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.dense.items()},
             parts=tuple(parse_part(part) for vote in votes for part in vote["parts"]),
         )
-        self.head = self._from_rank_0("commit", lambda: self._commit(entry))
+        with metrics.commit_seconds.time():
+            self.head = self._from_rank_0("commit", lambda: self._commit(entry))
         return self.head
 
     def exchange(self, phase: str, action: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,47 @@
+"""What publisher and predictor tell the monitor: one line at each place that has something to tell."""
+
+from __future__ import annotations
+
+from delta_tracker.errors import CorruptPartError, FencedError
+from delta_tracker.monitor.default import metrics
+from delta_tracker.stream.manifest import Manifest
+
+
+def count_published(manifest: Manifest) -> None:
+    """A version was committed."""
+    metrics.published_versions.cell(kind=manifest.kind).add(1)
+    metrics.published_bytes.cell(kind=manifest.kind).add(manifest.num_bytes)
+    for fqn, num_rows in _rows(manifest).items():
+        metrics.published_rows.cell(table=fqn).add(num_rows)
+    metrics.published_version.set(manifest.version)
+
+
+def count_failure(error: Exception) -> None:
+    """A version was not published."""
+    metrics.publish_failures.cell(reason=type(error).__name__).add(1)
+    if isinstance(error, FencedError):
+        metrics.fences.add(1)
+
+
+def count_applied(manifest: Manifest) -> None:
+    """A version was applied to a predictor's model."""
+    metrics.applied_versions.cell(kind=manifest.kind).add(1)
+    for fqn, num_rows in _rows(manifest).items():
+        metrics.applied_rows.cell(table=fqn).add(num_rows)
+    metrics.applied_version.set(manifest.version)
+
+
+def count_resync(fault: Exception) -> None:
+    """A predictor went around a fault of its stream."""
+    metrics.resyncs.cell(reason=type(fault).__name__).add(1)
+    if isinstance(fault, CorruptPartError):
+        metrics.refused_parts.cell(reason="corrupt").add(1)
+
+
+def _rows(manifest: Manifest) -> dict[str, int]:
+    """Table to rows in the version's parts."""
+    found: dict[str, int] = {}
+    for part in manifest.parts:
+        for block in part.blocks:
+            found[block.table] = found.get(block.table, 0) + block.num_rows
+    return found
