@@ -319,14 +319,18 @@ class Publisher:
         return manifest
 
     def _finish(self, flight: _Flight) -> None:
-        """Wait for a version's end, and tell the tracker."""
-        self._flight = None
+        """Wait for a version's end, and tell the tracker.
+
+        Interrupted, it is still under way: the worker reads the memory that the next one would gather into.
+        """
         try:
             committed = flight.job.result()
         except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
+            self._flight = None
             self._checked_cutter().end(flight.read, None)
             self._fail(error)
             return
+        self._flight = None
         self._checked_cutter().end(flight.read, committed)
         if self._writer.rank == 0:  # every rank has the entry; it counts once
             count_published(committed)

@@ -118,3 +118,7 @@ def test_a_consumer_that_was_given_up_gets_a_snapshot(two_ranks: RankPool, url: 
 
 def test_tables_of_ordinary_optimizers_are_published_once(two_ranks: RankPool, url: str) -> None:
     two_ranks.run(f"{_CASES}:replicated", url=url)
+
+
+def test_an_interrupt_leaves_the_version_under_way_its_memory(one_rank: RankPool, url: str) -> None:
+    assert one_rank.run(f"{_CASES}:interrupted", url=url) == [4]

@@ -416,3 +416,14 @@ def test_an_object_larger_than_expected_is_refused_before_it_is_read(tmp_path: P
 def test_an_opened_storage_is_passed_on() -> None:
     storage = Storage("memory://")
     assert open_storage(storage) is storage
+
+
+@pytest.mark.parametrize("path", ["link/../x", "x ", "x\\y", "deep//x", "x/./y"])
+def test_a_directory_is_written_and_listed_at_one_place(tmp_path: Path, path: str) -> None:
+    """obstore resolves such a path otherwise than the system does, to one of those that are there, too."""
+    for directory in ("x/y", "elsewhere/deep", "deep/x"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere/deep")
+    storage = Storage(f"file://{tmp_path}/{path}", create=True)
+    storage.create("log/1", b"")
+    assert storage.names("log") == ["log/1"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, UnknownConfigurationKeyError
-from obstore.store import from_url
+from obstore.store import LocalStore, from_url
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError, UnsafeStoreError
 from delta_tracker.stream.address import check_name, connection, local_directory
@@ -244,7 +244,9 @@ class Storage:
         if self._directory is not None and self._directory.exists() and not self._directory.is_dir():
             raise StorageError(self.url, "a file stands where its directory should be")
         if self._store is None and (self._directory is None or self._directory.is_dir()):
-            self._store = from_url(self.url, **self._settings)
+            # Not from the url: obstore resolves `..`, backslashes and blanks of a path otherwise than the system does.
+            local = self._directory
+            self._store = from_url(self.url, **self._settings) if local is None else LocalStore(local.resolve())
         return self._store
 
     def _open_store(self) -> ObjectStore:

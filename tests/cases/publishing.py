@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -325,3 +325,62 @@ def replicated(rank: int, world_size: int, url: str) -> None:
             ordinary.step()
         dist.barrier()
         publisher.close()
+
+
+class _Interrupting(Storage):
+    """A store that interrupts the thread that waits for a part, and writes the part only once it is told to."""
+
+    interrupts = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, create=True)
+        self.goes_on = threading.Event()
+
+    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
+        if self.interrupts:
+            self.interrupts = False
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            self.goes_on.wait()
+        super().put(name, buffers)
+
+
+def interrupted(rank: int, world_size: int, url: str) -> int:
+    """Interrupted in its wait, a version is finished before the next one gathers: into the same memory."""
+    spec = Spec([Table("t", 40, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        (fqn,) = tracker.tables
+        storage = _Interrupting(url)
+        publisher = Publisher(tracker, storage)
+        publisher.snapshot()
+        for _ in range(3):  # makes its memory large enough for all that follow
+            model(batch(spec, generator, size=40)).backward()
+            tracker.step()
+        publisher.publish()
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        predictor.sync()
+        model(batch(spec, generator, size=2)).backward()
+        tracker.step()
+        cut = tracker.column_views(fqn)[0].clone()
+        storage.interrupts = True
+        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            publisher.publish()
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("it was not interrupted")
+        finally:
+            signal.signal(signal.SIGINT, ignored)
+        threading.Timer(0.2, storage.goes_on.set).start()
+        model(batch(spec, generator, size=2)).backward()
+        tracker.step()
+        publisher.publish()
+        predictor.sync(limit=1)
+        assert torch.equal(held[fqn], cut)
+        predictor.sync()
+        assert_equal(tracker, held)
+        publisher.close()
+        return predictor.version
