@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from delta_tracker.errors import DenseMismatchError, InvalidArgumentError
 from delta_tracker.monitor.default import metrics
 from delta_tracker.placement import Placement, place
-from delta_tracker.row_target import RowTarget
+from delta_tracker.row_target import RowTarget, obstacle_of
 from delta_tracker.stream.contents import Contents
 from delta_tracker.stream.manifest import DenseSpec, Manifest
 from delta_tracker.table_lock import TableLock
@@ -39,12 +39,14 @@ class Applier:
     def __init__(
         self, model: Model, names: Mapping[str, str], *, takes_dense: bool, lock: TableLock, chunk_rows: int
     ) -> None:
+        if not isinstance(names, Mapping):
+            raise InvalidArgumentError("names", names, "Pass a mapping of name in the stream to name in the model")
         self._model = model
         self._names = dict(names)
         self._takes_dense = takes_dense
         self._lock = lock
         self._chunk_rows = chunk_rows
-        known = {*self._targets(), *_tensors(model)}
+        known = {*find_targets(model), *_tensors(model)}
         for own in self._names.values():
             if own not in known:
                 raise InvalidArgumentError("names", own, f"Name what the model has: {sorted(known)}")
@@ -97,15 +99,23 @@ class Applier:
         if not specs or not self._takes_dense:
             return {}
         held = _tensors(self._model)
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, spec in specs.items():
             tensor = held.get(self._names.get(name, name))
             if tensor is None:
                 raise DenseMismatchError(name, spec, "missing", sorted(held))
             if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
                 raise DenseMismatchError(name, spec, str(DenseSpec(tensor.dtype, tuple(tensor.shape))))
+            obstacle = obstacle_of(tensor)
+            shared = next((other for other, one in found.items() if _is_same(one, tensor)), None)
+            if obstacle or shared is not None:
+                raise DenseMismatchError(name, spec, obstacle or f"in memory that {shared!r} has too (tied weights)")
             found[name] = tensor.detach()
         return found
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and one.data_ptr() == other.data_ptr() and one.numel() * other.numel() > 0
 
 
 def _tensors(model: Model) -> dict[str, Tensor]:

@@ -41,7 +41,8 @@ class Cutter:
     Raises:
         UnknownConsumerError, ReservedConsumerError, DetachedError: as
             :meth:`~delta_tracker.tracker.ModelDeltaTracker.reserve`.
-        InvalidArgumentError: for dense names or an encoding that do not fit the model.
+        InvalidArgumentError: for dense names or an encoding that do not fit the model, or a ``top_k`` that its mode
+            cannot serve.
     """
 
     def __init__(
@@ -60,12 +61,13 @@ class Cutter:
         self._top_k = top_k
         self._dense_choice = dense if dense is None or isinstance(dense, nn.Module | str) else tuple(dense)
         self._is_first = is_first
+        tracker.check_top_k(top_k)
         encodings = choose_encodings(encoding, tracker)
         self._gatherer = Gatherer(tracker, encodings, writes_replicas=is_first)
         self._dense()
         self.consumer = tracker.reserve(consumer, owner)
         self._meanwhile = f"{self.consumer} (snapshot)"  # learns what changes while a snapshot is copied
-        self._has_snapshot = self._is_repairing = False
+        self._has_snapshot = self._is_repairing = self._is_copying = False
 
     @property
     def needs_snapshot(self) -> bool:
@@ -102,6 +104,7 @@ class Cutter:
             self._tracker.annotate(self.consumer, None, owner=self._owner)
             self._tracker.clear(self.consumer, owner=self._owner)
         self._tracker.add_consumer(self._meanwhile, owner=self._owner)
+        self._is_copying = True
         return self._gatherer.whole(self._tracker.fused_tables, now=False)
 
     def cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
@@ -144,7 +147,8 @@ class Cutter:
             read: the read that it was made of, if it came so far.
             committed: its entry; None if it failed, so that its rows stay pending.
         """
-        if self._meanwhile in self._tracker.consumers:
+        if self._is_copying:
+            self._is_copying = False
             self._tracker.release(self._meanwhile, self._owner)
             self._tracker.remove_consumer(self._meanwhile)
         if read is not None:

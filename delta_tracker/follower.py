@@ -61,6 +61,7 @@ class Follower:
         self._lock = lock
         self._beat = beat
         self._stop = threading.Event()
+        self._control = threading.Lock()  # held while the thread is started or stopped
         self._hints = Hints(notifier, self._stop)
         self._thread: threading.Thread | None = None
         self.error: Exception | None = None
@@ -73,22 +74,26 @@ class Follower:
         """
         if not 0 <= poll_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, 0 or more")
-        if self._thread is not None and self._thread.is_alive():
-            raise InvalidArgumentError("follow()", "already following", "Call stop() first")
-        self._stop.clear()
-        self.error = None
-        self._thread = threading.Thread(target=self._run, args=(poll_seconds,), name="predictor", daemon=True)
-        self._thread.start()
+        with self._control:
+            if self._thread is not None and self._thread.is_alive():
+                raise InvalidArgumentError("follow()", "already following", "Call stop() first")
+            self._stop.clear()
+            self.error = None
+            self._thread = threading.Thread(target=self._run, args=(poll_seconds,), name="predictor", daemon=True)
+            self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, *, raises: bool = True) -> None:
         """End the thread after the version that it is applying; raises what ended it before, or holds it up."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        self._stop.set()
-        thread.join()
-        if self.error is not None:
+        with self._control:
+            thread, self._thread = self._thread, None
+            if thread is None:
+                return
+            self._stop.set()
+            thread.join()
+        if self.error is not None and raises:
             raise self.error
+        if self.error is not None:
+            _logger.warning("the predictor was held up when it was stopped: %s", self.error)
 
     def forget_error(self) -> None:
         """The tables are up to date by other means: what ended the thread is over."""

@@ -56,6 +56,8 @@ class GateKeeper:
     """
 
     def __init__(self, gate: Gate) -> None:
+        if not isinstance(gate, Gate):
+            raise InvalidArgumentError("gate", gate, "Pass a Gate")
         self._gate = gate
         self._sizes: Measure = {}
         self._accepted: set[int] = set()
@@ -63,7 +65,13 @@ class GateKeeper:
         self.held: HeldVersionError | None = None
 
     def accept(self, version: int) -> None:
-        """Let a version through, once."""
+        """Let a version through, once.
+
+        Raises:
+            InvalidArgumentError: for what is no version.
+        """
+        if type(version) is not int or version < 0:
+            raise InvalidArgumentError("version", version, "Pass the number of the version that is held")
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:

@@ -8,6 +8,9 @@ from types import MappingProxyType
 from torch import nn
 
 from delta_tracker.changes import ChangeLog
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.reader import DeltaReader
+from delta_tracker.selection import TopK
 from delta_tracker.sharding.discover import LocalShard
 
 
@@ -20,11 +23,22 @@ class PendingRows:
     _log: ChangeLog
     _model: nn.Module
     _shards: dict[str, LocalShard]
+    _reader: DeltaReader
 
     @property
     def model(self) -> nn.Module:
         """The tracked model."""
         return self._model
+
+    def check_top_k(self, top_k: TopK | None) -> None:
+        """Refuse a choice that no read of this tracker could make.
+
+        Raises:
+            InvalidArgumentError: for what is no ``TopK``, or one without a score in a mode that has none.
+        """
+        if top_k is not None and not isinstance(top_k, TopK):
+            raise InvalidArgumentError("top_k", top_k, "Pass a TopK")
+        self._reader.check(top_k, with_optimizer=False)
 
     @property
     def fused_tables(self) -> frozenset[str]:

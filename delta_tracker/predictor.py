@@ -98,7 +98,7 @@ class Predictor:
         notifier: Notifier | None = None,
         name: str | None = None,
     ) -> None:
-        if chunk_rows < 1:
+        if type(chunk_rows) is not int or chunk_rows < 1:
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
         self._lock = TableLock()
         self._applier = Applier(model, names or {}, takes_dense=dense, lock=self._lock, chunk_rows=chunk_rows)
@@ -175,7 +175,7 @@ class Predictor:
             StorageError: if the store cannot be read.
             InvalidArgumentError: for a limit under 1, or inside :meth:`reading`, for whose end it would wait.
         """
-        if limit is not None and limit < 1:
+        if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidArgumentError("limit", limit, "Pass a count of 1 or more, or None")
         self._refuse_inside_reading("sync()")
         with self._syncing:
@@ -214,8 +214,8 @@ class Predictor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._follower.stop(raises=kind is None)
 
     # Gate and rollback
 

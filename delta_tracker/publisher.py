@@ -68,8 +68,9 @@ class Publisher:
             their names in the model's ``state_dict``.
         encoding: how rows are stored, one :class:`~delta_tracker.stream.encoding.Encoding` for all tables or FQN to
             one; a table that is not named is stored in its own dtype.
-        cadence: when :meth:`step` publishes.
-        retention: what the stream keeps; rank 0 removes the rest now and then, in a thread of its own.
+        cadence: when :meth:`step` publishes. Versions count from the first one of this publisher.
+        retention: what the stream keeps; rank 0 removes the rest now and then, in a thread of its own. Only what lies
+            before a snapshot can go: have some made, by ``cadence.snapshot_every`` or ``compact_every``.
         compact_every: after so many versions rank 0 merges them, in that thread too; None for never.
         notifier: carries a hint of each version to predictors that wait for one.
         timeout: how long ranks wait for each other.
@@ -100,6 +101,9 @@ class Publisher:
         notifier: Notifier | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
+        for name, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
+            if value is not None and not isinstance(value, kind):
+                raise InvalidArgumentError(name, value, f"Pass a {kind.__name__}")
         self._tracker = tracker
         self._writer, self._flags = StreamWriter(timeout), Flags(timeout)
         self._thread = threading.get_ident()
@@ -151,6 +155,11 @@ class Publisher:
     def error(self) -> Exception | None:
         """Why the last version that :meth:`step` began was not published; None once a later one was."""
         return self._error
+
+    @property
+    def upkeep_error(self) -> Exception | None:
+        """Why the last retention or compaction failed, on rank 0; None if it did not, or there is none."""
+        return None if self._upkeep is None else self._upkeep.error
 
     def step(self) -> None:
         """Publish when the cadence says so; call it after each batch, and after ``tracker.step()``, on every rank.
@@ -220,7 +229,12 @@ class Publisher:
         """Finish what is under way, release the consumer and leave the ranks' group; every rank calls it.
 
         The stream stays claimed. A version that fails now is logged, and its rows stay pending.
+
+        Raises:
+            InvalidArgumentError: from another thread than the one that built it; nothing was closed.
         """
+        if self._cutter is not None:
+            self._checked_cutter()
         if self._cutter is not None:
             self._land()
             self._cutter.close(forgets=self._is_open)

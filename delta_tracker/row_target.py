@@ -143,7 +143,7 @@ class TensorTarget(RowTarget):
     @property
     def obstacle(self) -> str:
         """Why rows cannot be written; nothing if they can."""
-        return self._obstacle or next((found for region in self.regions if (found := _obstacle(region.memory))), "")
+        return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
         """The values on the table's device, if it is all on one."""
@@ -203,7 +203,7 @@ def _items(rows: Tensor) -> NDArray[np.void]:
     return held.view(np.dtype((np.void, held.shape[1])))[:, 0]
 
 
-def _obstacle(tensor: Tensor) -> str:
+def obstacle_of(tensor: Tensor) -> str:
     """Why rows cannot be written into a tensor; nothing if they can."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return f"a {tensor.layout} tensor on {tensor.device}"

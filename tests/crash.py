@@ -197,7 +197,8 @@ def run(seed: int, root: Path, num_lives: int = 4) -> dict[str, Any]:
             if pid not in codes:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        errors = [log.read_text() for log in logs if log.exists()]
+        # Of one that was killed there may be the beginning of a line.
+        errors = [log.read_text() for pid, log in zip(pids, logs, strict=True) if pid in codes and log.exists()]
         # Who is killed second may have heard of the first one's death.
         faults = [error for error in errors if "RankLostError" not in error and "Connection closed" not in error]
         if faults or (is_last and len(codes) < world_size):

@@ -78,3 +78,9 @@ def test_every_encoding(two_ranks: RankPool, url: str, encoding: str) -> None:
 def test_a_cadence_checks_itself(bounds: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError):
         Cadence(**bounds)
+
+
+def test_what_no_version_could_be_made_of_is_refused_at_once(one_rank: RankPool, url: str) -> None:
+    (said,) = one_rank.run(f"{_CASES}:refused", url=url)
+    assert said.keys() == {"top_k", "dense", "cadence", "name taken", "close"}
+    assert all(message.startswith("InvalidArgumentError") for message in said.values()), said

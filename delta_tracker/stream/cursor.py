@@ -33,20 +33,19 @@ class Place:
         return {"stream": self.stream, "version": self.link.version, "xxh3": self.link.xxh3}
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, str | int]) -> Place:
+    def from_dict(cls, state: object) -> Place:
         """What :meth:`to_dict` gave.
 
         Raises:
             InvalidArgumentError: if it is something else.
         """
-        stream, version, xxh3 = (state.get(name) for name in ("stream", "version", "xxh3"))
-        if (
-            not isinstance(stream, str)
-            or not isinstance(xxh3, str)
-            or type(version) is not int
-            or len(state) != len(("stream", "version", "xxh3"))
-        ):
-            raise InvalidArgumentError("state", dict(state), "Pass what state_dict() returned")
+        fields = dict(state) if isinstance(state, Mapping) else {}
+        stream, version, xxh3 = fields.pop("stream", None), fields.pop("version", None), fields.pop("xxh3", None)
+        is_version = type(version) is int and 0 <= version < 2**63
+        if not isinstance(stream, str) or not isinstance(version, int) or not isinstance(xxh3, str):
+            raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
+        if fields or not is_version:
+            raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
         return cls(stream, Link(version, xxh3))
 
 
@@ -180,7 +179,7 @@ class StreamCursor:
             MalformedError, StorageError: if the log cannot be read.
         """
         head = self.log.head()
-        if head is None or not 0 <= version <= head.version:
+        if head is None or type(version) is not int or not 0 <= version <= head.version:
             newest = "nothing" if head is None else f"versions up to {head.version}"
             raise InvalidArgumentError("version", version, f"The stream has {newest}")
         if self.place is not None and self.place.stream != head.stream:

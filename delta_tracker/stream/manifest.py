@@ -18,6 +18,7 @@ Kind = Literal["claim", "snapshot", "delta"]
 # How a block says which rows it holds: all of its range; a list; a list of compressed gaps.
 IdForm = Literal["all", "list", "gaps"]
 
+MAX_DIMS = 16
 DENSE_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

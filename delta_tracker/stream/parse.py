@@ -13,14 +13,24 @@ import xxhash
 
 from delta_tracker.errors import MalformedError
 from delta_tracker.stream.encoding import Encoding
-from delta_tracker.stream.manifest import DENSE_DTYPES, FORMAT, Block, DenseSpec, IdForm, Kind, Link, Manifest, Part
+from delta_tracker.stream.manifest import (
+    DENSE_DTYPES,
+    FORMAT,
+    MAX_DIMS,
+    Block,
+    DenseSpec,
+    IdForm,
+    Kind,
+    Link,
+    Manifest,
+    Part,
+)
 from delta_tracker.types import TableSpec
 
 _T = TypeVar("_T")
 _TABLE_DTYPES = {name: DENSE_DTYPES[name] for name in ("F32", "F16", "BF16")}
 # Edges of rows times edges of columns of one table's blocks: ten thousand ranks by a hundred column ranges fit.
 _MAX_CELLS = 4_000_000
-_MAX_DIMS = 16
 _MAX_REASON = 1000
 _PART_NAME = re.compile(r"parts/[0-9a-z-]+\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -120,7 +130,7 @@ def _block(entry: Any) -> Block:  # noqa: ANN401  untrusted JSON
 
 
 def _dense(entry: Any) -> DenseSpec:  # noqa: ANN401  untrusted JSON
-    shape = tuple(map(_count, _checked(_list(entry["shape"]), lambda found: len(found) <= _MAX_DIMS)))
+    shape = tuple(map(_count, _checked(_list(entry["shape"]), lambda found: len(found) <= MAX_DIMS)))
     _count(math.prod(max(1, size) for size in shape) * 8)  # torch has strides for empty tensors too
     return DenseSpec(DENSE_DTYPES[entry["dtype"]], shape)
 

@@ -331,3 +331,25 @@ def encoded(rank: int, world_size: int, url: str, encoding: str) -> int:
         assert manifest.pending_rows
         top.close()
         return manifest.num_bytes
+
+
+def refused(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """What no version could be made of is refused when the publisher is built; a user's consumers are left alone."""
+    trainer = Trainer(rank, world_size, ["a", "a (snapshot)"])
+    with trainer.tracker:
+        dense = trainer.model.module.dense
+        dense.register_buffer("rope", torch.zeros(2, dtype=torch.complex64))
+        said = {
+            "top_k": attempt(lambda: Publisher(trainer.tracker, url, "a", top_k=TopK(rows=3))),
+            "dense": attempt(lambda: Publisher(trainer.tracker, url, "a", dense=dense)),
+            "cadence": attempt(lambda: Publisher(trainer.tracker, url, "a", cadence=5)),
+        }
+        del dense.rope
+        publisher = Publisher(trainer.tracker, url, "a")
+        said["name taken"] = attempt(publisher.publish)
+        assert trainer.tracker.consumers == ("a", "a (snapshot)")
+        thread = threading.Thread(target=lambda: said.update(close=attempt(publisher.close)))
+        thread.start()
+        thread.join()
+        publisher.close()
+        return said
