@@ -134,7 +134,7 @@ class Predictor:
 
     @contextmanager
     def reading(self) -> Iterator[Served]:
-        """Hold the tables still for lookups, and say what they hold. Keep it short: applying waits for its end."""
+        """Hold the tables still for lookups, and say what they hold. Short, and without ``await``: applying waits."""
         with self._lock.reading():
             yield Served(self.version, self._applying)
 
@@ -230,7 +230,7 @@ class Predictor:
         self._gate.accept(version)
 
     def rollback(self, version: int) -> None:
-        """Return to an earlier version and stay there until :meth:`release`. The gate is not asked.
+        """Return to an earlier version and stay there until :meth:`release` or a restart. The gate is not asked.
 
         All that it takes is read and checked before the first row is written.
 

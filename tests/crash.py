@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         finally:
             shutil.rmtree(root, ignore_errors=True)
         totals = {name: totals[name] + seen[name] for name in totals}
-    print(json.dumps(totals | {"seeds": options.seeds}))
+        print(json.dumps(totals | {"seeds": seed + 1 - options.first}), flush=True)
 
 
 if __name__ == "__main__":

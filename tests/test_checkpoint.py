@@ -139,6 +139,7 @@ def test_a_checkpoint_without_state_means_that_everything_changed(
 ) -> None:
     for rank, answer in enumerate(two_ranks.run(f"{_CASES}:legacy", path=str(tmp_path), spec=spec)):
         assert answer["restored"] == "NOTHING"
+        assert "delta_tracker.restored_nothing" in answer["events"]
         assert answer["rows"] == [num_rows[rank]] * 3
         assert len(answer["logs"]) == 1
         assert "every row counts as changed" in answer["logs"][0]

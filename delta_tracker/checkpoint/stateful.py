@@ -20,6 +20,7 @@ from delta_tracker.checkpoint.pack import pack, replace_counters
 from delta_tracker.checkpoint.part import HEADER, Part, check_alike, check_tables, parse
 from delta_tracker.checkpoint.reshard import Resharding
 from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
+from delta_tracker.monitor.default import MONITOR
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.types import TrackingMode
 
@@ -162,6 +163,7 @@ class Checkpointed:
             self._log.mark_everything()
             self._annotations, self._restored = {}, Restored.NOTHING
             _logger.warning("The checkpoint has no tracker state: every row counts as changed, for every consumer.")
+            MONITOR.log("delta_tracker.restored_nothing", "every row counts as changed, for every consumer")
             return
         plan = self.plan_load(_parts(state))
         tensors = {}

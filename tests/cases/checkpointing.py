@@ -24,6 +24,7 @@ from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.changes import LogState
 from delta_tracker.checkpoint.dcp import SavedTracker
 from delta_tracker.checkpoint.stateful import Restored
+from delta_tracker.monitor.default import MONITOR
 from tests.cases.publishing import attempt
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 
@@ -340,7 +341,8 @@ def legacy(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> dict[
             assert not rows.known.any()
         everything.append(delta.num_rows)
         assert tracker.get_delta(name).num_rows == 0
-    return {"restored": tracker.restored.name, "rows": everything, "logs": logs}
+    events = [event.name for event in MONITOR.collect().events]
+    return {"restored": tracker.restored.name, "rows": everything, "logs": logs, "events": events}
 
 
 @contextlib.contextmanager
