@@ -23,7 +23,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.follower import Follower
 from delta_tracker.gate import Gate, GateKeeper
-from delta_tracker.observing import count_applied, count_resync
+from delta_tracker.observing import count_applied, count_resync, watch_predictor
 from delta_tracker.status import Served, Status
 from delta_tracker.stream.contents import Contents
 from delta_tracker.stream.cursor import Place, StreamCursor
@@ -116,6 +116,7 @@ class Predictor:
         self._syncing = threading.Lock()  # held by whoever moves the version
         self._pulse = None if name is None else Pulse(self._storage, name)
         self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat)
+        watch_predictor(self, _FAULTS)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -140,8 +141,7 @@ class Predictor:
 
     def status(self) -> Status:
         """How it stands. Asks the store for its lag."""
-        place, lag = self._cursor.place, self._follower.lag()
-        error = self.error
+        place, lag, error = self._cursor.place, self._follower.lag(), self.error
         return Status(
             stream=None if place is None else place.stream,
             version=self.version,

@@ -172,6 +172,7 @@ def test_restored_totals_are_the_true_totals(
     assert [sum(cell) for cell in zip(*(answer["confusion"] for answer in answers), strict=True)] == [0, 0, 3, 0]
     assert sum(answer["own"][0] for answer in answers) == 30
     assert sorted(name for answer in answers for name in answer["own"][1]) == ["10.0", "15.0", "5.0"]
+    assert sum(answer["samples"] for answer in answers) == 30, "the monitor's counter"
     sums = [answer["sum"] for answer in answers]
     assert sums[1:] == {1: [], 2: [20], 4: [20, 0, 0]}[world_size] or how == "gather"
     assert how != "gather" or sums == [30, *[0] * (world_size - 1)]

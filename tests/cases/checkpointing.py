@@ -25,6 +25,8 @@ from delta_tracker.changes import LogState
 from delta_tracker.checkpoint.dcp import SavedTracker
 from delta_tracker.checkpoint.stateful import Restored
 from delta_tracker.monitor.default import MONITOR
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.state import LogicalCounters
 from tests.cases.publishing import attempt
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 
@@ -392,6 +394,9 @@ def _counting(model: Any) -> tuple[ModelDeltaTracker, dict[str, Any]]:
     }
     for name, counter in counters.items():
         tracker.register_counter(name, counter)
+    monitor = Monitor()
+    counters["samples"] = monitor.counter("samples", labels=["kind"], is_logical=True).cell(kind="seen")
+    tracker.register_counter("monitor", LogicalCounters(monitor))
     return tracker, counters
 
 
@@ -407,6 +412,7 @@ def counting(rank: int, world_size: int, path: str, strategy: str, held: list[li
         counters["confusion"].update(torch.tensor([value / 100]), torch.tensor([1]))
         counters["own"].total += value
         counters["own"].names.append(f"{value}")
+        counters["samples"].add(value)
     state = tracker.state_dict(strategy=strategy)
     assert bool(state) == (strategy == "local" or rank == 0)
     if state:
@@ -427,6 +433,7 @@ def counted(rank: int, world_size: int, path: str, how: str) -> dict[str, Any]:
     tracker, counters = _counting(model)
     counters["sum"].update(1000.0)
     counters["own"].total = 1000
+    counters["samples"].add(1000)
     checkpoint = {"model": model}
     if how == "dcp":
         dcp.load(
@@ -450,6 +457,7 @@ def counted(rank: int, world_size: int, path: str, how: str) -> dict[str, Any]:
         "confusion": counters["confusion"].confmat.flatten().tolist(),
         "own": [counters["own"].total, counters["own"].names],
         "updates": counters["sum"]._update_count,
+        "samples": counters["samples"].collect_total(),
     }
     tracker.detach()
     return answer
