@@ -145,6 +145,12 @@ def test_a_checkpoint_without_state_means_that_everything_changed(
         assert "every row counts as changed" in answer["logs"][0]
 
 
+def test_what_one_rank_cannot_load_is_refused_by_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    for messages in two_ranks.run(f"{_CASES}:one_rank_cannot", path=str(tmp_path)):
+        assert len(set(messages)) == 1
+        assert messages[0].startswith("MalformedStateError: 'rank1of2/rows/ec.embeddings.t0'"), messages
+
+
 def test_a_consumer_that_was_given_up_stays_so(two_ranks: RankPool) -> None:
     (first, second) = two_ranks.run(f"{_CASES}:behind")
     fine, lost = "nothing was raised", "NeedsSnapshotError"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -345,6 +346,25 @@ def legacy(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> dict[
         assert tracker.get_delta(name).num_rows == 0
     events = [event.name for event in MONITOR.collect().events]
     return {"restored": tracker.restored.name, "rows": everything, "logs": logs, "events": events}
+
+
+def one_rank_cannot(rank: int, world_size: int, path: str) -> list[str]:
+    """A checkpoint lacks a tensor of rank 1, which no other rank needs: all refuse it, so that none waits."""
+    made, model, tracker = build(spec_of("row"), "embedding")
+    train(made, model, torch.Generator().manual_seed(rank), 2)
+    dcp.save({"model": model, "tracker": tracker}, checkpoint_id=f"{path}/checkpoint")
+    if rank == 0:
+        file = Path(path) / "checkpoint" / ".metadata"
+        metadata = pickle.loads(file.read_bytes())
+        del metadata.state_dict_metadata["tracker.rank1of2/rows/ec.embeddings.t0"]
+        file.write_bytes(pickle.dumps(metadata))
+    dist.barrier()
+    state = {"model": model, "tracker": SavedTracker(tracker, f"{path}/checkpoint")}
+    before = tracker._log.state()
+    messages = [attempt(lambda: dcp.load(state, checkpoint_id=f"{path}/checkpoint")) for _ in range(2)]
+    assert same(before, tracker._log.state())
+    tracker.detach()
+    return messages
 
 
 @contextlib.contextmanager
