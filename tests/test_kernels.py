@@ -278,7 +278,7 @@ def test_memory_is_a_byte_or_a_bit_per_row() -> None:
 @_needs_numba
 def test_numba_lets_other_threads_run() -> None:
     loops = numba_rows.load_loops()
-    for name in ("mark", "mark_new", "contains", "absorb", "count", "unpack", "count_before", "rank"):
+    for name in ("mark", "mark_new", "contains", "absorb", "unpack", "count_before", "rank"):
         assert getattr(loops, name).targetoptions["nogil"], name
 
 
