@@ -19,7 +19,7 @@ from torch import Tensor
 
 from delta_tracker.kernels.engines import choose_engine
 from delta_tracker.kernels.rows import RowSet
-from delta_tracker.rows import ChangedRows
+from delta_tracker.rows import ChangedRows, put_rows
 
 # Few batches are ever open at a time; more are backward passes that raised between their hooks.
 _MAX_OPEN = 256
@@ -280,15 +280,21 @@ class SegmentStore:
         if self._old_states is None:
             return ChangedRows(ids)
         template = self._old_states(ids[:0])
-        states = template.new_full((len(ids), *template.shape[1:]), torch.nan)
+        states = template.new_empty((len(ids), *template.shape[1:]))
         known = torch.zeros_like(ids, dtype=torch.bool)
         # From new to old, so that the older one wins, also where it says that the state is unknown.
         for segment in reversed(segments):
             assert segment.rows is not None, "filtered by the caller"
             assert merged is not None, "given with segments"
-            places = merged.rank(segment.rows.scan())
-            known[places], states[places] = False, torch.nan
-            for marked, old in segment.states:
-                places = merged.rank(marked)
-                known[places], states[places] = True, old
+            if len(segments) > 1:
+                known.index_fill_(0, merged.rank(segment.rows.scan()), False)
+            if segment.states:
+                places = merged.rank(torch.cat([marked for marked, _ in segment.states]))
+                known.index_fill_(0, places, True)
+                for some, (_, old) in zip(
+                    places.split([len(old) for _, old in segment.states]), segment.states, strict=True
+                ):
+                    put_rows(states, some, old)
+        if not bool(known.all()):
+            states[~known] = torch.nan
         return ChangedRows(ids, states, known)
