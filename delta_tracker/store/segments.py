@@ -291,10 +291,10 @@ class SegmentStore:
             if segment.states:
                 places = merged.rank(torch.cat([marked for marked, _ in segment.states]))
                 known.index_fill_(0, places, True)
-                for some, (_, old) in zip(
-                    places.split([len(old) for _, old in segment.states]), segment.states, strict=True
-                ):
-                    put_rows(states, some, old)
+                begin = 0
+                for _, old in segment.states:
+                    put_rows(states, places[begin : begin + len(old)], old)
+                    begin += len(old)
         if not bool(known.all()):
             states[~known] = torch.nan
         return ChangedRows(ids, states, known)
