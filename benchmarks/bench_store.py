@@ -10,16 +10,16 @@ import ctypes
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
-from benchmarks.stores import Found, Ours, Store, Theirs, assert_same
+from benchmarks.stores import Found, Ours, Store, Theirs, assert_same, lookups
 from benchmarks.workloads import uniform_ids, zipf_ids
-
-Batch = dict[str, Tensor]
 
 _DIM = 64
 _FRACTIONS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5)
@@ -29,7 +29,7 @@ _MAX_REPEATS = 1000
 _MIB = 1 << 20
 _OURS, _THEIRS, _COMPACTING = "delta_tracker", "TorchRec", "TorchRec, auto-compaction"
 _NOTES = (
-    "Medians (smallest-largest) of cycles: record, compact, read, forget. TorchRec keeps ids without a copy here.",
+    "Medians (smallest-largest) of cycles: record the lookups of each batch, compact, read, forget.",
     (
         "The memory that recording and reading add at their peak, beside the tables, is what the system counts as"
         " resident. TorchRec's record of a row is a copy of what the lookup returned, as its tracker makes it; the"
@@ -51,9 +51,9 @@ class _Cycle:
         found: where the last read goes, to be compared.
     """
 
-    def __init__(self, name: str, store: Store, batches: Sequence[Batch], found: dict[str, Found]) -> None:
+    def __init__(self, name: str, store: Store, batches: Sequence[KeyedJaggedTensor], found: dict[str, Found]) -> None:
         self._name, self._store, self._batches, self._found = name, store, batches, found
-        num_ids = sum(len(ids) for batch in batches for ids in batch.values())
+        num_ids = sum(batch.values().numel() for batch in batches)
         self._times = max(1, min(_MAX_REPEATS, _FEW // max(1, num_ids)))
 
     def __call__(self) -> Figures:
@@ -67,7 +67,9 @@ class _Cycle:
             self._found[self._name] = self._store.read()
 
 
-def _compare(batches: Sequence[Batch], stores: Mapping[str, Store], repeats: int) -> dict[str, dict[str, Sample]]:
+def _compare(
+    batches: Sequence[KeyedJaggedTensor], stores: Mapping[str, Store], repeats: int
+) -> dict[str, dict[str, Sample]]:
     """All stores on the same batches; after each round they must agree."""
     found: dict[str, Found] = {}
 
@@ -94,12 +96,12 @@ def _ids_only(report: Report, tiny: bool, repeats: int) -> None:  # noqa: FBT001
     for label, num_tables, num_rows, num_batches, num_ids, draw in sizes:
         tables = {f"t{number}": num_rows // divide for number in range(num_tables)}
         batches = [
-            {name: draw(rows, max(1, num_ids // divide), generator) for name, rows in tables.items()}
+            lookups({name: draw(rows, max(1, num_ids // divide), generator) for name, rows in tables.items()})
             for _ in range(num_batches)
         ]
-        stores: dict[str, Store] = {_OURS: Ours(tables), _THEIRS: Theirs()}
+        stores: dict[str, Store] = {_OURS: Ours(tables), _THEIRS: Theirs(tables)}
         if num_batches > 1:
-            stores[_COMPACTING] = Theirs(auto_compact=True)
+            stores[_COMPACTING] = Theirs(tables, auto_compact=True)
         found = _compare(batches, stores, repeats)
         for name, samples in found.items():
             report.add(f"{label}: {name}", samples)
@@ -137,8 +139,8 @@ def _sweep(report: Report, tiny: bool, repeats: int) -> list[str]:  # noqa: FBT0
         for fraction in _FRACTIONS:
             generator = torch.Generator().manual_seed(1)
             num_ids = max(1, round(-math.log1p(-fraction) * num_rows))  # so many draws touch this part
-            batches = [{"t": ids} for ids in uniform_ids(num_rows, num_ids, generator).chunk(_BATCHES)]
-            found = _compare(batches, {_OURS: Ours({"t": num_rows}), _THEIRS: Theirs()}, repeats)
+            batches = [lookups({"t": ids}) for ids in uniform_ids(num_rows, num_ids, generator).chunk(_BATCHES)]
+            found = _compare(batches, {_OURS: Ours({"t": num_rows}), _THEIRS: Theirs(["t"])}, repeats)
             for name, samples in found.items():
                 report.add(f"sweep {num_rows} {fraction:g}: {name}", samples)
             ratios.append(_ratio(found[_THEIRS]["seconds"], found[_OURS]["seconds"]))
@@ -156,14 +158,14 @@ class _Embeddings:
     def __call__(self) -> Figures:
         rows = torch.arange(self._num_rows * _DIM, dtype=torch.float32).view(-1, _DIM)
         is_ours = self._name == _OURS
-        store: Store = Ours({"t": len(rows)}, weights={"t": rows}) if is_ours else Theirs(is_embedding=True)
+        store: Store = Ours({"t": len(rows)}, weights={"t": rows}) if is_ours else Theirs(["t"], is_embedding=True)
         record: dict[str, float] = {"seconds": 0.0, "processor": 0.0}
         before = _start_peak()
         for ids in self._batches:
-            looked_up = None if is_ours else {"t": rows[ids]}
-            for name, value in timed(lambda ids=ids, found=looked_up: store.record({"t": ids}, found)).items():  # type: ignore[misc]
+            features, looked_up = lookups({"t": ids}), None if is_ours else rows[ids]
+            for name, value in timed(partial(store.record, features, looked_up)).items():
                 record[name] += value
-            del looked_up
+            del features, looked_up
             rows[ids] += 1
         read = timed(lambda: self._found.update({self._name: store.read()}))
         peak = _peak() - before
@@ -240,7 +242,7 @@ def _most_bytes(engine: str, num_rows: int, num_readers: int, num_open: int) -> 
     for turn in range(3 * num_readers):
         reader = store.log.consumers[turn % num_readers]
         for _ in range(1 + num_open):
-            store.record({"t": torch.arange(0, num_rows, 100)})
+            store.record(lookups({"t": torch.arange(0, num_rows, 100)}))
             most = max(most, store.log.log_bytes)
             store.read(reader, commit=False)
             most = max(most, store.log.log_bytes)

@@ -1,4 +1,4 @@
-"""This library's log and TorchRec's store behind one face: record batches, read what changed, forget it.
+"""This library's log and TorchRec's store behind one face: record lookups, read what changed, forget it.
 
 Letters: ``N`` ids, ``D`` columns.
 """
@@ -6,13 +6,14 @@ Letters: ``N`` ids, ``D`` columns.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
 from torchrec.distributed.model_tracker.types import TrackingMode
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker.changes import ChangeLog
 from delta_tracker.store.segments import SegmentStore
@@ -27,8 +28,13 @@ Found = dict[str, tuple[Tensor, Tensor | None]]
 class Store(Protocol):
     """What a benchmark asks of a store."""
 
-    def record(self, ids: Mapping[str, Tensor], rows: Mapping[str, Tensor] | None = None) -> None:
-        """One batch: table to ids ``[N]`` and, in EMBEDDING mode, the rows ``[N, D]`` that their lookup returned."""
+    def record(self, features: KeyedJaggedTensor, rows: Tensor | None = None) -> None:
+        """One batch.
+
+        Args:
+            features: the ids that are looked up, a feature for each table, of its name.
+            rows: in EMBEDDING mode ``[N, D]``, what the lookup returned for the ids of all features.
+        """
 
     def read(self) -> Found:
         """What was recorded since the last read; it is forgotten then."""
@@ -57,9 +63,10 @@ class Ours:
         self.log = ChangeLog(stores, [_READER], delete_on_read=True, max_bytes=None)
         self._keys = itertools.count()
 
-    def record(self, ids: Mapping[str, Tensor], rows: Mapping[str, Tensor] | None = None) -> None:
+    def record(self, features: KeyedJaggedTensor, rows: Tensor | None = None) -> None:
         """One batch; it takes the rows from the table itself."""
         del rows
+        ids = dict(zip(features.keys(), features.values().split_with_sizes(features.length_per_key()), strict=True))
         key = next(self._keys)
         self.log.opened(key, ids)
         self.log.applied(key, ids)
@@ -80,21 +87,24 @@ class Theirs:
     """TorchRec's tracker without a model, driven as its hooks do: its own batches, compaction and reads.
 
     Args:
+        tables: their names.
         auto_compact: compact at every batch, as it does while the lookup's output is on its way to other ranks.
         is_embedding: EMBEDDING mode.
     """
 
-    def __init__(self, *, auto_compact: bool = False, is_embedding: bool = False) -> None:
+    def __init__(self, tables: Iterable[str], *, auto_compact: bool = False, is_embedding: bool = False) -> None:
         mode = TrackingMode.EMBEDDING if is_embedding else TrackingMode.ID_ONLY
         self._tracker = ModelDeltaTrackerTrec(_NoModel(), auto_compact=auto_compact, mode=mode)
+        self._tracker.feature_to_fqn = {name: name for name in tables}
         self._auto_compact = auto_compact
 
-    def record(self, ids: Mapping[str, Tensor], rows: Mapping[str, Tensor] | None = None) -> None:
-        """One batch. Ids are kept without a copy; it concatenates rows over the features, so they are copied."""
+    def record(self, features: KeyedJaggedTensor, rows: Tensor | None = None) -> None:
+        """One batch."""
         self._tracker.step()  # the model does so before its lookups
-        for name, table_ids in ids.items():
-            states = None if rows is None else torch.cat([rows[name]])
-            self._tracker.store.append(self._tracker.curr_batch_idx, name, table_ids, states)
+        if rows is None:
+            self._tracker.record_ids(features)
+        else:
+            self._tracker.record_embeddings(features, rows)
         if self._auto_compact:
             self._tracker.trigger_compaction()
 
@@ -109,6 +119,14 @@ class _NoModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.module = nn.Identity()
+
+
+def lookups(ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+    """One batch for :meth:`Store.record`: table to ids ``[N]``."""
+    lengths = torch.tensor([len(each) for each in ids.values()])
+    features = KeyedJaggedTensor(keys=list(ids), values=torch.cat(list(ids.values())), lengths=lengths)
+    features.length_per_key()  # the exchange of ids between ranks has computed it before any lookup
+    return features
 
 
 def assert_same(found: Found, expected: Found) -> None:
