@@ -47,14 +47,20 @@ class Ours:
         num_rows: table to rows.
         engine: which kernels keep the rows.
         weights: table to its live rows, ``[R, D]``, for EMBEDDING mode.
+        device: where the ids are.
     """
 
     def __init__(
-        self, num_rows: Mapping[str, int], engine: str | None = None, weights: Mapping[str, Tensor] | None = None
+        self,
+        num_rows: Mapping[str, int],
+        engine: str | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         stores = {
             name: SegmentStore(
                 count,
+                device,
                 engine=engine,
                 old_states=None if weights is None else lambda ids, name=name: weights[name].index_select(0, ids),  # type: ignore[misc]
             )
@@ -122,9 +128,9 @@ class _NoModel(nn.Module):
 
 
 def lookups(ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """One batch for :meth:`Store.record`: table to ids ``[N]``."""
-    lengths = torch.tensor([len(each) for each in ids.values()])
-    features = KeyedJaggedTensor(keys=list(ids), values=torch.cat(list(ids.values())), lengths=lengths)
+    """One batch for :meth:`Store.record`: table to ids ``[N]``, each in a bag of its own."""
+    values = torch.cat(list(ids.values()))
+    features = KeyedJaggedTensor(keys=list(ids), values=values, lengths=torch.ones_like(values))
     features.length_per_key()  # the exchange of ids between ranks has computed it before any lookup
     return features
 
