@@ -130,7 +130,7 @@ class _NoModel(nn.Module):
 def lookups(ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
     """One batch for :meth:`Store.record`: table to ids ``[N]``, each in a bag of its own."""
     values = torch.cat(list(ids.values()))
-    features = KeyedJaggedTensor(keys=list(ids), values=values, lengths=torch.ones_like(values))
+    features = KeyedJaggedTensor(keys=list(ids), values=values, lengths=torch.ones_like(values, dtype=torch.int32))
     features.length_per_key()  # the exchange of ids between ranks has computed it before any lookup
     return features
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from delta_tracker.kernels.engines import choose_engine
 from delta_tracker.kernels.rows import RowSet
-from delta_tracker.rows import ChangedRows, put_rows
+from delta_tracker.rows import ChangedRows, new_rows, put_rows
 
 # Few batches are ever open at a time; more are backward passes that raised between their hooks.
 _MAX_OPEN = 256
@@ -280,7 +280,7 @@ class SegmentStore:
         if self._old_states is None:
             return ChangedRows(ids)
         template = self._old_states(ids[:0])
-        states = template.new_empty((len(ids), *template.shape[1:]))
+        states = new_rows(len(ids), template)
         known = torch.zeros_like(ids, dtype=torch.bool)
         # From new to old, so that the older one wins, also where it says that the state is unknown.
         for segment in reversed(segments):
