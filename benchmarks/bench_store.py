@@ -149,44 +149,58 @@ def _sweep(report: Report, tiny: bool, repeats: int) -> list[str]:  # noqa: FBT0
 
 
 class _Embeddings:
-    """EMBEDDING mode: rows are looked up, recorded and changed, batch by batch; only recording and reading count."""
+    """EMBEDDING mode: rows are looked up, recorded and changed, batch by batch; only recording and reading count.
 
-    def __init__(self, name: str, num_rows: int, batches: Sequence[Tensor], found: dict[str, Found]) -> None:
-        self._name, self._batches, self._found = name, batches, found
-        self._num_rows = num_rows
+    Args:
+        is_ours: this library's store, or TorchRec's.
+        num_rows: of the table.
+        batches: ids of each.
+        found: takes what was read.
+    """
 
-    def __call__(self) -> Figures:
-        rows = torch.arange(self._num_rows * _DIM, dtype=torch.float32).view(-1, _DIM)
-        is_ours = self._name == _OURS
-        store: Store = Ours({"t": len(rows)}, weights={"t": rows}) if is_ours else Theirs(["t"], is_embedding=True)
+    def __init__(self, num_rows: int, batches: Sequence[Tensor], found: dict[str, Found], *, is_ours: bool) -> None:
+        self._num_rows, self._batches, self._found, self._is_ours = num_rows, batches, found, is_ours
+        self._change = torch.ones(len(batches[0]), _DIM)
+
+    def time(self) -> Figures:
+        """How long it takes, in memory that the process has used before, as in training."""
+        store, rows = self._start()
         record: dict[str, float] = {"seconds": 0.0, "processor": 0.0}
-        before = _start_peak()
         for ids in self._batches:
-            features, looked_up = lookups({"t": ids}), None if is_ours else rows[ids]
-            for name, value in timed(partial(store.record, features, looked_up)).items():
+            for name, value in self._step(store, rows, ids).items():
                 record[name] += value
-            del features, looked_up
-            rows[ids] += 1
-        read = timed(lambda: self._found.update({self._name: store.read()}))
-        peak = _peak() - before
-        return {
-            "seconds": record["seconds"] + read["seconds"],
-            "processor": record["processor"] + read["processor"],
-            "record": record["seconds"],
-            "read": read["seconds"],
-            "peak_bytes": peak,
-        }
+        found: list[Found] = []
+        read = timed(lambda: found.append(store.read()))
+        (self._found[_OURS if self._is_ours else _THEIRS],) = found
+        total = {name: record[name] + read[name] for name in read}
+        return {**total, "record": record["seconds"], "read": read["seconds"]}
 
+    def peak(self) -> Figures:
+        """How much memory it takes."""
+        store, rows = self._start()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = _peak()
+        for ids in self._batches:
+            self._step(store, rows, ids)
+        store.read()
+        return {"bytes": _peak() - before}
 
-def _start_peak() -> int:
-    """Give free memory back and start to watch the peak; bytes that are resident now."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
+    def _start(self) -> tuple[Store, Tensor]:
+        rows = torch.arange(self._num_rows * _DIM, dtype=torch.float32).view(-1, _DIM)
+        if self._is_ours:
+            return Ours({"t": self._num_rows}, weights={"t": rows}), rows
+        return Theirs(["t"], is_embedding=True), rows
+
+    def _step(self, store: Store, rows: Tensor, ids: Tensor) -> Figures:
+        features, looked_up = lookups({"t": ids}), None if self._is_ours else rows[ids]
+        figures = timed(partial(store.record, features, looked_up))
+        rows.index_add_(0, ids, self._change)
+        return figures
 
 
 def _peak() -> int:
-    """Most bytes that were resident since the watch began."""
+    """Most bytes that were resident since the peak started anew."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
 
@@ -202,18 +216,17 @@ def _embeddings(report: Report, tiny: bool, repeats: int) -> None:  # noqa: FBT0
             assert_same(found[_OURS], found[_THEIRS])
             found.clear()
 
-    samples = interleaved(
-        {name: _Embeddings(name, num_rows, batches, found) for name in (_OURS, _THEIRS)},
-        repeats=repeats,
-        before_round=check,
-    )
+    stores = {name: _Embeddings(num_rows, batches, found, is_ours=name == _OURS) for name in (_OURS, _THEIRS)}
+    samples = interleaved({name: store.time for name, store in stores.items()}, repeats=repeats, before_round=check)
     check()
-    for name, figures in samples.items():
-        report.add(f"embedding: {name}", figures)
-    label = f"EMBEDDING, 1 M rows x {_DIM}, {num_batches} x 16,384 Zipf ids"
+    peaks = interleaved({name: store.peak for name, store in stores.items()}, repeats=min(repeats, 3), warmups=0)
+    for name in stores:
+        report.add(f"EMBEDDING: {name}", samples[name])
+        report.add(f"EMBEDDING, peak: {name}", peaks[name])
+    label = f"EMBEDDING, 1 M rows x {_DIM}, 60 x 16,384 Zipf ids"
     for figure, part in (("seconds", ""), ("record", ": record"), ("read", ": read")):
         _line(report, f"{label}{part}", samples, figure, 1e3, "ms")
-    _line(report, f"{label}: peak of memory", samples, "peak_bytes", 1 / _MIB, "MiB")
+    _line(report, f"{label}: peak of memory", peaks, "bytes", 1 / _MIB, "MiB")
 
 
 def _memory(report: Report, tiny: bool) -> list[str]:  # noqa: FBT001

@@ -19,7 +19,9 @@ from benchmarks.workloads import distinct_ids, uniform_ids, zipf_ids
 _ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_step", "bench_store"])
+@pytest.mark.parametrize(
+    "name", ["bench_freshness", "bench_predict", "bench_publish", "bench_read", "bench_step", "bench_store"]
+)
 def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
     # In a process of its own: it has a process group and settings of torch.
     arguments = ["-m", f"benchmarks.{name}", "--tiny", "--out", str(tmp_path), "--work", str(tmp_path)]
