@@ -195,8 +195,8 @@ def _model(report: Report, largest: int) -> list[str]:
     said = (
         f"A model, not a measurement: {_RANKS:,} ranks like this machine, rows of {_DIM} fp32, 1 in"
         f" {round(1 / _CHANGED)} changed between two versions, one reader. A rank works on its own rows and waits for"
-        " no other: time and memory are a rank's, bytes of a version are those of all ranks. Record is linear in ids, a"
-        " read in rows changed, with one scan of the bits, linear in rows; gathering and publishing are linear in bytes."
+        " no other: time and memory are a rank's, bytes of a version are those of all ranks. Record is linear in ids;"
+        " reading in rows changed, beside one scan of the bits of all rows; gathering and publishing in bytes."
     )
     columns = (
         *("rows", "rows on a rank", "bits of a rank, MB", "record 65,536 ids, ms", "scan, ms", "read, s", "gather, s"),
