@@ -350,9 +350,17 @@ class ChangeLog:
         self._cursors.place(consumer, self._position, self._num_batches, is_behind=is_behind)
 
     def _shed(self) -> None:
-        while self._max_bytes is not None and self.log_bytes + self.carried_bytes > self._max_bytes:
+        while self._is_too_large():
             hindmost = self._cursors.hindmost
             if hindmost is None:
                 return
             self._place_at_end(hindmost, is_behind=True)
             self.compact()
+
+    def _is_too_large(self) -> bool:
+        """Whether the log holds more than it may, also without what it only keeps to use again."""
+        if self._max_bytes is None or self.log_bytes + self.carried_bytes <= self._max_bytes:
+            return False
+        for store in self._stores.values():
+            store.drop_spare()
+        return self.log_bytes + self.carried_bytes > self._max_bytes

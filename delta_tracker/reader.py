@@ -20,7 +20,7 @@ from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer,
 from delta_tracker.types import Delta, DeltaRows
 
 _ID_BYTES = 8
-_CHUNK_ROWS = 1 << 14
+_CHUNK_ROWS = 1 << 12  # of 64 numbers: a megabyte, which stays in the cache
 
 
 class DeltaReader:

@@ -67,6 +67,10 @@ class NumbaRows(RowSet):
         _set_first(self._summary, self._num_blocks)
         self._count = self.num_rows
 
+    def _clear(self) -> None:
+        self._loops.clear(self._words, self._summary)
+        self._count = 0
+
     def _mark_new(self, ids: Tensor) -> Tensor:
         fresh, count = self._mark_fresh(ids)
         fresh.resize(count, refcheck=False)  # gives the rest back without a copy

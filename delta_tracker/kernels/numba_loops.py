@@ -96,6 +96,18 @@ def mark(words: _Ints, summary: _Ints, num_rows: int, ids: _Ints) -> int:
     return count
 
 
+@_loop("void(int64[::1], int64[::1])")
+def clear(words: _Ints, summary: _Ints) -> None:
+    """Clear every bit."""
+    for i in range(summary.size):
+        blocks = summary[i]
+        summary[i] = 0
+        while blocks:
+            first = (i << 7) + (_lowest(blocks) << 1)
+            blocks &= blocks - 1
+            words[first] = words[first + 1] = 0
+
+
 @_loop("int64(int64[::1], int64[::1], int64, int64[::1], int64[::1])")
 def mark_new(words: _Ints, summary: _Ints, num_rows: int, ids: _Ints, fresh: _Ints) -> int:
     """Set the bit of each id; write the ids whose bit was clear to ``fresh``, ``[N]``, and return their number."""
