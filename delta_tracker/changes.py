@@ -316,9 +316,9 @@ class ChangeLog:
         with self.lock:
             pinned, oldest = self._cursors.pinned, self._cursors.oldest
             for store in self._stores.values():
-                store.compact(pinned)
                 if self._delete_on_read:
-                    store.delete(oldest)
+                    store.delete(oldest)  # first: what is dropped need not be merged
+                store.compact(pinned)
 
     def _changed_since(
         self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None

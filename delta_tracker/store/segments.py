@@ -203,8 +203,9 @@ class SegmentStore:
 
     def compact(self, pinned: Collection[int]) -> None:
         """Merge neighbouring segments unless a position in ``pinned`` lies on their boundary."""
-        if len(self._segments) > 1:
-            self._trim()
+        if len(self._segments) == 1:
+            return
+        self._trim()
         kept = self._segments[:1]
         for segment in self._segments[1:]:
             if any(kept[-1].start < position <= segment.start for position in pinned):
@@ -216,6 +217,8 @@ class SegmentStore:
 
     def delete(self, before: int | None) -> None:
         """Drop what was marked before position ``before``, which must be pinned; None drops everything."""
+        if before is not None and self._segments[0].start >= before:
+            return
         kept = [segment for segment in self._segments if before is not None and segment.start >= before]
         for segment in self._segments[: len(self._segments) - len(kept)]:
             self._recycle(segment.rows)
