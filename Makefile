@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 CODE := delta_tracker benchmarks examples tests
 
-.PHONY: help demo test test-matrix test-no-extras lint types format clean
+.PHONY: help demo test test-matrix test-no-extras bench lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
+
+bench: $(VENV)/.installed  ## run all benchmarks and fill the README's table; minutes, on an idle machine
+	@$(BIN)/python -W ignore -m benchmarks
 
 lint: $(VENV)/.installed  ## check code and format
 	@$(BIN)/python -m ruff check $(CODE)

@@ -340,9 +340,9 @@ class ChangeLog:
         with self.lock:
             pinned, oldest = self._cursors.pinned, self._cursors.oldest
             for store in self._stores.values():
-                store.compact(pinned)
                 if self._delete_on_read:
-                    store.delete(oldest)
+                    store.delete(oldest)  # first: what is dropped need not be merged
+                store.compact(pinned)
             self._ages.compact(pinned, forgets=self._delete_on_read)
 
     def _changed_since(
@@ -389,9 +389,17 @@ class ChangeLog:
         self._ages.placed(consumer, self._position)
 
     def _shed(self) -> None:
-        while self._max_bytes is not None and self.log_bytes + self.carried_bytes > self._max_bytes:
+        while self._is_too_large():
             hindmost = self._cursors.hindmost
             if hindmost is None:
                 return
             self._place_at_end(hindmost, is_behind=True)
             self.compact()
+
+    def _is_too_large(self) -> bool:
+        """Whether the log holds more than it may, also without what it only keeps to use again."""
+        if self._max_bytes is None or self.log_bytes + self.carried_bytes <= self._max_bytes:
+            return False
+        for store in self._stores.values():
+            store.drop_spare()
+        return self.log_bytes + self.carried_bytes > self._max_bytes
