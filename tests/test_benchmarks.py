@@ -19,7 +19,7 @@ from benchmarks.workloads import distinct_ids, uniform_ids, zipf_ids
 _ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish"])
+@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality"])
 def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
     # In a process of its own: it has a process group and settings of torch.
     arguments = ["-m", f"benchmarks.{name}", "--tiny", "--out", str(tmp_path), "--work", str(tmp_path)]
@@ -36,7 +36,7 @@ def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json", f"{name}.md"], "it left files behind"
 
 
-@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish"])
+@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality"])
 def test_committed_results_are_of_the_program_that_is_there(name: str) -> None:
     directory = _ROOT / "benchmarks" / "results"
     record = json.loads((directory / f"{name}.json").read_text())
