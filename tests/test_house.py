@@ -103,6 +103,7 @@ _ORDER = [
     "stream.manifest",
     "stream.parse",
     "stream.codec",
+    "stream.buffer",
     "stream.part",
     "stream.contents",
     "stream.log",

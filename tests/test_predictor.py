@@ -462,10 +462,10 @@ def test_readers_read_together_and_may_nest_but_not_wait_for_themselves(writer: 
 class _Failing(Storage):
     fails = False
 
-    def read(self, name: str, *, max_bytes: int) -> Any:
+    def read(self, name: str, **bound: Any) -> Any:
         if self.fails:
             raise StorageError(self.url, "service unavailable")
-        return super().read(name, max_bytes=max_bytes)
+        return super().read(name, **bound)
 
 
 def test_following_outlives_a_store_that_fails_for_a_while(tmp_path: Path) -> None:
