@@ -7,7 +7,7 @@ import click
 from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.text import size
-from delta_tracker.stream import compaction
+from delta_tracker.stream.compaction import DEFAULT_MAX_BYTES, compact
 from delta_tracker.stream.log import Merged
 from delta_tracker.stream.manifest import Manifest
 
@@ -38,7 +38,7 @@ Examples:
 )
 @click.option(
     "--max-bytes",
-    default=compaction.DEFAULT_MAX_BYTES,
+    default=DEFAULT_MAX_BYTES,
     show_default=True,
     type=int,
     help="How much of the deltas to hold in memory at once.",
@@ -52,7 +52,7 @@ def command(stream: Stream, fold: float, max_bytes: int, min_versions: int) -> i
     made: list[Manifest] = []
     with stream.out.progress("merging", None):
         while not made or made[-1].version < head.version:
-            merged = compaction.compact(stream.log, fold=fold, max_bytes=max_bytes, min_versions=min_versions)
+            merged = compact(stream.log, fold=fold, max_bytes=max_bytes, min_versions=min_versions)
             if merged is None or merged in made:
                 break
             made.append(merged)
