@@ -328,9 +328,9 @@ def test_verify_passes_what_is_whole(cli: Cli, writer: Writer) -> None:
     compact(writer.storage, fold=0.01)
     found = cli.json("verify", url_of(writer))
     assert found["ok"]
-    assert (found["entries"], found["merged"], found["findings"]) == (5, 1, [])
+    assert (found["entries"], found["merged"], found["findings"]) == (5, 2, [])
     assert found["bytes"] == sum(path.stat().st_size for path in path_of(writer, "parts").iterdir())
-    assert cli("verify", url_of(writer)).startswith("all is well: 5 entries, 1 merged entries, 5 parts, ")
+    assert cli("verify", url_of(writer)).startswith("all is well: 5 entries, 2 merged entries, ")
 
 
 @pytest.mark.parametrize("reads_pieces", [False, True])
@@ -365,13 +365,16 @@ def test_verify_names_each_damage(cli: Cli, writer: Writer) -> None:
     rewritten["parent"]["xxh3"] = "0" * 32
     merged.write_text(json.dumps(rewritten))
     found = cli.json("verify", url, code=1)["findings"]
-    assert [(each["where"], each["problem"].split(",")[0][:30]) for each in found] == [
-        (f"parts/{parts[0].name}", "its xxh3 is not " + entry(writer, 1).parts[0].xxh3[:14]),
+    expected = [
+        (f"parts/{parts[0].name}", f"its xxh3 is not {entry(writer, 1).parts[0].xxh3}"),
         (f"parts/{parts[1].name}", "it does not exist"),
-        (f"parts/{parts[2].name}", f"it has {parts[2].stat().st_size} bytes instead of"[:30]),
-        (f"merged/{merged.name}", "it follows another version 1 t"),
-        (f"merged/{merged.name}", "it stands for another version "),
+        (f"parts/{parts[2].name}", f"it has {parts[2].stat().st_size} bytes instead of"),
+        (f"merged/{merged.name}", "it follows another version"),
+        (f"merged/{merged.name}", "it stands for another version"),
     ]
+    for each, (where, problem) in zip(found, expected, strict=True):
+        assert each["where"] == where
+        assert each["problem"].startswith(problem)
     assert all(each["is_in_the_way"] for each in found)
     quick = cli.json("verify", url, "--quick", code=1)["findings"]
     assert [each["where"] for each in quick] == [each["where"] for each in found[1:]]

@@ -81,15 +81,18 @@ def _run(arguments: Sequence[str] | None) -> int:
 
     from delta_tracker.cli.commands import commands  # noqa: PLC0415  it needs click
 
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = commands.main(arguments, prog_name="delta-tracker", standalone_mode=False)
-        sys.stdout.flush()
-    except click.Abort as error:
-        raise KeyboardInterrupt from error
+        # Not commands.main(), which has exit codes of its own: 1 for a closed pipe would read as a damaged stream.
+        with commands.make_context("delta-tracker", words) as context:
+            code = commands.invoke(context)
+    except click.exceptions.Exit as ended:  # help was asked for
+        code = ended.exit_code
     except click.ClickException as error:
         error.show()
-        return UNUSABLE
-    return code if isinstance(code, int) else OK
+        code = UNUSABLE
+    sys.stdout.flush()
+    return int(code)
 
 
 def _say(text: str) -> None:

@@ -100,10 +100,11 @@ def mapped(
         os.posix_fallocate(file.fileno(), 0, max(1, len(header) + sum(sizes.values())))
     tensors, begin = {}, len(header)
     for name, spec in specs.items():
-        data = np.empty(0, np.uint8)
         if sizes[name]:
             data = np.memmap(path, np.uint8, mode="r+", offset=begin, shape=(sizes[name],))
-        tensors[name] = torch.from_numpy(data).view(spec.dtype).view(shape_of(spec))
+            tensors[name] = torch.from_numpy(data).view(spec.dtype).view(shape_of(spec))
+        else:
+            tensors[name] = torch.empty(shape_of(spec), dtype=spec.dtype)
         begin += sizes[name]
     return tensors
 
