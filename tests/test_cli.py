@@ -241,7 +241,7 @@ def test_inspect_counts_what_is_there(cli: Cli, writer: Writer) -> None:
     assert [each["version"] for each in cli.json("inspect", url_of(writer), "--last", 2)["versions"]] == [4, 5]
     assert cli.json("inspect", url_of(writer), "--last", 0)["versions"] == []
     screen = cli("inspect", url_of(writer))
-    for shown in ("version 5, a claim", "50 x 4 F32", "1 snapshot, 3 deltas, 2 claims", "no predictor is known"):
+    for shown in ("version 5, a claim", "50 x 4 F32", "1 snapshot, 3 deltas, 2 claims", "no predictor has left"):
         assert shown in screen
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +17,10 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.manifest import Manifest
 from delta_tracker.stream.storage import Storage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -30,6 +36,25 @@ _OPTION = click.Option(
 _JSON = click.Option(["--json", "is_json"], is_flag=True, help="For machines: JSON on stdout instead of tables.")
 
 
+class MeteredStorage(Storage):
+    """A storage that tells ``on_read``, if it is set, how many bytes each read has brought."""
+
+    on_read: Callable[[int], None] | None = None
+
+    def read(self, name: str, *, max_bytes: int) -> NDArray[np.uint8] | None:
+        """See :meth:`Storage.read`."""
+        return self._told(super().read(name, max_bytes=max_bytes))
+
+    def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
+        """See :meth:`Storage.read_range`."""
+        return self._told(super().read_range(name, begin, end))
+
+    def _told(self, data: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
+        if data is not None and self.on_read is not None:
+            self.on_read(len(data))
+        return data
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """The stream that a command is about.
@@ -40,9 +65,24 @@ class Stream:
         out: where the result goes.
     """
 
-    storage: Storage
+    storage: MeteredStorage
     log: StreamLog
     out: Output
+
+    @contextmanager
+    def reading(self, doing: str, num_bytes: int) -> Iterator[None]:
+        """A progress bar that goes on as bytes are read from the store.
+
+        Args:
+            doing: what is being done.
+            num_bytes: how many will be read, about.
+        """
+        with self.out.progress(doing, num_bytes) as progress:
+            self.storage.on_read = progress.advance
+            try:
+                yield
+            finally:
+                self.storage.on_read = None
 
     def head(self) -> Manifest:
         """Its newest entry.
@@ -70,7 +110,7 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(function)
     def wrapped(url: str, options: Sequence[str], *, is_json: bool, **own: object) -> int:
-        storage = Storage(store_url(url), options=store_options(options))
+        storage = MeteredStorage(store_url(url), options=store_options(options))
         return function(Stream(storage, StreamLog(storage), Output(is_json=is_json)), **own)
 
     # As decorators leave them, the last one first: the url comes before the command's own, the options after them.

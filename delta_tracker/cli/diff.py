@@ -13,7 +13,7 @@ from torch import Tensor
 from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.output import table
 from delta_tracker.cli.text import count
-from delta_tracker.cli.versions import check_tables, contents_of, mapped, write_rows
+from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, write_rows
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.manifest import Manifest
@@ -97,7 +97,7 @@ def _both(
     """The table in both versions. What both have in common is read once."""
     first, second = paths
     num_shared = len(first) if [each.link for each in second[: len(first)]] == [each.link for each in first] else 0
-    with stream.out.progress("reading", len(first) + len(second) - num_shared) as progress:
+    with stream.reading("reading", bytes_to_read([*first, *second[num_shared:]], [spec.fqn])):
 
         def put(manifests: list[Manifest], held: Tensor | None, name: str) -> Tensor:
             for manifest in manifests:
@@ -106,7 +106,6 @@ def _both(
                 if held is None:  # room is made for a table that was found to be there
                     held = mapped(scratch / name, {spec.fqn: spec})[spec.fqn]
                 write_rows(contents, {spec.fqn: held})
-                progress.advance()
             assert held is not None, "a path is not empty"
             return held
 

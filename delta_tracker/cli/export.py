@@ -18,7 +18,7 @@ from torch import Tensor
 
 from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.cli.versions import check_tables, contents_of, mapped, shape_of, write_rows
+from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, shape_of, write_rows
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream.codec import ALIGNMENT, SIZE_BYTES
 from delta_tracker.stream.cursor import StreamCursor
@@ -108,13 +108,13 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
     work.mkdir()
     tables: dict[str, Tensor] | None = None
     dense: dict[str, Tensor] = {}
-    with stream.out.progress("reading", sum(manifest.num_rows for manifest in path)) as progress:
+    with stream.reading("reading", bytes_to_read(path)):
         for manifest in path:
             contents = contents_of(stream.storage, manifest)
             if tables is None:  # room is made for tables that were found to be there
                 tables = _rooms(manifest, version, work, form)
             check_tables(manifest, manifest.tables, path[0])
-            write_rows(contents, tables, progress.advance)
+            write_rows(contents, tables)
             dense |= {name: tensor.clone() for name, tensor in contents.dense.items()}
     assert tables is not None, "a path is not empty"
     if form == "safetensors":

@@ -45,12 +45,16 @@ def command(stream: Stream, last: int) -> int:
         versions = [entry.to_dict() for entry in newest]
         stream.out.json({"url": stream.storage.url} | found.to_dict() | {"versions": versions})
     else:
-        stream.out.show(_facts(stream.storage.url, found))
-        stream.out.show(_tables(found))
-        stream.out.show(_generations(found))
-        if newest:
-            stream.out.show(_versions(newest, found.now))
-        stream.out.show(_predictors(found))
+        screen = [_facts(stream.storage.url, found), _tables(found), _generations(found)]
+        screen += [_versions(newest, found.now)] if newest else []
+        for each in (*screen, _predictors(found)):
+            stream.out.show(each)
+            stream.out.line()
+        if found.num_gone:
+            stream.out.line(f"{_several(found.num_gone, 'predictor')} not heard of for an hour", "dim")
+        for follower in found.followers:
+            if follower.beat.error is not None:
+                stream.out.line(f"{follower.beat.name} is held up: {follower.beat.error}", "red")
         for finding in found.findings:
             stream.out.line(f"damaged: {finding}", "bold red")
     return 1 if found.findings else 0
@@ -67,10 +71,10 @@ def _facts(url: str, found: Survey) -> Table:
         "stream": head.stream,
         "head": f"version {head.version}, a {head.kind}, committed {duration(found.now - head.created)} ago "
         f"({moment(head.created)}) by generation {head.generation}",
-        "pending": f"{count(head.pending_rows)} changed rows are left for later versions",
+        "pending": f"{_several(head.pending_rows, 'changed row')} left for later versions",
         "log": f"versions {first} to {head.version}: {_several(kinds['snapshot'], 'snapshot')}, "
         f"{_several(kinds['delta'], 'delta')}, {_several(kinds['claim'], 'claim')}; "
-        f"{_several(found.num_merged, 'merged entry', 'merged entries')}",
+        f"{_several(found.num_merged, 'merged entry', 'merged entries')} beside them",
         "size": f"{size(found.part_bytes)} in {_several(found.num_parts, 'part')}, "
         f"{size(found.entry_bytes)} of entries",
         "new predictor": _start(found),
@@ -98,7 +102,7 @@ def _tables(found: Survey) -> Table:
         snapshot, deltas = found.in_snapshot(fqn), found.in_deltas(fqn)
         shape = f"{count(spec.num_rows)} x {spec.dim} {DTYPE_NAMES[spec.dtype]}"
         rows.append((fqn, shape, size(snapshot.num_bytes), count(deltas.rows), size(deltas.num_bytes)))
-    return table(("table", ">rows x columns", ">in snapshot", ">rows in deltas", ">bytes in deltas"), rows)
+    return table(("table", ">rows x columns", ">snapshot", ">delta rows", ">delta bytes"), rows)
 
 
 def _generations(found: Survey) -> Table:
@@ -136,28 +140,23 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
 
 
 def _predictors(found: Survey) -> Table | Text:
-    gone = f"{_several(found.num_gone, 'predictor')} not heard of for an hour" if found.num_gone else ""
     if not found.followers:
-        return cell(f"no predictor is known{': ' * bool(gone)}{gone}", "dim")
-    made = table(
-        ("predictor", "state", ">heard", ">version", ">behind", ">resyncs", "held up by"),
-        (_predictor(follower) for follower in found.followers),
-    )
-    made.caption, made.caption_justify = gone, "left"
-    return made
+        return cell("no predictor has left a heartbeat within the hour", "dim")
+    heads = ("predictor", "state", ">heard", ">version", ">behind", ">since", ">resyncs")
+    return table(heads, (_predictor(found, follower) for follower in found.followers))
 
 
-def _predictor(follower: Follower) -> tuple[object, ...]:
-    beat = follower.beat
-    behind = "another stream" if follower.lag_versions is None else count(follower.lag_versions)
+def _predictor(found: Survey, follower: Follower) -> tuple[object, ...]:
+    beat, seconds = follower.beat, found.behind_seconds(follower)
+    behind = "elsewhere" if follower.lag_versions is None else count(follower.lag_versions)
     return (
         beat.name,
         cell(follower.state, "green" if follower.state == "live" else "red"),
         f"{duration(follower.seconds_ago)} ago",
         "none" if beat.version is None else str(beat.version),
-        "nothing applied" if beat.version is None else behind,
+        "" if beat.version is None else behind,
+        duration(seconds) if seconds else "",
         count(beat.resyncs),
-        beat.error or "",
     )
 
 

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -83,20 +83,18 @@ def cell(value: object, style: str = "") -> Text:
     return Text(plain(value), style=style)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object | Text]], *, title: str | None = None) -> Table:
-    """A table. A column whose name begins with ``>`` is set to the right.
+def table(columns: Sequence[str], rows: Iterable[Sequence[object | Text]]) -> Table:
+    """A table. A column whose name begins with ``>`` is set to the right. Only the first one is folded if need be.
 
     Args:
         columns: their heads.
         rows: the cells; a :class:`rich.text.Text` made by :func:`cell` keeps its style.
-        title: above it.
     """
-    made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    for name in columns:
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
+    for number, name in enumerate(columns):
         is_right = name.startswith(">")
-        made.add_column(
-            name.removeprefix(">"), justify="right" if is_right else "left", no_wrap=is_right, overflow="fold"
-        )
+        justify: Literal["left", "right"] = "right" if is_right else "left"
+        made.add_column(name.removeprefix(">"), justify=justify, no_wrap=number > 0, overflow="fold")
     for row in rows:
         made.add_row(*(each if isinstance(each, Text) else cell(each) for each in row))
     return made

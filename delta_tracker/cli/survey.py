@@ -102,6 +102,16 @@ class Survey:
         for generation, entries in groupby(self.entries, key=lambda entry: entry.generation):
             yield generation, list(entries)
 
+    def behind_seconds(self, follower: Follower) -> float | None:
+        """Age of the oldest version that a predictor has not applied, 0 if there is none; None if nobody can tell."""
+        held = follower.beat.version
+        if follower.lag_versions is None or held is None:
+            return None
+        waiting = [entry for entry in self.entries if entry.version > held]
+        if not waiting:
+            return 0.0
+        return self.now - waiting[0].created if waiting[0].version == held + 1 else None
+
     def to_dict(self) -> dict[str, object]:
         """For JSON. Times are Unix seconds."""
         head = self.head
@@ -122,7 +132,7 @@ class Survey:
                 for generation, entries in self.generations()
             ],
             "tables": {fqn: self._table(fqn, spec) for fqn, spec in self.tables.items()},
-            "predictors": [follower.to_dict() for follower in self.followers],
+            "predictors": [each.to_dict() | {"behind_seconds": self.behind_seconds(each)} for each in self.followers],
             "predictors_gone": self.num_gone,
             "findings": list(self.findings),
         }

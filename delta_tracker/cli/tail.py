@@ -19,9 +19,9 @@ _COLUMNS = "{:<19}  {:>9}  {:<8}  {:>4}  {:>11}  {:>7}  {:>7}  {:>9}"
 
 _HELP = """Print versions as they are committed, until Ctrl-C. Waits for a stream that is not there yet.
 
-"cut to commit" is how long a version took from the moment at which its rows were read; "left" counts changed rows that
-wait for later versions. With --json a line is an object. Exit code 1 if the log breaks off, or another stream takes its
-place.
+"took" is the time from a version's cut, at which its rows were read, to its commit; "pending" counts changed rows that
+it leaves for later versions. With --json each line is an object. Exit code 1 if the log breaks off, or another stream
+takes its place.
 
 \b
 Examples:
@@ -45,7 +45,7 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
     head = _await_head(stream, every)
     if not stream.out.is_json:
         stream.out.line(
-            _COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "cut to", "left"), "bold"
+            _COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "took", "pending"), "bold"
         )
     cursor = StreamCursor(stream.log)
     num_shown = 0

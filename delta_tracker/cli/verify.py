@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,7 +10,6 @@ import click
 
 from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.entries import read_all
-from delta_tracker.cli.output import Progressing
 from delta_tracker.cli.survey import contiguous
 from delta_tracker.cli.text import count, plain, size
 from delta_tracker.errors import CorruptPartError, MalformedError
@@ -118,27 +117,35 @@ class _Check:
         versions = versions[contiguous(versions) :]
         if self._start + 1 < versions[0] and head.snapshot is not None:
             self._find(entry_name(versions[0] - 1), "it is missing, and the newest snapshot lies below it", self._start)
-        with self.stream.out.progress("verifying", sum(self._sizes.values())) as progress:
-            before: Manifest | None = None
-            for version, manifest in read_all(versions, log.read, lambda manifest: manifest):
-                if isinstance(manifest, MalformedError):
-                    self._find(manifest.path, manifest.reason, version)
-                    before = None
-                elif manifest is not None:
-                    self.num_entries += 1
-                    self._links[version] = manifest.link
-                    for problem in _chain_problems(manifest, before, head):
-                        self._find(entry_name(version), problem, version)
-                    self._check_parts(manifest, partial(log.read, version), progress)
-                    before = manifest
-            for merged, manifest in read_all(log.merged(), log.read_merged, lambda manifest: manifest):
-                if isinstance(manifest, MalformedError):
-                    self._find(manifest.path, manifest.reason, merged.last)
-                elif manifest is not None:
-                    self.num_merged += 1
-                    for problem in self._merged_problems(manifest, head):
-                        self._find(merged.name, problem, merged.last)
-                    self._check_parts(manifest, partial(log.read_merged, merged), progress)
+        with self.stream.reading("verifying", 0 if self.is_quick else sum(self._sizes.values())):
+            self._check_log(versions, head)
+            self._check_merged(head)
+
+    def _check_log(self, versions: Sequence[int], head: Manifest) -> None:
+        log = self.stream.log
+        before: Manifest | None = None
+        for version, manifest in read_all(versions, log.read, lambda manifest: manifest):
+            if isinstance(manifest, MalformedError):
+                self._find(manifest.path, manifest.reason, version)
+                before = None
+            elif manifest is not None:
+                self.num_entries += 1
+                self._links[version] = manifest.link
+                for problem in _chain_problems(manifest, before, head):
+                    self._find(entry_name(version), problem, version)
+                self._check_parts(manifest, partial(log.read, version))
+                before = manifest
+
+    def _check_merged(self, head: Manifest) -> None:
+        log = self.stream.log
+        for merged, manifest in read_all(log.merged(), log.read_merged, lambda manifest: manifest):
+            if isinstance(manifest, MalformedError):
+                self._find(manifest.path, manifest.reason, merged.last)
+            elif manifest is not None:
+                self.num_merged += 1
+                for problem in self._merged_problems(manifest, head):
+                    self._find(merged.name, problem, merged.last)
+                self._check_parts(manifest, partial(log.read_merged, merged))
 
     def _newest_snapshot(self, head: Manifest) -> int:
         try:
@@ -147,7 +154,7 @@ class _Check:
             return -1 if head.snapshot is None else head.snapshot
         return -1 if snapshot is None else snapshot.version
 
-    def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None], progress: Progressing) -> None:
+    def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None]) -> None:
         for part in manifest.parts:
             try:
                 self._check_part(part, manifest)
@@ -158,7 +165,6 @@ class _Check:
                 self._find(error.path, error.reason, manifest.version)
             self.num_parts += 1
             self.num_bytes += part.num_bytes
-            progress.advance(part.num_bytes)
 
     def _check_part(self, part: Part, manifest: Manifest) -> None:
         if not self.is_quick:

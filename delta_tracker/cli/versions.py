@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from delta_tracker.placement import place
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.contents import Contents
 from delta_tracker.stream.log import entry_name
-from delta_tracker.stream.manifest import DenseSpec, Manifest
+from delta_tracker.stream.manifest import DenseSpec, Manifest, Part
 from delta_tracker.stream.storage import Storage
 from delta_tracker.types import TableSpec
 
@@ -37,8 +37,7 @@ def contents_of(storage: Storage, manifest: Manifest, tables: Collection[str] | 
     Raises:
         CorruptPartError, StorageError: as :class:`~delta_tracker.stream.contents.Contents`.
     """
-    parts = (part for part in manifest.parts if tables is None or any(block.table in tables for block in part.blocks))
-    return Contents(storage, replace(manifest, parts=tuple(parts)), memory_bytes=_MEMORY_BYTES)
+    return Contents(storage, replace(manifest, parts=_parts(manifest, tables)), memory_bytes=_MEMORY_BYTES)
 
 
 def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest) -> None:
@@ -59,13 +58,18 @@ def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest
             raise MalformedError(entry_name(manifest.version), reason)
 
 
-def write_rows(contents: Contents, tables: Mapping[str, Tensor], advance: Callable[[int], None] | None = None) -> None:
+def bytes_to_read(manifests: Iterable[Manifest], tables: Collection[str] | None = None) -> int:
+    """About how much :func:`contents_of` and :func:`write_rows` read: what is not held in memory is read twice."""
+    parts = [part for manifest in manifests for part in _parts(manifest, tables)]
+    return sum(part.num_bytes * (1 if part.num_bytes <= _MEMORY_BYTES else 2) for part in parts)
+
+
+def write_rows(contents: Contents, tables: Mapping[str, Tensor]) -> None:
     """Write the rows that a version has of some tables.
 
     Args:
         contents: the version's.
         tables: ``[rows, columns]`` by FQN, written in place; rows of others are passed over.
-        advance: told the number of rows that were written.
 
     Raises:
         CorruptPartError, StorageError: if a large part cannot be read again, or has changed.
@@ -75,8 +79,6 @@ def write_rows(contents: Contents, tables: Mapping[str, Tensor], advance: Callab
         for placement in place([each for each in rows if each.block.table in targets], targets):
             for chunk in placement.chunks(_CHUNK_ROWS):
                 chunk.write()
-                if advance is not None:
-                    advance(chunk.num_rows)
 
 
 def mapped(
@@ -112,3 +114,10 @@ def mapped(
 def shape_of(spec: TableSpec | DenseSpec) -> tuple[int, ...]:
     """Of the tensor."""
     return spec.shape if isinstance(spec, DenseSpec) else (spec.num_rows, spec.dim)
+
+
+def _parts(manifest: Manifest, tables: Collection[str] | None) -> tuple[Part, ...]:
+    """The parts that hold rows of some tables; None for all parts."""
+    return tuple(
+        part for part in manifest.parts if tables is None or any(block.table in tables for block in part.blocks)
+    )
