@@ -110,6 +110,7 @@ _ORDER = [
     "stream.upkeep",
     "stream.cursor",
     "stream.heartbeat",
+    "stream.heartbeat_metrics",
     "stream.ranks",
     "stream.writer",
     "sharding.dense",
