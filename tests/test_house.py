@@ -129,6 +129,16 @@ _ORDER = [
     "status",
     "follower",
     "predictor",
+    "cli.text",
+    "cli.output",
+    "cli.command",
+    "cli.entries",
+    "cli.followers",
+    "cli.survey",
+    "cli.inspect",
+    "cli.commands",
+    "cli.main",
+    "cli.__main__",
 ]
 _MAX_LINES = 400
 _MODULES = {
@@ -210,7 +220,7 @@ def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> Non
     program = """
 import sys, threading
 import delta_tracker
-heavy = {"torchrec", "fbgemm_gpu", "numba", "matplotlib", "rich", "pyarrow", "safetensors"} & set(sys.modules)
+heavy = {"torchrec", "fbgemm_gpu", "numba", "matplotlib", "click", "rich", "pyarrow", "safetensors"} & set(sys.modules)
 assert not heavy, heavy
 assert threading.active_count() == 1
 """

@@ -1,0 +1,92 @@
+"""What the commands on a stream have in common: the URL, the store's options and ``--json``."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from delta_tracker.cli.output import Output
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.storage import Storage
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The stream that a command is about.
+
+    Args:
+        storage: where it lies.
+        log: its log.
+        out: where the result goes.
+    """
+
+    storage: Storage
+    log: StreamLog
+    out: Output
+
+    def head(self) -> Manifest:
+        """Its newest entry.
+
+        Raises:
+            InvalidArgumentError: if there is no stream.
+            MalformedError, StorageError: if it cannot be read.
+        """
+        head = self.log.head()
+        if head is None:
+            raise InvalidArgumentError(
+                "URL", self.storage.url, "No stream is there: check the URL, or start its publisher"
+            )
+        return head
+
+
+def stream_command(function: Callable[..., int]) -> Callable[..., int]:
+    """Give a click command the argument ``URL`` and the options ``--option`` and ``--json``.
+
+    Args:
+        function: takes a :class:`Stream`, then the command's own parameters; gives the exit code.
+    """
+
+    @click.argument("url")
+    @click.option(
+        "--option",
+        "-o",
+        "options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A setting of the remote store by obstore's name, such as endpoint, region, allow_http or timeout. "
+        "Keep secrets in the environment: other users see a command line.",
+    )
+    @click.option("--json", "is_json", is_flag=True, help="For machines: JSON on stdout instead of tables.")
+    @functools.wraps(function)
+    def wrapped(url: str, options: Sequence[str], *, is_json: bool, **own: object) -> int:
+        storage = Storage(store_url(url), options=store_options(options))
+        return function(Stream(storage, StreamLog(storage), Output(is_json=is_json)), **own)
+
+    return wrapped
+
+
+def store_url(url: str) -> str:
+    """The url of a store; a plain path names a directory."""
+    return url if _SCHEME.match(url) else Path(url).absolute().as_uri()
+
+
+def store_options(options: Sequence[str]) -> dict[str, str] | None:
+    """The settings that ``--option name=value`` gives; None without any.
+
+    Raises:
+        InvalidArgumentError: for one without ``=``. It shows the name alone: the value may be a secret.
+    """
+    pairs = [option.partition("=") for option in options]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise InvalidArgumentError("--option", name if equals else "(no = in it)", "Write name=value")
+    return {name: value for name, _, value in pairs} or None
