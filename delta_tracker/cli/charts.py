@@ -103,8 +103,7 @@ class Scale:
     def _round(self) -> list[float]:
         if self.is_log:
             first, last = round(math.log10(self.low)), round(math.log10(self.high))
-            step = -(-(last - first) // _MAX_TICKS) or 1
-            return [10.0**power for power in range(first, last + 1, step)]
+            return [10.0**power for power in range(first, last + 1, -(-(last - first) // _MAX_TICKS) or 1)]
         step = _step(self.high - self.low)
         return [self.low + step * index for index in range(round((self.high - self.low) / step) + 1)]
 

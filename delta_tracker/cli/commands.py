@@ -9,6 +9,7 @@ import click
 # A command's name, which is that of its file, and what the list of commands says of it.
 _SUMMARIES = {
     "inspect": "What a stream holds, what a new predictor reads, and who follows it.",
+    "top": "A live screen: rates, rows and bytes per table, lag of each predictor.",
     "report": "Write one self-contained page about a stream.",
 }
 

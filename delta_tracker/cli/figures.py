@@ -192,7 +192,7 @@ def _histogram(buckets: LogBuckets) -> list[dict[str, float]]:
     low, high, width = min(buckets.positive), max(buckets.positive), 1
     while high // width - low // width >= _MAX_BARS or width < PER_OCTAVE // 8:
         width *= 2
-    bars = {place: 0 for place in range(low // width, high // width + 1)}
+    bars = dict.fromkeys(range(low // width, high // width + 1), 0)
     for index, count in buckets.positive.items():
         bars[index // width] += count
     return [
