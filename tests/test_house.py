@@ -136,6 +136,12 @@ _ORDER = [
     "cli.followers",
     "cli.survey",
     "cli.inspect",
+    "cli.tail",
+    "cli.verify",
+    "cli.versions",
+    "cli.diff",
+    "cli.compact",
+    "cli.export",
     "cli.watch",
     "cli.screen",
     "cli.top",
@@ -145,6 +151,7 @@ _ORDER = [
     "cli.charts",
     "cli.page",
     "cli.report",
+    "cli.demo",
     "cli.commands",
     "cli.main",
     "cli.__main__",
@@ -229,7 +236,7 @@ def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> Non
     program = """
 import sys, threading
 import delta_tracker
-heavy = {"torchrec", "fbgemm_gpu", "numba", "matplotlib", "click", "rich", "pyarrow", "safetensors"} & set(sys.modules)
+heavy = {"delta_tracker.cli", "torchrec", "fbgemm_gpu", "numba", "matplotlib", "click", "rich", "pyarrow", "safetensors"} & set(sys.modules)
 assert not heavy, heavy
 assert threading.active_count() == 1
 """

@@ -19,6 +19,17 @@ from delta_tracker.stream.storage import Storage
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
+_URL = click.Argument(["url"])
+_OPTION = click.Option(
+    ["--option", "-o", "options"],
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A setting of the remote store by obstore's name, such as endpoint, region, allow_http or timeout. "
+    "Keep secrets in the environment: other users see a command line.",
+)
+_JSON = click.Option(["--json", "is_json"], is_flag=True, help="For machines: JSON on stdout instead of tables.")
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """The stream that a command is about.
@@ -51,26 +62,20 @@ class Stream:
 def stream_command(function: Callable[..., int]) -> Callable[..., int]:
     """Give a click command the argument ``URL`` and the options ``--option`` and ``--json``.
 
+    It stands directly below ``click.command``, above the command's own arguments and options.
+
     Args:
         function: takes a :class:`Stream`, then the command's own parameters; gives the exit code.
     """
 
-    @click.argument("url")
-    @click.option(
-        "--option",
-        "-o",
-        "options",
-        multiple=True,
-        metavar="NAME=VALUE",
-        help="A setting of the remote store by obstore's name, such as endpoint, region, allow_http or timeout. "
-        "Keep secrets in the environment: other users see a command line.",
-    )
-    @click.option("--json", "is_json", is_flag=True, help="For machines: JSON on stdout instead of tables.")
     @functools.wraps(function)
     def wrapped(url: str, options: Sequence[str], *, is_json: bool, **own: object) -> int:
         storage = Storage(store_url(url), options=store_options(options))
         return function(Stream(storage, StreamLog(storage), Output(is_json=is_json)), **own)
 
+    # As decorators leave them, the last one first: the url comes before the command's own, the options after them.
+    own_params = list(getattr(function, "__click_params__", ()))
+    wrapped.__click_params__ = [_JSON, _OPTION, *own_params, _URL]  # type: ignore[attr-defined]
     return wrapped
 
 

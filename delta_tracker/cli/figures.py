@@ -80,7 +80,7 @@ def gather(stream: Stream, limits: Limits) -> Figures:
             "rows": sum(history.totals[fqn].rows for fqn in names[MAX_TABLES:]),
             "bytes": sum(history.totals[fqn].num_bytes for fqn in names[MAX_TABLES:]),
         },
-        "predictors": [follower.to_dict() for follower in followers],
+        "predictors": [follower.to_dict() | {"behind": follower.behind} for follower in followers],
         "predictors_gone": num_gone,
         "faults": faults[:_MAX_FAULTS],
         "more_faults": len(faults[_MAX_FAULTS:]),

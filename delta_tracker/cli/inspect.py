@@ -33,10 +33,10 @@ Examples:
 
 
 @click.command("inspect", help=_HELP)
+@stream_command
 @click.option(
     "--last", default=10, show_default=True, metavar="N", type=click.IntRange(0), help="List the newest N versions."
 )
-@stream_command
 def command(stream: Stream, last: int) -> int:
     """Print one screen, or one object."""
     found = survey(stream)

@@ -17,7 +17,6 @@ from delta_tracker.errors import (
     MissingVersionError,
     NoSnapshotError,
     StreamReplacedError,
-    TableMismatchError,
 )
 
 _logger = logging.getLogger("delta_tracker")
@@ -35,7 +34,6 @@ _FINDINGS = (
     MissingVersionError,
     NoSnapshotError,
     StreamReplacedError,
-    TableMismatchError,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from delta_tracker.cli.text import plain
+
+_WIDTH_OF_FILES = 160
 
 
 class Output:
@@ -27,7 +30,9 @@ class Output:
 
     def __init__(self, *, is_json: bool) -> None:
         self.is_json = is_json
-        self.console = Console(highlight=False, markup=False, emoji=False)
+        # A file, or the next command of a pipe, has no width.
+        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_FILES
+        self.console = Console(highlight=False, markup=False, emoji=False, width=width)
         self._errors = Console(highlight=False, markup=False, emoji=False, stderr=True)
 
     def json(self, value: dict[str, object]) -> None:
@@ -37,7 +42,7 @@ class Output:
 
     def line(self, text: object = "", style: str = "") -> None:
         """Print a line for people."""
-        self.show(cell(text, style))
+        self.console.print(cell(text, style), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
         """Print anything of rich's whose text has gone through :func:`cell`."""
@@ -45,7 +50,7 @@ class Output:
 
     def note(self, text: object) -> None:
         """Say something beside the result, on stderr."""
-        self._errors.print(cell(text, "dim"))
+        self._errors.print(cell(text, "dim"), soft_wrap=True)
 
     @contextmanager
     def progress(self, doing: str, total: float | None) -> Iterator[Progressing]:

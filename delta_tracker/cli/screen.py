@@ -88,13 +88,13 @@ def _predictors(view: View, lines: int) -> Table:
         made.add_row(cell("none is known", "dim"))
     for each in _fitting(made, ranked, lines, view.num_gone):
         beat, is_live = each.beat, each.state == "live"
-        is_behind = each.lag_versions is None or each.lag_versions > 0
+        is_behind = each.behind is None or each.behind > 0
         made.add_row(
             cell(beat.name),
             cell(each.state, "green" if is_live else "bold red"),
             cell(duration(each.seconds_ago)),
             cell("none" if beat.version is None else beat.version),
-            cell("?" if each.lag_versions is None else count(each.lag_versions), "yellow" if is_behind else "green"),
+            cell("?" if each.behind is None else count(each.behind), "yellow" if is_behind else "green"),
             cell("?" if beat.lag_seconds is None or not is_live else duration(beat.lag_seconds)),
             cell(count(beat.resyncs), "yellow" if beat.resyncs else ""),
             _one_line(beat.error or "", "red"),
@@ -169,7 +169,7 @@ def _table(*columns: str) -> Table:
 
 
 def _urgency(follower: Follower) -> tuple[bool, bool, float]:
-    return _is_held(follower), follower.state != "live", follower.lag_versions or 0
+    return _is_held(follower), follower.state != "live", follower.behind or 0
 
 
 def _is_held(follower: Follower) -> bool:

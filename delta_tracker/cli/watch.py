@@ -185,7 +185,7 @@ class View:
                 for fqn, amount in watch.amounts(now).items()
             },
             "versions": [_short(entry.to_dict()) for entry in watch.newest(_NUM_LISTED)],
-            "predictors": [follower.to_dict() for follower in self.followers],
+            "predictors": [follower.to_dict() | {"behind": follower.behind} for follower in self.followers],
             "predictors_gone": self.num_gone,
             "starts": watch.starts,
             "problem": self.problem,
