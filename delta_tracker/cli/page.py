@@ -224,13 +224,13 @@ def _card(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _distances(across: Scale) -> list[Tick]:
-    """Round distances: powers of ten, and 2 and 5 times those where there are few."""
+    """Round distances: powers of ten; 2 and 5 times those where there are few; the ends where there is none."""
     low, high = math.floor(math.log10(across.low)), math.ceil(math.log10(across.high))
     tens = [10.0**power for power in range(low, high + 1)]
     fine = [power * step for power in tens for step in (1, 2, 5)]
-    for values in (tens[:: max(1, len(tens) // 6)], fine):
+    for values in (tens[:: max(1, len(tens) // 6)], fine, [across.low, across.high]):
         inside = [value for value in values if across.low <= value <= across.high]
-        if len(inside) > 1 or values is fine:
+        if len(inside) > 1:
             break
     return [Tick(across(value), number(value)) for value in inside]
 
