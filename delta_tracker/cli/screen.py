@@ -46,7 +46,8 @@ def screen(view: View, width: int, height: int | None = None) -> RenderableType:
 
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     """Lines for each part: a few for everyone, then by turns until nobody wants more."""
-    given = [min(_LEAST, want) for want in wanted]
+    least = max(1, min(_LEAST, room // len(wanted)))
+    given = [min(least, want) for want in wanted]
     while sum(given) < room and given != list(wanted):
         for index, want in enumerate(wanted):
             if given[index] < want and sum(given) < room:
@@ -149,9 +150,9 @@ def _fitting(made: Table, rows: Sequence[_T], lines: int, num_gone: int = 0) -> 
     """The rows for which there are lines; how many others there are stands in the heading."""
     left = len(rows) - lines
     if left > 0:
-        made.columns[0].header = Text(f"{made.columns[0].header} (and {count(left)} more)")
+        made.columns[0].header = _one_line(f"{made.columns[0].header} (and {count(left)} more)")
     elif num_gone:
-        made.columns[0].header = Text(f"{made.columns[0].header} (and {count(num_gone)} gone)")
+        made.columns[0].header = _one_line(f"{made.columns[0].header} (and {count(num_gone)} gone)")
     return rows[:lines]
 
 
@@ -160,7 +161,7 @@ def _table(*columns: str) -> Table:
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold blue")
     for name in columns:
         made.add_column(
-            name.removeprefix(">"),
+            _one_line(name.removeprefix(">")),
             justify="right" if name.startswith(">") else "left",
             no_wrap=name != columns[-1],
             overflow="ellipsis",

@@ -108,13 +108,11 @@ class _Notes(logging.Handler):
 @contextmanager
 def _notes() -> Iterator[_Notes]:
     logger, notes = logging.getLogger("delta_tracker"), _Notes()
-    was_passed_on, logger.propagate = logger.propagate, False
-    logger.addHandler(notes)
+    before, logger.handlers = logger.handlers, [notes]
     try:
         yield notes
     finally:
-        logger.removeHandler(notes)
-        logger.propagate = was_passed_on
+        logger.handlers = before
 
 
 @contextmanager
