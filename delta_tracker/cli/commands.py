@@ -11,10 +11,12 @@ _SUMMARIES = {
     "demo": "Train, publish and follow a small model; leaves a stream to try the others on.",
     "inspect": "What a stream holds, what a new predictor reads, and who follows it.",
     "tail": "Print versions as they are committed.",
+    "top": "A live screen: rates, rows and bytes per table, lag of each predictor.",
     "verify": "Check every hash and every link of the chain.",
     "diff": "Which rows of a table differ between two versions, and how far they moved.",
     "compact": "Merge versions, so that a new predictor has less to read.",
     "export": "Write the tables of a version to safetensors files or a torch state dict.",
+    "report": "Write one self-contained page about a stream.",
 }
 
 _HELP = """Look at streams of embedding deltas, check them, and take versions out of them.

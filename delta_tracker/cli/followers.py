@@ -32,6 +32,16 @@ class Follower:
     seconds_ago: float
     lag_versions: int | None
 
+    @property
+    def behind(self) -> int | None:
+        """Versions that it had not applied: by its own word while it lives, which is seconds old, as the log's is not.
+
+        A publisher that commits ten versions a second is always some heartbeats' worth ahead of the last word.
+        """
+        if self.lag_versions is None or self.state != "live" or self.beat.lag_versions is None:
+            return self.lag_versions
+        return self.beat.lag_versions
+
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
         return {
