@@ -80,6 +80,15 @@ DEFINITIONS: dict[str, Definition] = {
     "predictor_lag_seconds": _gauge(
         "predictor_lag_seconds", "Age of the oldest version that this predictor has not applied.", unit="seconds"
     ),
+    "heartbeat_lag_versions": _gauge(
+        "heartbeat_lag_versions", "Versions a predictor is behind, by its heartbeat.", "predictor"
+    ),
+    "heartbeat_lag_seconds": _gauge(
+        "heartbeat_lag_seconds", "Age of what a predictor is behind, by its heartbeat.", "predictor", unit="seconds"
+    ),
+    "heartbeat_age_seconds": _gauge(
+        "heartbeat_age_seconds", "Seconds since a predictor's last heartbeat.", "predictor", unit="seconds"
+    ),
     "oldest_pending_seconds": _gauge(
         "oldest_pending_seconds", "Age of the oldest pending row.", "consumer", unit="seconds"
     ),
@@ -135,6 +144,9 @@ class LibraryMetrics:
     consumer_lag_seconds: Gauge
     predictor_lag_versions: Gauge
     predictor_lag_seconds: Gauge
+    heartbeat_lag_versions: Gauge
+    heartbeat_lag_seconds: Gauge
+    heartbeat_age_seconds: Gauge
     oldest_pending_seconds: Gauge
     resyncs: Counter
     fences: Counter

@@ -96,6 +96,9 @@ def exposed_name(metric: str) -> str:
 PANELS = (
     Panel(row="Freshness", title="Predictor lag", metric="predictor_lag_seconds"),
     Panel(row="Freshness", title="Versions behind", metric="predictor_lag_versions"),
+    Panel(row="Freshness", title="Lag by heartbeat", metric="heartbeat_lag_seconds", by=("predictor",)),
+    Panel(row="Freshness", title="Versions behind by heartbeat", metric="heartbeat_lag_versions", by=("predictor",)),
+    Panel(row="Freshness", title="Age of heartbeats", metric="heartbeat_age_seconds", by=("predictor",)),
     Panel(row="Freshness", title="Consumer lag", metric="consumer_lag_seconds", by=("consumer",)),
     Panel(row="Freshness", title="Batches a consumer is behind", metric="consumer_lag_batches", by=("consumer",)),
     Panel(row="Freshness", title="Oldest pending row", metric="oldest_pending_seconds", by=("consumer",)),
@@ -140,6 +143,14 @@ ALERTS = (
         severity="page",
         summary="A predictor serves rows that are more than five minutes old.",
         action="Look at its resyncs and refused parts, and whether the publisher still commits.",
+    ),
+    Alert(
+        name="DeltaTrackerPredictorSilent",
+        expression=f"{exposed_name('heartbeat_age_seconds')} > 60",
+        minutes=5,
+        severity="ticket",
+        summary="A predictor that followed the stream leaves no heartbeat any more.",
+        action="See whether it still runs; one that was stopped for good is shown no more after an hour.",
     ),
     Alert(
         name="DeltaTrackerPublisherStalled",
