@@ -112,11 +112,12 @@ class ChangeLog:
         """Table FQN to how many rows were recorded as changed so far, repeats included. Costs nothing."""
         return self._num_recorded
 
-    def num_pending(self, consumer: str) -> dict[str, int]:
+    def num_pending(self, consumer: str | None) -> dict[str, int]:
         """Table FQN to how many rows are pending for a consumer. Waits for the device."""
         with self.lock:
-            start, _ = self._cursors.start(consumer)
-            carried = self._cursors.carried(consumer)
+            name = self._cursors.resolve(consumer)
+            start, _ = self._cursors.start(name)
+            carried = self._cursors.carried(name)
             return {
                 fqn: store.num_changed(start, carried[fqn].ids if fqn in carried else None)
                 for fqn, store in self._stores.items()

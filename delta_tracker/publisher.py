@@ -134,7 +134,7 @@ class Publisher:
             raise
         self._is_open = True
         self._cadence = cadence
-        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer, self)
+        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer)
 
     @property
     def generation(self) -> int:
