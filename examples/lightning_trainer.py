@@ -19,8 +19,6 @@ from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim import RowWiseAdagrad
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher
 from delta_tracker.lightning import TrackerCallback
@@ -50,7 +48,6 @@ class Recommender(lightning.LightningModule):
         """Shard the model, once the ranks' group stands."""
         config = EmbeddingBagConfig(name="item", num_embeddings=NUM_ROWS, embedding_dim=COLUMNS, feature_names=["item"])
         collection = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
-        apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
         self.model = DistributedModelParallel(collection, device=torch.device("cpu"))
         self.bias = nn.Parameter(torch.zeros(1))
 
@@ -89,10 +86,9 @@ class Compare(lightning.Callback):
         assert publisher is not None
         publisher.publish()
         served = torch.empty(NUM_ROWS, COLUMNS)
-        predictor = Predictor({TABLE: served}, self.url)
-        predictor.sync()
+        version = Predictor({TABLE: served}, self.url).sync()
         assert served.equal(self.tracking.tracker.read_rows(TABLE))
-        print(f"batch {trainer.global_step}: generation {publisher.generation}, version {predictor.version}, equal")
+        print(f"batch {trainer.global_step}: generation {publisher.generation}, version {version}, equal")
 
 
 def fit(folder: str, num_batches: int, checkpoint: str | None) -> None:

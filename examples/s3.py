@@ -49,7 +49,7 @@ def main(url: str, options: dict[str, str]) -> None:
     publisher.close()
 
     for folder in ("log", "parts"):
-        objects = list(storage.list(folder))
+        objects = storage.objects(folder)
         print(f"{url}/{folder}: {len(objects)} objects, {sum(each.num_bytes for each in objects)} bytes")
     assert predictor.version == publisher.version
     assert served.equal(tracker.read_rows(TABLE))
