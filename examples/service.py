@@ -14,9 +14,10 @@ The trainer adds 1 to every row in each batch and publishes each batch, so that 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import time
+import signal
+import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated
 
 import torch
@@ -35,7 +36,7 @@ def create_app(url: str) -> FastAPI:
     table = nn.EmbeddingBag(NUM_ROWS, COLUMNS)
     predictor = Predictor({TABLE: table.weight}, url, name="service")
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         with predictor:
             predictor.follow()
@@ -45,12 +46,12 @@ def create_app(url: str) -> FastAPI:
 
     @app.get("/rows")
     def rows(ids: Annotated[list[int], Query()]) -> dict[str, object]:
-        """The rows, and the version that they are of; a plain function, so that it runs in a thread."""
-        with torch.no_grad(), predictor.reading() as held:  # no row changes in here
-            found = table.weight[torch.tensor(ids)]
+        """The rows, of ``version`` or, some of them, of the one that is being applied; no ``async``: it runs in a thread."""
+        with torch.no_grad(), predictor.reading() as held:
+            found = [table.weight[item].tolist() for item in ids]  # no row changes from one lookup to the next
         if held.version is None:
             raise HTTPException(503, "no version has come yet")
-        return {"version": held.version, "applying": held.applying, "rows": found.tolist()}
+        return {"version": held.version, "applying": held.applying, "rows": found}
 
     @app.get("/health")
     def health(response: Response) -> dict[str, object]:
@@ -86,12 +87,12 @@ def publish(url: str, pause_seconds: float) -> None:
     tracker = ModelDeltaTracker(model)
     publisher = Publisher(tracker, url)
     every = KeyedJaggedTensor(["item"], torch.arange(NUM_ROWS), lengths=torch.ones(NUM_ROWS, dtype=torch.int64))
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            model(every).values().sum().neg().backward()
-            tracker.step()
-            print(f"version {publisher.publish().version}", flush=True)
-            time.sleep(pause_seconds)
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stop.set())  # Ctrl-C ends it between two versions
+    while not stop.wait(pause_seconds):
+        model(every).values().sum().neg().backward()
+        tracker.step()
+        print(f"version {publisher.publish().version}", flush=True)
     publisher.close()
     dist.destroy_process_group()
 
