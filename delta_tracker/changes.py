@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from delta_tracker.ages import Ages
-from delta_tracker.cursors import Cursors, PendingState
+from delta_tracker.cursors import Cursors, LogState, PendingState
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
 from delta_tracker.figures import forget_consumer, tell_lag, tell_pending, tell_received
 from delta_tracker.rows import ChangedRows, merge_first
@@ -34,21 +34,6 @@ class Reading:
     stop: int
     batches: tuple[int, int]
     rows: Mapping[str, ChangedRows]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LogState:
-    """All that a log knows at one moment.
-
-    Args:
-        num_batches: ``step()`` calls.
-        consumers: name to what is pending for it.
-        history: table FQN to all rows changed since the start, in a log that keeps them; otherwise None.
-    """
-
-    num_batches: int
-    consumers: Mapping[str, PendingState]
-    history: Mapping[str, ChangedRows] | None = None
 
 
 class ChangeLog:
@@ -117,11 +102,12 @@ class ChangeLog:
         """Table FQN to how many rows were recorded as changed so far, repeats included. Costs nothing."""
         return self._num_recorded
 
-    def num_pending(self, consumer: str) -> dict[str, int]:
+    def num_pending(self, consumer: str | None) -> dict[str, int]:
         """Table FQN to how many rows are pending for a consumer. Waits for the device."""
         with self.lock:
-            start, _ = self._cursors.start(consumer)
-            carried = self._cursors.carried(consumer)
+            name = self._cursors.resolve(consumer)
+            start, _ = self._cursors.start(name)
+            carried = self._cursors.carried(name)
             return {
                 fqn: store.num_changed(start, carried[fqn].ids if fqn in carried else None)
                 for fqn, store in self._stores.items()

@@ -64,18 +64,18 @@ class PendingRows:
         """
         return MappingProxyType(self._log.num_recorded)
 
-    def num_pending(self, consumer: str | None = None, *, owner: object = None) -> dict[str, int]:
+    def num_pending(self, consumer: str | None = None) -> dict[str, int]:
         """Table FQN to how many rows of this rank a read would give the consumer now. Waits for the device.
+
+        It takes nothing, so anybody may ask, also for a publisher's consumer.
 
         Args:
             consumer: who would read; may be left out when there is only one.
-            owner: who reserved the consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or several and none was named.
-            ReservedConsumerError: if it is reserved by somebody else than ``owner``.
         """
-        return self._log.num_pending(self._log.resolve(consumer, owner))
+        return self._log.num_pending(consumer)
 
 
 def record_figures(tracker: PendingRows) -> None:

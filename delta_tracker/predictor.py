@@ -103,8 +103,7 @@ class Predictor:
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
         self._lock = TableLock()
         self._applier = Applier(model, names or {}, takes_dense=dense, lock=self._lock, chunk_rows=chunk_rows)
-        self._storage = open_storage(url)
-        self._buffer = PartBuffer()
+        self._storage, self._buffer = open_storage(url), PartBuffer()
         self._cursor = StreamCursor(StreamLog(self._storage))
         self._gate = None if gate is None else GateKeeper(gate)
         self._manifest: Manifest | None = None

@@ -135,7 +135,7 @@ class Publisher:
         self._is_open = True
         watch_publisher()
         self._cadence = cadence
-        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer, self)
+        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer)
 
     @property
     def generation(self) -> int:

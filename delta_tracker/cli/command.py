@@ -41,9 +41,9 @@ class MeteredStorage(Storage):
 
     on_read: Callable[[int], None] | None = None
 
-    def read(self, name: str, *, max_bytes: int) -> NDArray[np.uint8] | None:
+    def read(self, name: str, *, max_bytes: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8] | None:
         """See :meth:`Storage.read`."""
-        return self._told(super().read(name, max_bytes=max_bytes))
+        return self._told(super().read(name, max_bytes=max_bytes, out=out))
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
         """See :meth:`Storage.read_range`."""

@@ -22,9 +22,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
-from delta_tracker.changes import LogState
 from delta_tracker.checkpoint.dcp import SavedTracker
 from delta_tracker.checkpoint.stateful import Restored
+from delta_tracker.cursors import LogState
 from delta_tracker.monitor.default import MONITOR
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.state import LogicalCounters
