@@ -235,10 +235,28 @@ def test_the_public_names() -> None:
     assert all(getattr(delta_tracker, name).__doc__ for name in delta_tracker.__all__)
 
 
+def test_public_names_are_imported_when_they_are_used() -> None:
+    program = """
+import sys
+import delta_tracker
+assert not [name for name in sys.modules if name.startswith("delta_tracker.")]
+assert delta_tracker.errors.StorageError and delta_tracker.monitor.MONITOR
+from delta_tracker import *
+assert Predictor is delta_tracker.Predictor
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
+    assert sorted(delta_tracker._HOMES) == sorted(delta_tracker.__all__)
+    assert set(delta_tracker.__all__) <= set(dir(delta_tracker))
+    for name, home in delta_tracker._HOMES.items():
+        assert getattr(delta_tracker, name).__module__ == home
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        delta_tracker.nothing  # noqa: B018
+
+
 def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> None:
     program = """
 import sys, threading
-import delta_tracker
+from delta_tracker import *
 optional = {"torchrec", "fbgemm_gpu", "numba", "matplotlib", "click", "rich", "pyarrow", "safetensors"}
 optional.add("delta_tracker.cli")
 heavy = optional & set(sys.modules)
