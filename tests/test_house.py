@@ -183,7 +183,7 @@ def test_every_file_has_a_place_in_the_order() -> None:
 @pytest.mark.parametrize("name", _ORDER)
 def test_imports_run_one_way(name: str) -> None:
     above = {f"delta_tracker.{other}" for other in _ORDER[: _ORDER.index(name)]}
-    optional = {module for module in _imports(_MODULES[name]) if module.split(".")[0] == "delta_tracker"}
+    ours = {module for module in _imports(_MODULES[name]) if module.split(".")[0] == "delta_tracker"}
     assert ours <= above
 
 
@@ -236,7 +236,8 @@ def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> Non
     program = """
 import sys, threading
 import delta_tracker
-optional = {"delta_tracker.cli", "torchrec", "fbgemm_gpu", "numba", "matplotlib", "click", "rich", "pyarrow", "safetensors"}
+optional = {"click", "delta_tracker.cli", "fbgemm_gpu", "matplotlib", "numba", "pyarrow", "rich",
+            "safetensors", "torchrec"}
 heavy = optional & set(sys.modules)
 assert not heavy, heavy
 assert threading.active_count() == 1

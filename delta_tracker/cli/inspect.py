@@ -148,14 +148,14 @@ def _predictors(found: Survey) -> Table | Text:
 
 def _predictor(found: Survey, follower: Follower) -> tuple[object, ...]:
     beat, seconds = follower.beat, found.behind_seconds(follower)
-    behind = "elsewhere" if follower.lag_versions is None else count(follower.lag_versions)
+    behind = "elsewhere" if follower.behind is None else count(follower.behind)
     return (
         beat.name,
         cell(follower.state, "green" if follower.state == "live" else "red"),
         f"{duration(follower.seconds_ago)} ago",
         "none" if beat.version is None else str(beat.version),
         "" if beat.version is None else behind,
-        duration(seconds) if seconds else "",
+        duration(seconds) if seconds and follower.behind else "",
         count(beat.resyncs),
     )
 
