@@ -24,7 +24,7 @@ _HELP = """Look at streams of embedding deltas, check them, and take versions ou
 A URL is file:///directory, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; a plain path names a
 directory. Credentials and the endpoint of a remote store come from the usual environment variables
 (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT, AWS_REGION, GOOGLE_..., AZURE_...), other settings from
---option name=value.
+--option name=value; an endpoint without TLS needs --option allow_http=true.
 
 \b
 Exit codes:
@@ -32,6 +32,7 @@ Exit codes:
   1    the stream is damaged or cannot serve, or a check found something
   2    the call is wrong, or the store cannot be reached
   130  interrupted by Ctrl-C; nothing is left half done
+  141  nobody reads the output any more
 """
 
 

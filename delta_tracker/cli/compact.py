@@ -67,5 +67,5 @@ def command(stream: Stream, fold: float, max_bytes: int, min_versions: int) -> i
             f"{size(each.num_bytes)}"
         )
     if not made:
-        stream.out.line("nothing to merge")
+        stream.out.line(f"nothing to merge: fewer than {min_versions} new deltas, or none that fit")
     return 0

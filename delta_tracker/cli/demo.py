@@ -55,8 +55,8 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
     """Run, then compare the tables."""
     output = Output(is_json=is_json)
     directory = Path(tempfile.mkdtemp(prefix="delta-tracker-demo-")) if out is None else out.absolute()
-    if directory.exists() and any(directory.iterdir()):
-        raise InvalidArgumentError("--out", str(out), "Name a new directory: this one holds something")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidArgumentError("--out", str(out), "Name a new directory: something is there")
     url = directory.as_uri()
     if not is_json:
         output.line(f"the stream is {directory}; in a second terminal: delta-tracker tail {directory}")

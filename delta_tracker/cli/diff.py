@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -14,7 +16,7 @@ from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.output import table
 from delta_tracker.cli.text import count
 from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, write_rows
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.manifest import Manifest
 from delta_tracker.types import TableSpec
@@ -49,8 +51,8 @@ def command(stream: Stream, v1: int, v2: int, fqn: str | None, limit: int) -> in
     cursor = StreamCursor(stream.log)
     paths = cursor.path_to(v1), cursor.path_to(v2)
     spec = _table(fqn, paths[0][0])
-    with tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch:
-        before, after = _both(stream, paths, spec, Path(scratch))
+    with _scratch() as scratch:
+        before, after = _both(stream, paths, spec, scratch)
         ids, moved = _compare(before, after)
         order = moved.nan_to_num(math.inf, math.inf).argsort(descending=True, stable=True)[:limit]
         farthest = [
@@ -74,6 +76,23 @@ def command(stream: Stream, v1: int, v2: int, fqn: str | None, limit: int) -> in
         rows = [(str(row), *(f"{value:.4g}" for value in rest)) for row, *rest in farthest]
         stream.out.show(table((">row", ">moved by", f">length at {v1}", f">length at {v2}"), rows))
     return 0
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A directory that is gone at the end of the block.
+
+    Raises:
+        InvalidArgumentError: if there is no room in it.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch:
+            yield Path(scratch)
+    except StorageError:
+        raise
+    except OSError as error:
+        remedy = f"Let it name a directory with room for the table, twice: {error.strerror}"
+        raise InvalidArgumentError("TMPDIR", tempfile.gettempdir(), remedy) from error
 
 
 def _table(fqn: str | None, manifest: Manifest) -> TableSpec:

@@ -13,7 +13,7 @@ from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.followers import Follower
 from delta_tracker.cli.output import cell, table
 from delta_tracker.cli.survey import Survey, count_kinds, survey
-from delta_tracker.cli.text import count, duration, moment, size
+from delta_tracker.cli.text import count, duration, moment, several, size
 from delta_tracker.stream.manifest import DTYPE_NAMES
 
 _STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
@@ -51,7 +51,7 @@ def command(stream: Stream, last: int) -> int:
             stream.out.show(each)
             stream.out.line()
         if found.num_gone:
-            stream.out.line(f"{_several(found.num_gone, 'predictor')} not heard of for an hour", "dim")
+            stream.out.line(f"{several(found.num_gone, 'predictor')} not heard of for an hour", "dim")
         for follower in found.followers:
             if follower.beat.error is not None:
                 stream.out.line(f"{follower.beat.name} is held up: {follower.beat.error}", "red")
@@ -71,16 +71,15 @@ def _facts(url: str, found: Survey) -> Table:
         "stream": head.stream,
         "head": f"version {head.version}, a {head.kind}, committed {duration(found.now - head.created)} ago "
         f"({moment(head.created)}) by generation {head.generation}",
-        "pending": f"{_several(head.pending_rows, 'changed row')} left for later versions",
-        "log": f"versions {first} to {head.version}: {_several(kinds['snapshot'], 'snapshot')}, "
-        f"{_several(kinds['delta'], 'delta')}, {_several(kinds['claim'], 'claim')}; "
-        f"{_several(found.num_merged, 'merged entry', 'merged entries')} beside them",
-        "size": f"{size(found.part_bytes)} in {_several(found.num_parts, 'part')}, "
-        f"{size(found.entry_bytes)} of entries",
+        "pending": f"{several(head.pending_rows, 'changed row')} left for later versions",
+        "log": f"versions {first} to {head.version}: {several(kinds['snapshot'], 'snapshot')}, "
+        f"{several(kinds['delta'], 'delta')}, {several(kinds['claim'], 'claim')}; "
+        f"{several(found.num_merged, 'merged entry', 'merged entries')} beside them",
+        "size": f"{size(found.part_bytes)} in {several(found.num_parts, 'part')}, {size(found.entry_bytes)} of entries",
         "new predictor": _start(found),
     }
     if found.num_strays:
-        lines["strays"] = f"{_several(found.num_strays, 'entry', 'entries')} below a gap, which no reader meets"
+        lines["strays"] = f"{several(found.num_strays, 'entry', 'entries')} below a gap, which no reader meets"
     for name, line in lines.items():
         facts.add_row(name, cell(line))
     return facts
@@ -91,8 +90,8 @@ def _start(found: Survey) -> str:
         return "has nothing to start from"
     snapshot, behind = found.start.snapshot, len(found.start.entries) - 1
     return (
-        f"reads {size(found.start.num_bytes)} in {_several(found.start.num_parts, 'part')}: "
-        f"{'the merged ' if snapshot.merges else ''}snapshot {snapshot.version}, then {_several(behind, 'version')}"
+        f"reads {size(found.start.num_bytes)} in {several(found.start.num_parts, 'part')}: "
+        f"{'the merged ' if snapshot.merges else ''}snapshot {snapshot.version}, then {several(behind, 'version')}"
     )
 
 
@@ -158,7 +157,3 @@ def _predictor(found: Survey, follower: Follower) -> tuple[object, ...]:
         duration(seconds) if seconds and follower.behind else "",
         count(beat.resyncs),
     )
-
-
-def _several(number: int, one: str, many: str = "") -> str:
-    return f"{count(number)} {one if number == 1 else many or one + 's'}"

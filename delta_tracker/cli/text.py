@@ -42,6 +42,16 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def several(number: int, one: str, many: str = "") -> str:
+    """A number of things.
+
+    Example:
+        >>> several(1, "entry", "entries"), several(2000, "part")
+        ('1 entry', '2,000 parts')
+    """
+    return f"{count(number)} {one if number == 1 else many or one + 's'}"
+
+
 def size(num_bytes: float) -> str:
     """Bytes in powers of a thousand.
 

@@ -11,7 +11,7 @@ import click
 from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.survey import contiguous
-from delta_tracker.cli.text import count, plain, size
+from delta_tracker.cli.text import plain, several, size
 from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.manifest import Link, Manifest, Part
@@ -48,14 +48,14 @@ def command(stream: Stream, *, quick: bool) -> int:
         stream.out.json(check.to_dict())
         return 1 if check.findings else 0
     done = (
-        f"{count(check.num_entries)} entries, {count(check.num_merged)} merged entries, "
-        f"{count(check.num_parts)} parts, {size(check.num_bytes)}"
+        f"{several(check.num_entries, 'entry', 'entries')}, {several(check.num_merged, 'merged entry', 'merged entries')}, "
+        f"{several(check.num_parts, 'part')}, {size(check.num_bytes)}"
     )
     for finding in check.findings:
         away = "" if finding.is_in_the_way else " (older than the newest snapshot: new predictors do not read it)"
         stream.out.line(f"damaged: {finding.where}: {finding.problem}{away}", "red")
     if check.findings:
-        stream.out.line(f"{count(len(check.findings))} findings in {done}", "bold red")
+        stream.out.line(f"{several(len(check.findings), 'finding')} in {done}", "bold red")
     else:
         stream.out.line(f"{'sizes and links agree' if quick else 'all is well'}: {done}", "bold green")
     return 1 if check.findings else 0
