@@ -79,7 +79,8 @@ def share(value: float) -> str:
     percent = 100 * value
     near = min(abs(percent), abs(100 - percent))
     digits = 0 if near >= 1 or near == 0 else min(6, 1 - math.floor(math.log10(near)))
-    return f"{percent:.{digits}f} %"
+    text = f"{percent:.{digits}f}"
+    return f"{text.rstrip('0') if digits else text} %"
 
 
 def short(name: str) -> str:
