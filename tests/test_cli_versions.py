@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -312,7 +313,7 @@ def test_compact_that_is_interrupted_leaves_a_whole_stream(
 # demo
 
 
-def test_demo_leaves_a_stream_for_the_other_commands(cli: Cli, tmp_path: Path) -> None:
+def test_demo_leaves_a_stream_for_the_other_commands(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "demo"
     found = cli.json("demo", "--seconds", 0.5, "--every", 0.1, "--out", out)
     assert found["equal"]
@@ -322,4 +323,6 @@ def test_demo_leaves_a_stream_for_the_other_commands(cli: Cli, tmp_path: Path) -
     cli("demo", "--out", out, code=2)
     (tmp_path / "file").touch()
     cli("demo", "--out", tmp_path / "file", code=2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert "bit for bit" in cli("demo", "--seconds", 0.3)
+    assert [path.is_dir() for path in tmp_path.glob("delta-tracker-demo-*")] == [True]

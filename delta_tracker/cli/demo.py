@@ -64,12 +64,13 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
     served = {fqn: torch.zeros_like(table) for fqn, table in trainer.tables.items()}
     applied: list[float] = []
     losses: list[float] = []
-    deadline = time.monotonic() + seconds
     with output.progress("training", seconds) as progress, Predictor(served, url, name="demo-predictor") as predictor:
         trainer.publish("snapshot")
         predictor.follow()
-        while (now := time.monotonic()) < deadline:
-            while time.monotonic() < min(now + every, deadline):
+        deadline = time.monotonic() + seconds
+        while not applied or time.monotonic() < deadline:  # at least one delta, on however slow a machine
+            now = time.monotonic()
+            while trainer.has_nothing_new or time.monotonic() < min(now + every, deadline):
                 losses.append(trainer.train())
                 time.sleep(_BATCH_SECONDS)
             version = trainer.publish("delta")
@@ -106,6 +107,11 @@ class _Trainer:
         self._writer = StreamWriter(timedelta(seconds=60))
         self._writer.open(url)
         self.versions: list[Manifest] = []
+
+    @property
+    def has_nothing_new(self) -> bool:
+        """Whether no batch was trained since the last version."""
+        return self._batch == self._published
 
     def train(self) -> float:
         """One batch; the loss."""

@@ -47,9 +47,13 @@ def command(stream: Stream, *, quick: bool) -> int:
     if stream.out.is_json:
         stream.out.json(check.to_dict())
         return 1 if check.findings else 0
-    done = (
-        f"{several(check.num_entries, 'entry', 'entries')}, {several(check.num_merged, 'merged entry', 'merged entries')}, "
-        f"{several(check.num_parts, 'part')}, {size(check.num_bytes)}"
+    done = ", ".join(
+        (
+            several(check.num_entries, "entry", "entries"),
+            several(check.num_merged, "merged entry", "merged entries"),
+            several(check.num_parts, "part"),
+            size(check.num_bytes),
+        )
     )
     for finding in check.findings:
         away = "" if finding.is_in_the_way else " (older than the newest snapshot: new predictors do not read it)"
