@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 import time
 from collections import Counter
 from html.parser import HTMLParser
@@ -378,3 +379,10 @@ def test_a_page_is_there_whole_or_as_it_was(trainer: Trainer, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     assert main(["report", "stream"]) == 0
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_without_the_extra_it_says_what_to_install(trainer: Trainer, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert main(["report", trainer.writer.storage.url, "--out", str(tmp_path / "r.html")]) == 2
+    assert "pip install 'delta_tracker[cli]'" in capsys.readouterr().err
+    assert main(["report", trainer.writer.storage.url, "--json"]) == 0

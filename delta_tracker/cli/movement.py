@@ -101,18 +101,19 @@ class TableMovement:
 
     def add(self, whole: list[BlockRows], listed: list[BlockRows], *, is_delta: bool) -> None:
         """Take in the table's rows of the next version."""
+        # The blocks have no row in common, unless they are column shards.
+        is_split = any(rows.block.num_columns < self.spec.dim for rows in (*whole, *listed))
         ids = [rows.ids.numpy() for rows in listed if rows.ids is not None]
         if is_delta and ids:
             self.num_deltas += 1
-            self.counts.add(np.unique(np.concatenate(ids)))
+            self.counts.add(np.unique(np.concatenate(ids)) if is_split else np.concatenate(ids))
         compared = [piece for rows in (*whole, *listed) for piece in self._compare(rows)] if self.stride else []
         if not compared:
             return
-        # A row that stands in several column shards moved by all of them together.
-        slots, places = np.unique(np.concatenate([slots for slots, _ in compared]), return_inverse=True)
-        squares = np.bincount(
-            places, weights=np.concatenate([squares for _, squares in compared]), minlength=len(slots)
-        )
+        squares = np.concatenate([squares for _, squares in compared])
+        if is_split:  # a row moved by all of its columns together
+            places = np.unique(np.concatenate([slots for slots, _ in compared]), return_inverse=True)[1]
+            squares = np.bincount(places, weights=squares)
         distances = np.sqrt(squares[np.isfinite(squares)])
         self._count(distances[distances > 0])
         if is_delta:

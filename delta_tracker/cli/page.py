@@ -51,7 +51,7 @@ def render(figures: Figures) -> str:
         figures=figures,
         charts=_charts(figures),
         cards=[_card(table) for table in _moved(figures)],
-        lines={table["name"]: _line(table["bin_bytes"]) for table in figures["tables"]},
+        lines={table["name"]: _line(table["bin_bytes"], figures["bins"]) for table in figures["tables"]},
         hot=[table for table in figures["tables"] if table["hottest"]][:_NUM_CARDS],
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -79,7 +79,8 @@ def share(value: float) -> str:
     percent = 100 * value
     near = min(abs(percent), abs(100 - percent))
     digits = 0 if near >= 1 or near == 0 else min(6, 1 - math.floor(math.log10(near)))
-    return f"{percent:.{digits}f} %"
+    text = f"{percent:.{digits}f}"
+    return f"{text.rstrip('0') if digits else text} %"
 
 
 def short(name: str) -> str:
@@ -235,11 +236,12 @@ def _distances(across: Scale) -> list[Tick]:
     return [Tick(across(value), number(value)) for value in inside]
 
 
-def _line(values: Sequence[float]) -> str:
-    """The path of a small line without axes."""
-    scale = linear(max(values, default=0.0))
-    slot = 100 / max(1, len(values) - 1)
-    return line([(slot * index, scale(value)) for index, value in enumerate(values)]) if len(values) > 1 else ""
+def _line(num_bytes: Sequence[int], bins: Sequence[dict[str, Any]]) -> str:
+    """The path of a small line without axes: mean bytes of a delta."""
+    means = [total / each["deltas"] for total, each in zip(num_bytes, bins, strict=True) if each["deltas"]]
+    scale = linear(max(means, default=0.0))
+    slot = 100 / max(1, len(means) - 1)
+    return line([(slot * index, scale(mean)) for index, mean in enumerate(means)]) if len(means) > 1 else ""
 
 
 def _version_title(each: dict[str, Any]) -> str:

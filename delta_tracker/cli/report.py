@@ -17,7 +17,7 @@ _HELP = """Write one self-contained page about a stream: delta size over time, h
 freshness, bytes saved.
 
 The page needs no network and runs no scripts of others. It says what was read: by default the newest 10,000 versions,
-and of the newest GB of them the rows. Memory is bounded by some 500 MB whatever the stream's size. Exit code 1 if the
+and of the newest GB of them the rows. Memory stays below 1 GB whatever the stream's size. Exit code 1 if the
 stream is damaged; the page is written all the same, and says so.
 
 \b
