@@ -46,7 +46,7 @@ def create_app(url: str) -> FastAPI:
 
     @app.get("/rows")
     def rows(ids: Annotated[list[int], Query()]) -> dict[str, object]:
-        """The rows, of ``version`` or, some of them, of the one being applied; no ``async``: it runs in a thread."""
+        """Rows of the version or, some of them, of the one being applied. Not async, so that it runs in a thread."""
         with torch.no_grad(), predictor.reading() as held:
             found = [table.weight[item].tolist() for item in ids]  # no row changes from one lookup to the next
         if held.version is None:

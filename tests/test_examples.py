@@ -30,12 +30,13 @@ Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Run an example in the process that all of them share; what it printed."""
+    folder = tmp_path_factory.mktemp("examples")
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.example_runner"],
         cwd=_ROOT,
-        env=_ENVIRON,
+        env=_ENVIRON | {"TMPDIR": str(folder)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -54,13 +55,13 @@ def run() -> Iterator[Run]:
             runner.kill()
 
 
-def torchrun(num_ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, num_ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
     """Run an example on ranks, as ``torchrun`` does."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, "-m", *command],
         cwd=_ROOT,
-        env=_ENVIRON,
+        env=_ENVIRON | {"TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=_LIMIT_SECONDS,
@@ -105,17 +106,18 @@ def test_redis_hints(run: Run) -> None:
         assert "never waited for its next look" in run("redis_hints", url)
 
 
-def test_sharded() -> None:
-    done = torchrun(2, "examples.sharded")
+def test_sharded(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, 2, "examples.sharded")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the predictor equals this rank's shards bit for bit") == 2
 
 
 def test_crash_and_resume(tmp_path: Path) -> None:
-    killed = torchrun(2, "examples.crash_and_resume", str(tmp_path), "--die-after", "25")
+    folder = str(tmp_path / "trainer")
+    killed = torchrun(tmp_path, 2, "examples.crash_and_resume", folder, "--die-after", "25")
     assert killed.returncode != 0
     assert killed.stdout.endswith("batch 24: version 8, delta\nkilled after batch 25\n"), killed.stderr
-    resumed = torchrun(1, "examples.crash_and_resume", str(tmp_path))
+    resumed = torchrun(tmp_path, 1, "examples.crash_and_resume", folder)
     assert resumed.returncode == 0, resumed.stderr
     assert "the predictor holds version 8, of a trainer that is gone" in resumed.stdout
     assert "1 rank resumes at batch 20\nbatch 21: version 10, delta" in resumed.stdout
