@@ -53,9 +53,9 @@ class Predictor:
     """Applies the versions of a stream, in order and each once, to the tables of a model.
 
     It starts from the newest snapshot and follows from there. A version is read and checked whole before its first row
-    is written: an error leaves the tables and :attr:`version` as they were. Where the next version cannot be had (a
-    gap, a damaged part, one that retention took or the gate holds, another stream in its place) it goes on from a
-    merged version or the newest snapshot, and logs that. Needs neither torchrec nor fbgemm for models of plain torch.
+    is written, in memory that is kept for the next, up to 320 MiB: an error leaves the tables and :attr:`version` as
+    they were. Where the next one cannot be had (a gap, damage, retention, the gate, another stream in its place) it
+    goes on from a merged version or the newest snapshot, and logs that. Models of plain torch need no torchrec.
 
     Lookups in other threads stand inside ``with predictor.reading()``: no row changes there. Rows are written in
     chunks between such blocks, so while a version is being applied some rows are of the next version already; none is

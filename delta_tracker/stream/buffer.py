@@ -22,7 +22,7 @@ class PartBuffer:
     It is used again only when nothing refers to it any more, neither an array nor a tensor. So whoever keeps a view of
     it, by intention or not, keeps what he has, and the next version is read into new memory.
 
-    Memory: at most four times what the last version with rows took.
+    Memory: what the largest version took and a quarter more, and at most four times what the last one with rows took.
     """
 
     def __init__(self) -> None:
