@@ -69,7 +69,7 @@ def tables(count: int, num_rows: int, dim: int = 64) -> tuple[Table, ...]:
 @contextmanager
 def one_rank() -> Iterator[None]:
     """A gloo group of this process alone, without a port."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield

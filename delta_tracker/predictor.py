@@ -23,8 +23,9 @@ from delta_tracker.errors import (
 )
 from delta_tracker.follower import Follower
 from delta_tracker.gate import Gate, GateKeeper
-from delta_tracker.observing import count_applied, count_resync
+from delta_tracker.observing import count_applied, count_resync, watch_predictor
 from delta_tracker.status import Served, Status
+from delta_tracker.stream.buffer import PartBuffer
 from delta_tracker.stream.contents import Contents
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.heartbeat import Pulse
@@ -102,7 +103,7 @@ class Predictor:
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
         self._lock = TableLock()
         self._applier = Applier(model, names or {}, takes_dense=dense, lock=self._lock, chunk_rows=chunk_rows)
-        self._storage = open_storage(url)
+        self._storage, self._buffer = open_storage(url), PartBuffer()
         self._cursor = StreamCursor(StreamLog(self._storage))
         self._gate = None if gate is None else GateKeeper(gate)
         self._manifest: Manifest | None = None
@@ -116,6 +117,7 @@ class Predictor:
         self._syncing = threading.Lock()  # held by whoever moves the version
         self._pulse = None if name is None else Pulse(self._storage, name)
         self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat)
+        watch_predictor(self, _FAULTS)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -140,8 +142,7 @@ class Predictor:
 
     def status(self) -> Status:
         """How it stands. Asks the store for its lag."""
-        place, lag = self._cursor.place, self._follower.lag()
-        error = self.error
+        place, lag, error = self._cursor.place, self._follower.lag(), self.error
         return Status(
             stream=None if place is None else place.stream,
             version=self.version,
@@ -276,9 +277,8 @@ class Predictor:
         self._refuse_inside_reading("load_state_dict()")
         place = Place.from_dict(state) if state else None
         with self._syncing, self._lock.writing():
-            self._cursor.place = place
+            self._cursor.place, self._is_mixed = place, False
             self._manifest = self._applying = None
-            self._is_mixed = False
             self._ways.clear()
 
     def _beat(self) -> None:
@@ -352,7 +352,7 @@ class Predictor:
         self._applier.check(manifest)
         if gate is not None:
             gate.recall(manifest)
-        contents = Contents(self._storage, manifest)
+        contents = Contents(self._storage, manifest, buffer=self._buffer)
         measure = {} if gate is None else gate.check(manifest, contents)
         self._apply(manifest, contents, is_elsewhere=is_elsewhere)
         if gate is not None:
@@ -363,13 +363,13 @@ class Predictor:
         path = self._cursor.path_to(version)
         for manifest in path:
             self._applier.check(manifest)
-            self._applier.place(Contents(self._storage, manifest))
+            self._applier.place(Contents(self._storage, manifest, buffer=self._buffer))
         self._pinned = version
         self._ways.clear()
         if self._gate is not None:
             self._gate.restart()
         for manifest in path:
-            contents = Contents(self._storage, manifest)
+            contents = Contents(self._storage, manifest, buffer=self._buffer)
             self._apply(manifest, contents, is_elsewhere=manifest.kind == "snapshot")
             if self._gate is not None:
                 self._gate.passed(manifest, self._gate.follow(manifest, contents))

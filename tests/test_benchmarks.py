@@ -22,7 +22,11 @@ _ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "name", ["bench_freshness", "bench_predict", "bench_publish", "bench_read", "bench_step", "bench_store"]
+    "name",
+    [
+        *("bench_freshness", "bench_predict", "bench_publish", "bench_quality"),
+        *("bench_read", "bench_step", "bench_store"),
+    ],
 )
 def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
     # In a process of its own: it has a process group and settings of torch.
@@ -40,7 +44,7 @@ def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json", f"{name}.md"], "it left files behind"
 
 
-@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish"])
+@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality"])
 def test_committed_results_are_of_the_program_that_is_there(name: str) -> None:
     directory = _ROOT / "benchmarks" / "results"
     record = json.loads((directory / f"{name}.json").read_text())

@@ -133,6 +133,7 @@ def test_another_table_is_refused(writer: Writer, model: dict[str, torch.Tensor]
     with pytest.raises(TableMismatchError, match="20 x 4 float32 in the stream") as caught:
         predictor.sync()
     assert (caught.value.table, caught.value.found) == (FQN, found)
+    assert "names={stream: model}" in caught.value.remedy
     assert predictor.version is None
     assert all(not tensor.any() for tensor in model.values())
 
@@ -462,10 +463,10 @@ def test_readers_read_together_and_may_nest_but_not_wait_for_themselves(writer: 
 class _Failing(Storage):
     fails = False
 
-    def read(self, name: str, *, max_bytes: int) -> Any:
+    def read(self, name: str, **bound: Any) -> Any:
         if self.fails:
             raise StorageError(self.url, "service unavailable")
-        return super().read(name, max_bytes=max_bytes)
+        return super().read(name, **bound)
 
 
 def test_following_outlives_a_store_that_fails_for_a_while(tmp_path: Path) -> None:

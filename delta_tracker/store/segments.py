@@ -149,6 +149,11 @@ class SegmentStore:
         for ids in self._open.values():
             self._mark(ids)
 
+    @property
+    def has_open(self) -> bool:
+        """Whether a batch is open."""
+        return bool(self._open)
+
     def catch_up(self) -> None:
         """Mark what changed without a word; here every change is told of."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from delta_tracker.stream.buffer import PartBuffer
 from delta_tracker.stream.encoding import decode_rows
 from delta_tracker.stream.manifest import Block, Manifest
 from delta_tracker.stream.part import MEMORY_BYTES, PartReader, dense_of, read_parts
@@ -39,6 +40,7 @@ class Contents:
         storage: where the version lies.
         manifest: its entry.
         memory_bytes: how much of its parts may be held in memory; the others are read again as they are needed.
+        buffer: the memory that they are held in; new memory without it.
 
     Raises:
         CorruptPartError: if a part is not exactly what its record says.
@@ -51,9 +53,16 @@ class Contents:
         dense: name to dense tensor.
     """
 
-    def __init__(self, storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        buffer: PartBuffer | None = None,
+    ) -> None:
         self.manifest = manifest
-        readers = read_parts(storage, manifest, memory_bytes=memory_bytes)
+        readers = read_parts(storage, manifest, memory_bytes=memory_bytes, buffer=buffer)
         rows = [
             _rows(reader, index, manifest.tables[block.table].dtype)
             for reader in readers

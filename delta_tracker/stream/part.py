@@ -14,6 +14,7 @@ import xxhash
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, MalformedError
+from delta_tracker.stream.buffer import PartBuffer
 from delta_tracker.stream.codec import ALIGNMENT, SIZE_BYTES, dense_key
 from delta_tracker.stream.encoding import decode_rows, unpack_ids
 from delta_tracker.stream.manifest import DTYPE_NAMES, Block, Manifest, Part
@@ -74,16 +75,26 @@ class PartReader:
         part: its record, from a checked manifest.
         manifest: that manifest.
         memory_bytes: size above which it is not held in memory.
+        out: the memory that it is held in, for as many bytes; new memory without it.
 
     Raises:
         CorruptPartError: if the bytes are not exactly what the record says.
         StorageError: if the store cannot be read.
     """
 
-    def __init__(self, storage: Storage, part: Part, manifest: Manifest, *, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        part: Part,
+        manifest: Manifest,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        out: NDArray[np.uint8] | None = None,
+    ) -> None:
         self.part = part
         self._specs = manifest.dense
-        self._read = _in_memory(storage, part) if part.num_bytes <= memory_bytes else _Pieces(storage, part).read
+        is_held = part.num_bytes <= memory_bytes
+        self._read = _in_memory(storage, part, out) if is_held else _Pieces(storage, part).read
         try:
             self._spans = self._layout()
             self._ids = [self._checked_ids(index, block) for index, block in enumerate(part.blocks)]
@@ -205,10 +216,10 @@ def _length(value: Any) -> int:  # noqa: ANN401  untrusted JSON
     return value
 
 
-def _in_memory(storage: Storage, part: Part) -> _Read:
+def _in_memory(storage: Storage, part: Part, out: NDArray[np.uint8] | None) -> _Read:
     """Read all of a part at once."""
     try:
-        data = storage.read(part.name, max_bytes=part.num_bytes)
+        data = storage.read(part.name, max_bytes=part.num_bytes, out=out)
     except MalformedError as error:
         raise CorruptPartError(part.name, error.reason) from error
     if data is None:
@@ -268,18 +279,26 @@ class _Pieces:
         return data
 
 
-def read_parts(storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMORY_BYTES) -> list[PartReader]:
-    """All parts of a version, checked; together at most ``memory_bytes`` of them are held.
+def read_parts(
+    storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMORY_BYTES, buffer: PartBuffer | None = None
+) -> list[PartReader]:
+    """All parts of a version, checked; together at most ``memory_bytes`` of them are held, in ``buffer`` if given.
 
     Raises:
         CorruptPartError, StorageError: as :class:`PartReader`.
     """
-    readers, left = [], memory_bytes
+    limits, left = [], memory_bytes
     for part in manifest.parts:
-        readers.append(PartReader(storage, part, manifest, memory_bytes=left))
-        if part.num_bytes <= left:
-            left -= part.num_bytes
-    return readers
+        limits.append(left)
+        left -= part.num_bytes if part.num_bytes <= left else 0
+    held = [
+        part.num_bytes if part.num_bytes <= limit else 0 for part, limit in zip(manifest.parts, limits, strict=True)
+    ]
+    outs = [None] * len(held) if buffer is None else buffer.lend(held)
+    return [
+        PartReader(storage, part, manifest, memory_bytes=limit, out=out)
+        for part, limit, out in zip(manifest.parts, limits, outs, strict=True)
+    ]
 
 
 def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:

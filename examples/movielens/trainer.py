@@ -24,6 +24,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from delta_tracker import ModelDeltaTracker, Publisher
 from examples.movielens.data import Ratings, load_ratings
+from examples.movielens.metrics import serve
 from examples.movielens.model import FactorizationMachine
 from examples.movielens.settings import WORLD_SIZE, Settings, emit
 
@@ -43,6 +44,7 @@ def main(settings: Settings, rank: int) -> None:
         world_size=WORLD_SIZE,
         timeout=timedelta(seconds=settings.patience_seconds),
     )
+    serve(f"trainer-{rank}")
     ratings = load_ratings(settings.ratings)
     model = sharded_model(ratings, settings)
     with ModelDeltaTracker(model, consumers=["stream"]) as tracker:
@@ -58,13 +60,14 @@ def sharded_model(ratings: Ratings, settings: Settings) -> DistributedModelParal
     """Shard the model over the ranks, with a fused optimizer that writes only the rows that a batch used."""
     model = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, model.ec.parameters(), {"lr": settings.learning_rate})
+    world_size = dist.get_world_size()
     sharder: Any = EmbeddingCollectionSharder()
     placement = {
-        name: row_wise() if name in ROW_WISE else table_wise(rank=position % WORLD_SIZE)
+        name: row_wise() if name in ROW_WISE else table_wise(rank=position % world_size)
         for position, name in enumerate(ratings.table_rows)
     }
     plan = construct_module_sharding_plan(
-        model.ec, placement, sharder=sharder, local_size=WORLD_SIZE, world_size=WORLD_SIZE, device_type="cpu"
+        model.ec, placement, sharder=sharder, local_size=world_size, world_size=world_size, device_type="cpu"
     )
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     return DistributedModelParallel(model, env=env, device=CPU, plan=ShardingPlan({"ec": plan}), sharders=[sharder])
