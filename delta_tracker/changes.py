@@ -324,10 +324,13 @@ class ChangeLog:
     def compact(self) -> None:
         """Drop what every consumer has committed and merge what no cursor tells apart."""
         with self.lock:
-            pinned, oldest = self._cursors.pinned, self._cursors.oldest
+            oldest = self._cursors.oldest
             for store in self._stores.values():
                 if self._delete_on_read:
                     store.delete(oldest)  # first: what is dropped need not be merged
+            crowded = [store for store in self._stores.values() if store.num_segments > 1]
+            pinned = self._cursors.pinned if crowded else set()
+            for store in crowded:
                 store.compact(pinned)
             self._ages.compact(pinned, forgets=self._delete_on_read)
 

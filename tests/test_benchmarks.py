@@ -55,6 +55,13 @@ def test_committed_results_are_of_the_program_that_is_there(name: str) -> None:
     assert re.search(rf"^# {name}$", table, re.MULTILINE)
 
 
+def test_make_bench_runs_every_benchmark() -> None:
+    runner = importlib.import_module("benchmarks.__main__")
+    named = {*runner.PROGRAMS, *runner.PRINTING}
+    assert {path.stem for path in (_ROOT / "benchmarks").glob("bench_*.py")} - named == set()
+    assert not runner.PROGRAMS.keys() & runner.PRINTING.keys()
+
+
 def test_the_readme_has_the_table_of_the_committed_results() -> None:
     readme = (_ROOT / "README.md").read_text()
     table = markdown(_ROOT / "benchmarks" / "results")

@@ -208,9 +208,8 @@ class SegmentStore:
 
     def compact(self, pinned: Collection[int]) -> None:
         """Merge neighbouring segments unless a position in ``pinned`` lies on their boundary."""
-        if len(self._segments) == 1:
-            return
-        self._trim()
+        if len(self._segments) > 1:
+            self._trim()
         kept = self._segments[:1]
         for segment in self._segments[1:]:
             if any(kept[-1].start < position <= segment.start for position in pinned):
