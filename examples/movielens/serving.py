@@ -30,7 +30,7 @@ def main(settings: Settings) -> None:
     torch.set_num_threads(1)
     ratings = load_ratings(settings.ratings)
     fresh = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("cpu"))
-    predictor = Predictor(fresh, settings.stream.as_uri())
+    predictor = Predictor(fresh, settings.stream.as_uri(), name="demo")
     serve("predictor")
     emit("ready")
 
