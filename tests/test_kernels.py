@@ -33,11 +33,19 @@ _HAS_NUMBA, _HAS_TRITON = (find_spec(name) is not None for name in ("numba", "tr
 _INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 _HAS_GPU = torch.cuda.is_available() and not _INTERPRETS
 
+
+class _LargeRows(NumbaRows):
+    """Marks as sets do that are too large for a cache."""
+
+    _max_cached_words = 0
+
+
 _needs_numba = pytest.mark.skipif(not _HAS_NUMBA, reason="numba is not installed")
 _needs_triton = pytest.mark.skipif(not _HAS_TRITON, reason="triton is not installed")
 _engines = [
     pytest.param(TorchRows, _CPU, id="torch"),
     pytest.param(NumbaRows, _CPU, id="numba", marks=_needs_numba),
+    pytest.param(_LargeRows, _CPU, id="numba, large", marks=_needs_numba),
 ]
 if _HAS_GPU:
     _engines.append(pytest.param(TorchRows, torch.device("cuda"), id="torch-cuda"))
@@ -216,6 +224,34 @@ def test_summaries_of_several_words(engine: type[RowSet], device: torch.device, 
     pair = Pair(engine, num_rows, device)
     pair.run([("mark", [last, 7]), ("absorb", [last - 1, last - 600]), ("mark_new", [last // 2, last, last, num_rows])])
     pair.rank([last, 7, last - 600])
+
+
+@_needs_numba
+@pytest.mark.parametrize("first", ["mark", "mark_new"])
+@pytest.mark.parametrize("then", ["scan", "rank", "contains", "absorb", "mark_new", "mark_all", "clear"])
+def test_what_is_marked_without_summary_is_there_for_all(first: str, then: str) -> None:
+    sets = NumbaRows(5000, _CPU), TorchRows(5000, _CPU)
+    generator = torch.Generator().manual_seed(0)
+    many, few = (torch.randint(5000, (count,), generator=generator) for count in (2000, 7))
+    for rows in sets:
+        getattr(rows, first)(few)
+        rows.mark(many)  # so many that the summary is left for later
+    if then in ("scan", "mark_all", "clear"):
+        for rows in sets:
+            getattr(rows, then)()
+    elif then == "absorb":
+        for rows in sets:
+            fresh = type(rows)(5000, _CPU)
+            fresh.mark(torch.arange(20))
+            fresh.absorb(rows)
+            rows.absorb(fresh)
+            rows.mark(torch.tensor([4999]))
+            assert set(many.tolist()) <= set(fresh.scan().tolist())
+    else:
+        found = [getattr(rows, then)(torch.arange(0, 5000, 3)) for rows in sets]
+        assert torch.equal(*found)
+    assert torch.equal(*(rows.scan() for rows in sets))
+    assert torch.equal(*(rows.rank(few) for rows in sets))
 
 
 @_needs_numba

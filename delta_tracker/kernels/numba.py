@@ -18,6 +18,10 @@ from delta_tracker.kernels.rows import RowSet
 _ROWS_PER_BLOCK = 128
 _WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 64
 _ROWS_PER_SPAN = 512
+# Words that a core's cache holds are marked without their summary, which halves the time on each id, where so many ids
+# come at once that the summary can be made of all words afterwards for less than that spares.
+_MAX_CACHED_WORDS = 2**18
+_WORDS_PER_ID = 4  # that an id is worth
 
 
 class NumbaRows(RowSet):
@@ -41,6 +45,8 @@ class NumbaRows(RowSet):
         tensor([3, 0])
     """
 
+    _max_cached_words = _MAX_CACHED_WORDS
+
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__(num_rows, device)
         self._loops = load_loops()
@@ -48,6 +54,7 @@ class NumbaRows(RowSet):
         self._words = np.zeros(self._num_blocks * _WORDS_PER_BLOCK, dtype=np.int64)
         self._summary = np.zeros(-(-self._num_blocks // 64), dtype=np.int64)
         self._count = 0  # K
+        self._is_settled = True  # summary and count are those of the words
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
@@ -60,16 +67,29 @@ class NumbaRows(RowSet):
         return self._words.nbytes + self._summary.nbytes
 
     def _mark(self, ids: Tensor) -> None:
-        self._count += self._loops.mark(self._words, self._summary, self.num_rows, _array(ids))
+        num_words = len(self._words)
+        if num_words <= self._max_cached_words and (not self._is_settled or ids.numel() * _WORDS_PER_ID >= num_words):
+            self._loops.mark_words(self._words, self.num_rows, _array(ids))
+            self._is_settled = False
+        else:
+            self._count += self._loops.mark(self._words, self._summary, self.num_rows, _array(ids))
 
     def _mark_all(self) -> None:
         _set_first(self._words, self.num_rows)
         _set_first(self._summary, self._num_blocks)
         self._count = self.num_rows
+        self._is_settled = True
 
     def _clear(self) -> None:
+        self._settle()
         self._loops.clear(self._words, self._summary)
         self._count = 0
+
+    def _settle(self) -> None:
+        """Bring summary and count up to date."""
+        if not self._is_settled:
+            self._count = self._loops.summarize(self._words, self._summary)
+            self._is_settled = True
 
     def _mark_new(self, ids: Tensor) -> Tensor:
         fresh, count = self._mark_fresh(ids)
@@ -87,14 +107,17 @@ class NumbaRows(RowSet):
         return torch.from_numpy(found)
 
     def _absorb(self, other: Self) -> None:
+        other._settle()  # ours is settled later, if it has to be
         self._count += self._loops.absorb(self._words, self._summary, other._words, other._summary)
 
     def _scan(self) -> Tensor:
+        self._settle()
         rows = np.empty(self._count + 1, dtype=np.int64)
         self._loops.unpack(self._words, self._summary, rows)
         return torch.from_numpy(rows[:-1])
 
     def _rank(self, ids: Tensor) -> Tensor:
+        self._settle()
         before = np.empty(-(-self.num_rows // _ROWS_PER_SPAN), dtype=np.int64)
         self._loops.count_before(self._words, self._summary, before)
         ranks = np.empty(ids.numel(), dtype=np.int64)

@@ -96,6 +96,28 @@ def mark(words: _Ints, summary: _Ints, num_rows: int, ids: _Ints) -> int:
     return count
 
 
+@_loop("void(int64[::1], int64, int64[::1])")
+def mark_words(words: _Ints, num_rows: int, ids: _Ints) -> None:
+    """Set the bit of each id, in words that fit into a cache; :func:`summarize` has to follow."""
+    for i in range(ids.size):
+        row = _within(ids[i], num_rows)
+        words[row >> 6] |= 1 << (row & 63)
+
+
+@_loop("int64(int64[::1], int64[::1])")
+def summarize(words: _Ints, summary: _Ints) -> int:
+    """Write the summary of the words; return how many bits are set."""
+    count = 0
+    for i in range(summary.size):
+        blocks = 0
+        for first in range(i << 7, min(i + 1 << 7, words.size), 2):
+            one, two = words[first], words[first + 1]
+            count += _popcount(one) + _popcount(two)
+            blocks |= np.int64((one | two) != 0) << (first >> 1 & 63)
+        summary[i] = blocks
+    return count
+
+
 @_loop("void(int64[::1], int64[::1])")
 def clear(words: _Ints, summary: _Ints) -> None:
     """Clear every bit."""
