@@ -187,7 +187,11 @@ def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, value
         return
     ids = ids - rows[0] if rows[0] else ids
     if memory.device == values.device == _CPU and memory.stride(1) == values.stride(1) == 1:
-        _items(memory)[ids.numpy()] = _items(values)
+        held = _items(memory)
+        if held.flags.c_contiguous:
+            held.put(ids.numpy(), _items(values))  # faster, but it would copy the whole of other memory, twice
+        else:
+            held[ids.numpy()] = _items(values)
         torch.autograd.graph.increment_version(memory)  # as torch's own writes do: a graph that saved it must notice
     else:
         memory.index_copy_(0, ids.to(memory.device), values.to(memory.device))
