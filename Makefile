@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 CODE := delta_tracker benchmarks examples tests
 
-.PHONY: help demo test test-matrix test-no-extras lint types format clean
+.PHONY: help demo test test-matrix test-no-extras bench docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,14 @@ test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
 
+bench: $(VENV)/.installed  ## run all benchmarks and fill the README's table; minutes, on an idle machine
+	@$(BIN)/python -W ignore -m benchmarks
+
+docs: $(VENV)/.installed  ## write the API reference to docs-output/
+	@$(BIN)/python -W ignore -m pdoc --docformat google --output-directory docs-output \
+	    $$(find delta_tracker -name '[a-z]*.py' | sed -e 's|\.py$$||' -e 's|/|.|g') delta_tracker \
+	    '!delta_tracker.kernels.triton_programs' '!delta_tracker.cli.__main__'
+
 lint: $(VENV)/.installed  ## check code and format
 	@$(BIN)/python -m ruff check $(CODE)
 	@$(BIN)/python -m ruff format --check $(CODE)
@@ -41,8 +49,8 @@ format: $(VENV)/.installed  ## format the code and mend what can be mended
 	@$(BIN)/python -m ruff check --fix-only --quiet $(CODE)
 	@$(BIN)/python -m ruff format $(CODE)
 
-clean:  ## remove .venv, caches and the demo's output
-	rm -rf $(VENV) demo-output dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove .venv, caches, and what demo and docs wrote
+	rm -rf $(VENV) demo-output docs-output dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp is written last, so that an interrupted install is done again, from an empty environment.

@@ -122,6 +122,7 @@ class Report:
         columns: heads of the table; the first says what a line is about.
         lines: of the table, a text for each column.
         notes: sentences below the table.
+        below: lines of further tables, below the notes.
         figures: all that was measured, for JSON.
         environment: where it ran; taken when this is made.
     """
@@ -131,6 +132,7 @@ class Report:
     columns: Sequence[str]
     lines: list[Sequence[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    below: list[str] = field(default_factory=list)
     figures: dict[str, object] = field(default_factory=dict)
     environment: dict[str, str | int | float] = field(default_factory=environment)
 
@@ -153,6 +155,7 @@ class Report:
                 *(f"- {note}" for note in self.notes),
                 f"- Settings: {settings}.",
                 f"- Environment: {place}.",
+                *self.below,
                 "",
             ]
         )

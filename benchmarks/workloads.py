@@ -69,12 +69,47 @@ def tables(count: int, num_rows: int, dim: int = 64) -> tuple[Table, ...]:
 @contextmanager
 def one_rank() -> Iterator[None]:
     """A gloo group of this process alone, without a port."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def bags(table_set: Sequence[Table]) -> EmbeddingBagCollection:
+    """A collection of the tables, not made yet, with SGD to be fused into the backward pass."""
+    made = EmbeddingBagCollection(
+        device=torch.device("meta"),
+        tables=[
+            EmbeddingBagConfig(
+                name=table.name, num_embeddings=table.num_rows, embedding_dim=table.dim, feature_names=[table.name]
+            )
+            for table in table_set
+        ],
+    )
+    apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.1})
+    return made
+
+
+def shard(model: nn.Module, table_set: Sequence[Table]) -> DistributedModelParallel:
+    """A model whose submodule ``ebc`` is the :func:`bags` of the tables, on this one rank. Needs :func:`one_rank`."""
+    sharder = EmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        model.get_submodule("ebc"),
+        {table.name: table_wise(rank=0) for table in table_set},
+        sharder=sharder,
+        local_size=1,
+        world_size=1,
+        device_type="cpu",
+    )
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"ebc": plan}),
+        sharders=[sharder],
+    )
 
 
 class Trainer:
@@ -86,36 +121,8 @@ class Trainer:
 
     def __init__(self, table_set: Sequence[Table]) -> None:
         torch.manual_seed(0)
-        bags = EmbeddingBagCollection(
-            device=torch.device("meta"),
-            tables=[
-                EmbeddingBagConfig(
-                    name=table.name,
-                    num_embeddings=table.num_rows,
-                    embedding_dim=table.dim,
-                    feature_names=[table.name],
-                )
-                for table in table_set
-            ],
-        )
-        apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.1})
-        sharder = EmbeddingBagCollectionSharder()
-        plan = construct_module_sharding_plan(
-            bags,
-            {table.name: table_wise(rank=0) for table in table_set},
-            sharder=sharder,
-            local_size=1,
-            world_size=1,
-            device_type="cpu",
-        )
         self.tables = tuple(table_set)
-        self.model = DistributedModelParallel(
-            nn.ModuleDict({"ebc": bags}),
-            env=ShardingEnv.from_process_group(dist.group.WORLD),
-            device=torch.device("cpu"),
-            plan=ShardingPlan({"ebc": plan}),
-            sharders=[sharder],
-        )
+        self.model = shard(nn.ModuleDict({"ebc": bags(table_set)}), table_set)
 
     @staticmethod
     def fqn(table: Table) -> str:

@@ -1,26 +1,35 @@
-"""Track which embedding rows of a TorchRec model change, publish exactly those, apply them while serving."""
+"""Track which embedding rows of a TorchRec model change, publish exactly those, apply them while serving.
 
-from delta_tracker.cadence import Cadence
-from delta_tracker.gate import Gate
-from delta_tracker.predictor import Predictor
-from delta_tracker.publisher import Publisher
-from delta_tracker.row_target import RowTarget
-from delta_tracker.selection import TopK
-from delta_tracker.store.lookups import DeltaStore
-from delta_tracker.stream.encoding import Encoding
-from delta_tracker.stream.retention import Retention
-from delta_tracker.stream.storage import Storage
-from delta_tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import (
-    Delta,
-    DeltaRows,
-    EmbdUpdateMode,
-    IndexedLookup,
-    Memory,
-    ShardSpec,
-    TableSpec,
-    TrackingMode,
-)
+The names below are imported when they are first used: a serving host does not wait for what only a trainer needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from delta_tracker.cadence import Cadence
+    from delta_tracker.gate import Gate
+    from delta_tracker.predictor import Predictor
+    from delta_tracker.publisher import Publisher
+    from delta_tracker.row_target import RowTarget
+    from delta_tracker.selection import TopK
+    from delta_tracker.store.lookups import DeltaStore
+    from delta_tracker.stream.encoding import Encoding
+    from delta_tracker.stream.retention import Retention
+    from delta_tracker.stream.storage import Storage
+    from delta_tracker.tracker import ModelDeltaTracker
+    from delta_tracker.types import (
+        Delta,
+        DeltaRows,
+        EmbdUpdateMode,
+        IndexedLookup,
+        Memory,
+        ShardSpec,
+        TableSpec,
+        TrackingMode,
+    )
 
 __all__ = [
     "Cadence",
@@ -43,3 +52,40 @@ __all__ = [
     "TopK",
     "TrackingMode",
 ]
+
+_HOMES = {
+    "Cadence": "delta_tracker.cadence",
+    "Delta": "delta_tracker.types",
+    "DeltaRows": "delta_tracker.types",
+    "DeltaStore": "delta_tracker.store.lookups",
+    "EmbdUpdateMode": "delta_tracker.types",
+    "Encoding": "delta_tracker.stream.encoding",
+    "Gate": "delta_tracker.gate",
+    "IndexedLookup": "delta_tracker.types",
+    "Memory": "delta_tracker.types",
+    "ModelDeltaTracker": "delta_tracker.tracker",
+    "Predictor": "delta_tracker.predictor",
+    "Publisher": "delta_tracker.publisher",
+    "Retention": "delta_tracker.stream.retention",
+    "RowTarget": "delta_tracker.row_target",
+    "ShardSpec": "delta_tracker.types",
+    "Storage": "delta_tracker.stream.storage",
+    "TableSpec": "delta_tracker.types",
+    "TopK": "delta_tracker.selection",
+    "TrackingMode": "delta_tracker.types",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name, or one of the two modules that programs use; afterwards it is an ordinary attribute."""
+    if name in ("errors", "monitor"):
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -60,14 +60,12 @@ class Pace:
         cadence: the bounds.
         tracker: whose rows.
         consumer: for whom they are pending.
-        owner: who reserved it.
     """
 
-    def __init__(self, cadence: Cadence, tracker: ModelDeltaTracker, consumer: str | None, owner: object) -> None:
+    def __init__(self, cadence: Cadence, tracker: ModelDeltaTracker, consumer: str | None) -> None:
         self._cadence = cadence
         self._tracker = tracker
         self._consumer = consumer
-        self._owner = owner
         self._batch = 0
         self._time = time.monotonic()
         self._counted = (0, 0)
@@ -101,7 +99,7 @@ class Pace:
         )
 
     def _pending(self) -> tuple[int, int]:
-        return self._sizes(self._tracker.num_pending(self._consumer, owner=self._owner))
+        return self._sizes(self._tracker.num_pending(self._consumer))
 
     def _recorded(self) -> tuple[int, int]:
         return self._sizes(self._tracker.num_recorded)

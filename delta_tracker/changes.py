@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from delta_tracker.cursors import Cursors, PendingState
+from delta_tracker.ages import Ages
+from delta_tracker.cursors import Cursors, LogState, PendingState
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
+from delta_tracker.figures import forget_consumer, tell_lag, tell_pending, tell_received
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta
@@ -32,21 +34,6 @@ class Reading:
     stop: int
     batches: tuple[int, int]
     rows: Mapping[str, ChangedRows]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LogState:
-    """All that a log knows at one moment.
-
-    Args:
-        num_batches: ``step()`` calls.
-        consumers: name to what is pending for it.
-        history: table FQN to all rows changed since the start, in a log that keeps them; otherwise None.
-    """
-
-    num_batches: int
-    consumers: Mapping[str, PendingState]
-    history: Mapping[str, ChangedRows] | None = None
 
 
 class ChangeLog:
@@ -80,6 +67,9 @@ class ChangeLog:
         self._position = 0
         self._num_batches = 0
         self._num_recorded = dict.fromkeys(self._stores, 0)
+        self._ages = Ages()
+        for name in self._cursors.names:
+            self._ages.placed(name, 0)
 
     @property
     def stores(self) -> Mapping[str, SegmentStore]:
@@ -112,15 +102,28 @@ class ChangeLog:
         """Table FQN to how many rows were recorded as changed so far, repeats included. Costs nothing."""
         return self._num_recorded
 
-    def num_pending(self, consumer: str) -> dict[str, int]:
+    def num_pending(self, consumer: str | None) -> dict[str, int]:
         """Table FQN to how many rows are pending for a consumer. Waits for the device."""
         with self.lock:
-            start, _ = self._cursors.start(consumer)
-            carried = self._cursors.carried(consumer)
+            name = self._cursors.resolve(consumer)
+            start, _ = self._cursors.start(name)
+            carried = self._cursors.carried(name)
             return {
                 fqn: store.num_changed(start, carried[fqn].ids if fqn in carried else None)
                 for fqn, store in self._stores.items()
             }
+
+    def tell(self, *, counts: bool) -> None:
+        """Tell the monitor how all consumers stand, with ``counts`` also their pending rows, as reads and commits do.
+
+        Counting waits for the device.
+        """
+        with self.lock:
+            for name in self._cursors.names:
+                _, batch = self._cursors.start(name)
+                tell_lag(name, self._ages.lag(name, self._num_batches - batch))
+                if counts:
+                    self._tell_pending(name, self.num_pending(name))
 
     def resolve(self, consumer: str | None, owner: object = None) -> str:
         """The name of a consumer that ``owner`` may read and move; None means the only one.
@@ -211,6 +214,8 @@ class ChangeLog:
             if origin is None:
                 origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
             self._cursors.restore(self._position, state.consumers, origin)
+            for name, pending in state.consumers.items():
+                self._ages.placed(name, self._position, has_rows=any(map(len, pending.rows.values())))
 
     def mark_everything(self) -> None:
         """Make all rows changed for every consumer, old values unknown, whatever was pending. Aborts open reads."""
@@ -232,6 +237,7 @@ class ChangeLog:
             if len(ids):
                 rows = self._stores[fqn].unknown(ids)
                 self._cursors.carry(consumer, fqn, rows, in_origin=not self._delete_on_read)
+                self._ages.distrusted(consumer)
 
     def step(self) -> None:
         """Count a batch, and keep the memory within its bound."""
@@ -253,6 +259,7 @@ class ChangeLog:
             start, first_batch = self._cursors.start(consumer)
             self._cut()
             rows = self._changed_since(start, self._cursors.carried(consumer), self._position)
+            self._tell_pending(consumer, {fqn: len(changed) for fqn, changed in rows.items()})
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows)
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
@@ -260,13 +267,13 @@ class ChangeLog:
         with self.lock:
             self._cursors.seal(delta)
             if commit:
-                self._cursors.commit(delta)
+                self._commit(delta)
             self._after_read()
 
     def commit(self, delta: Delta) -> None:
         """As :meth:`~delta_tracker.cursors.Cursors.commit`."""
         with self.lock:
-            self._cursors.commit(delta)
+            self._commit(delta)
             self._after_read()
 
     def abort(self, delta: Delta) -> None:
@@ -292,6 +299,8 @@ class ChangeLog:
         """Remove a consumer, and what only it needed."""
         with self.lock:
             self._cursors.remove(consumer)
+            self._ages.removed(consumer)
+            forget_consumer(consumer, self._stores)
             self.compact()
 
     def clear(self, consumer: str) -> None:
@@ -310,15 +319,20 @@ class ChangeLog:
             if self._delete_on_read:
                 raise InvalidArgumentError("delete_on_read", True, "Build the tracker with delete_on_read=False")
             self._cursors.rewind(consumer)
+            self._ages.placed(consumer, 0, has_rows=any(map(len, self._cursors.origin.values())))
 
     def compact(self) -> None:
         """Drop what every consumer has committed and merge what no cursor tells apart."""
         with self.lock:
-            pinned, oldest = self._cursors.pinned, self._cursors.oldest
+            oldest = self._cursors.oldest
             for store in self._stores.values():
-                store.compact(pinned)
                 if self._delete_on_read:
-                    store.delete(oldest)
+                    store.delete(oldest)  # first: what is dropped need not be merged
+            crowded = [store for store in self._stores.values() if store.num_segments > 1]
+            pinned = self._cursors.pinned if crowded else set()
+            for store in crowded:
+                store.compact(pinned)
+            self._ages.compact(pinned, forgets=self._delete_on_read)
 
     def _changed_since(
         self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None
@@ -333,6 +347,17 @@ class ChangeLog:
     def _count(self, fqn: str, ids: Tensor | None) -> None:
         num_rows = self._stores[fqn].num_rows if ids is None else ids.numel()
         self._num_recorded[fqn] = self._num_recorded.get(fqn, 0) + num_rows
+        if num_rows:
+            self._ages.recorded(self._position)
+
+    def _tell_pending(self, consumer: str, num_pending: Mapping[str, int]) -> None:
+        tell_pending(consumer, num_pending, {fqn: store.num_rows for fqn, store in self._stores.items()})
+
+    def _commit(self, delta: Delta) -> None:
+        self._cursors.commit(delta)
+        self._ages.committed(delta.consumer, delta.stop, leaves_out=any(map(len, delta.left_out.values())))
+        tell_received(delta.consumer, delta)
+        self._tell_pending(delta.consumer, {fqn: len(delta.left_out.get(fqn, ())) for fqn in delta})
 
     def _after_read(self) -> None:
         # Every sixteenth read also under auto_compact: nobody need call step().
@@ -344,15 +369,26 @@ class ChangeLog:
         self._position += 1
         for store in self._stores.values():
             store.cut(self._position)
+            if store.has_open:  # these rows were marked again
+                self._ages.recorded(self._position)
 
     def _place_at_end(self, consumer: str, *, is_behind: bool = False) -> None:
         self._cut()
         self._cursors.place(consumer, self._position, self._num_batches, is_behind=is_behind)
+        self._ages.placed(consumer, self._position)
 
     def _shed(self) -> None:
-        while self._max_bytes is not None and self.log_bytes + self.carried_bytes > self._max_bytes:
+        while self._is_too_large():
             hindmost = self._cursors.hindmost
             if hindmost is None:
                 return
             self._place_at_end(hindmost, is_behind=True)
             self.compact()
+
+    def _is_too_large(self) -> bool:
+        """Whether the log holds more than it may, also without what it only keeps to use again."""
+        if self._max_bytes is None or self.log_bytes + self.carried_bytes <= self._max_bytes:
+            return False
+        for store in self._stores.values():
+            store.drop_spare()
+        return self.log_bytes + self.carried_bytes > self._max_bytes

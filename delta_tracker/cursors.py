@@ -37,6 +37,21 @@ class PendingState:
     is_behind: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LogState:
+    """All that a log knows at one moment.
+
+    Args:
+        num_batches: ``step()`` calls.
+        consumers: name to what is pending for it.
+        history: table FQN to all rows changed since the start, in a log that keeps them; otherwise None.
+    """
+
+    num_batches: int
+    consumers: Mapping[str, PendingState]
+    history: Mapping[str, ChangedRows] | None = None
+
+
 class Cursors:
     """Where each consumer stands in the log, in cuts and in batches, and which rows its last reads left out.
 

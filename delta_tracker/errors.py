@@ -320,7 +320,7 @@ class TableMismatchError(StreamError, ValueError):
         names = f"; the model has: {_listed(self.known)}" if self.known else ""
         super().__init__(
             f"table {table!r} is {expected} in the stream but {found} in the predictor's model{names}",
-            "Build the predictor's model with the trainer's table names, sizes and dtypes",
+            "Build the predictor's model with the trainer's tables, or map differing names: names={stream: model}",
         )
 
 

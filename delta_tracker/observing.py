@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
-from delta_tracker.errors import CorruptPartError, FencedError
-from delta_tracker.monitor.default import metrics
+from collections.abc import Iterable
+from typing import Protocol
+
+from delta_tracker.errors import CorruptPartError, FencedError, PublishError, RankLostError, StorageError
+from delta_tracker.monitor.default import MONITOR, metrics
+from delta_tracker.monitor.source import Owned
+from delta_tracker.status import Status
 from delta_tracker.stream.manifest import Manifest
+
+_PUBLISH_FAILURES = (FencedError, PublishError, RankLostError, StorageError)
+
+
+class HasStatus(Protocol):
+    """A predictor."""
+
+    def status(self) -> Status:
+        """How it stands."""
+
+
+def watch_publisher() -> None:
+    """A publisher begins: an alert has to see its first fault grow from 0."""
+    metrics.fences.add(0)
+    for failure in _PUBLISH_FAILURES:
+        metrics.publish_failures.cell(reason=failure.__name__)
+
+
+def watch_predictor(predictor: HasStatus, faults: Iterable[type[Exception]]) -> None:
+    """A predictor begins, which may go around these faults; its lag is read at each collection while it lives."""
+    metrics.refused_parts.cell(reason="corrupt")
+    for fault in faults:
+        metrics.resyncs.cell(reason=fault.__name__)
+    MONITOR.add_source(Owned("predictor", predictor, record_status))
+
+
+def record_status(predictor: HasStatus) -> None:
+    """Tell the monitor how far behind its stream a predictor is; asks the store, in the monitor's thread."""
+    status = predictor.status()
+    if status.lag_versions is not None and status.lag_seconds is not None:
+        metrics.predictor_lag_versions.set(status.lag_versions)
+        metrics.predictor_lag_seconds.set(status.lag_seconds)
 
 
 def count_published(manifest: Manifest) -> None:

@@ -1,4 +1,4 @@
-"""How much is pending, for whoever decides when to read."""
+"""How much is pending and how much memory that takes: for whoever decides when to read, and for the monitor."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from torch import nn
 
 from delta_tracker.changes import ChangeLog
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.default import MONITOR, metrics
+from delta_tracker.monitor.source import Owned
 from delta_tracker.reader import DeltaReader
 from delta_tracker.selection import TopK
 from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.types import Memory
 
 
 class PendingRows:
@@ -24,6 +27,14 @@ class PendingRows:
     _model: nn.Module
     _shards: dict[str, LocalShard]
     _reader: DeltaReader
+
+    def __init__(self) -> None:
+        MONITOR.add_source(Owned("delta_tracker", self, record_figures))
+
+    def memory(self) -> Memory:
+        """What the tracker holds now."""
+        copies = sum(store.copy_bytes for store in self._log.stores.values())
+        return Memory(self._log.log_bytes, copies, self._log.carried_bytes)
 
     @property
     def model(self) -> nn.Module:
@@ -53,15 +64,27 @@ class PendingRows:
         """
         return MappingProxyType(self._log.num_recorded)
 
-    def num_pending(self, consumer: str | None = None, *, owner: object = None) -> dict[str, int]:
+    def num_pending(self, consumer: str | None = None) -> dict[str, int]:
         """Table FQN to how many rows of this rank a read would give the consumer now. Waits for the device.
+
+        It takes nothing, so anybody may ask, also for a publisher's consumer.
 
         Args:
             consumer: who would read; may be left out when there is only one.
-            owner: who reserved the consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or several and none was named.
-            ReservedConsumerError: if it is reserved by somebody else than ``owner``.
         """
-        return self._log.num_pending(self._log.resolve(consumer, owner))
+        return self._log.num_pending(consumer)
+
+
+def record_figures(tracker: PendingRows) -> None:
+    """Tell the monitor how a tracker stands; called in the monitor's thread, once per collection.
+
+    Rows on a device are not counted here, because whoever holds the log's lock while it waits for the device makes the
+    next hook wait: their pending rows are told at each read instead.
+    """
+    memory = tracker.memory()
+    for kind in ("log", "copy", "carried"):
+        metrics.state_bytes.set(getattr(memory, f"{kind}_bytes"), kind=kind)
+    tracker._log.tell(counts=all(shard.device.type == "cpu" for shard in tracker._shards.values()))  # noqa: SLF001

@@ -23,7 +23,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.follower import Follower
 from delta_tracker.gate import Gate, GateKeeper
-from delta_tracker.observing import count_applied, count_resync
+from delta_tracker.observing import count_applied, count_resync, watch_predictor
 from delta_tracker.status import Served, Status
 from delta_tracker.stream.buffer import PartBuffer
 from delta_tracker.stream.contents import Contents
@@ -103,8 +103,7 @@ class Predictor:
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
         self._lock = TableLock()
         self._applier = Applier(model, names or {}, takes_dense=dense, lock=self._lock, chunk_rows=chunk_rows)
-        self._storage = open_storage(url)
-        self._buffer = PartBuffer()
+        self._storage, self._buffer = open_storage(url), PartBuffer()
         self._cursor = StreamCursor(StreamLog(self._storage))
         self._gate = None if gate is None else GateKeeper(gate)
         self._manifest: Manifest | None = None
@@ -118,6 +117,7 @@ class Predictor:
         self._syncing = threading.Lock()  # held by whoever moves the version
         self._pulse = None if name is None else Pulse(self._storage, name)
         self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat)
+        watch_predictor(self, _FAULTS)
 
     @property
     def manifest(self) -> Manifest | None:

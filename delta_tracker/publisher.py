@@ -16,7 +16,7 @@ from delta_tracker.cadence import Cadence, Pace
 from delta_tracker.cutter import Cutter
 from delta_tracker.errors import FencedError, InvalidArgumentError, RankLostError
 from delta_tracker.gather import EncodingChoice
-from delta_tracker.observing import count_failure, count_published
+from delta_tracker.observing import count_failure, count_published, watch_publisher
 from delta_tracker.selection import TopK
 from delta_tracker.stream.manifest import Kind, Manifest, Part
 from delta_tracker.stream.notify import Hints, Notifier
@@ -133,8 +133,9 @@ class Publisher:
             self.close()
             raise
         self._is_open = True
+        watch_publisher()
         self._cadence = cadence
-        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer, self)
+        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer)
 
     @property
     def generation(self) -> int:

@@ -20,6 +20,7 @@ from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer,
 from delta_tracker.types import Delta, DeltaRows
 
 _ID_BYTES = 8
+_CHUNK_ROWS = 1 << 12  # of 64 numbers: a megabyte, which stays in the cache
 
 
 class DeltaReader:
@@ -96,21 +97,29 @@ class DeltaReader:
 
     def _candidates(self, fqn: str, changed: ChangedRows, top_k: TopK) -> Candidates:
         spec = self._shards[fqn].spec
-        rows = self._rows(fqn, changed, with_values=True, with_optimizer=False)
         if top_k.score is not None:
+            rows = self._rows(fqn, changed, with_values=True, with_optimizer=False)
             scores = self._checked_scores(fqn, top_k.score(fqn, rows), rows)
         else:
-            assert rows.values is not None, "asked for"
-            assert rows.states is not None, "every mode with scores has states"
-            scores = self._capture.scores(rows.values, rows.states)
-            # Not a number: the row's old state is unknown, or the row itself diverged. Either way it goes first.
-            scores = torch.where(scores.isnan(), torch.inf, scores)
+            scores = self._scores(self._shards[fqn], changed)
         if changed.known is not None:
             scores = torch.where(changed.known, scores, torch.inf)
         is_due = torch.zeros_like(changed.ids, dtype=torch.bool)
         if top_k.max_age is not None and changed.ages is not None:
             is_due = changed.ages >= top_k.max_age
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
+
+    def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:
+        """How far rows moved, ``[N]`` float32, chunk by chunk, so that no copy of all rows is made."""
+        states = self._capture.states(shard, changed)
+        assert states is not None, "every mode with scores has states"
+        scores = torch.empty(len(changed), dtype=torch.float32, device=changed.ids.device)
+        for begin in range(0, len(changed), _CHUNK_ROWS):
+            chunk = slice(begin, begin + _CHUNK_ROWS)
+            values = read_rows(shard, changed.ids[chunk])
+            scores[chunk] = self._capture.scores(values, states[chunk])
+        # Not a number: the row's old state is unknown, or the row itself diverged. Either way it goes first.
+        return torch.where(scores.isnan(), torch.inf, scores)
 
     def _checked_scores(self, fqn: str, scores: Tensor, rows: DeltaRows) -> Tensor:
         """Numbers for all rows; those whose old state is unknown, NaN itself, go first whatever their score."""

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-_CPU = torch.device("cpu")
+from delta_tracker.rows import put_rows
 
 
 @runtime_checkable
@@ -186,25 +182,7 @@ def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, value
     if not len(ids):
         return
     ids = ids - rows[0] if rows[0] else ids
-    if memory.device == values.device == _CPU and memory.stride(1) == values.stride(1) == 1:
-        held = _items(memory)
-        if held.flags.c_contiguous:
-            held.put(ids.numpy(), _items(values))  # faster, but it would copy the whole of other memory, twice
-        else:
-            held[ids.numpy()] = _items(values)
-        torch.autograd.graph.increment_version(memory)  # as torch's own writes do: a graph that saved it must notice
-    else:
-        memory.index_copy_(0, ids.to(memory.device), values.to(memory.device))
-
-
-def _items(rows: Tensor) -> NDArray[np.void]:
-    """Rows as single items: numpy copies each at once, twice as fast as index_copy_, which goes number by number.
-
-    It uses one thread and lets others run meanwhile. Lookups need the other cores, and a team of threads that must wait
-    for a core makes everybody wait who waits for the write.
-    """
-    held = rows.view(torch.uint8).numpy()
-    return held.view(np.dtype((np.void, held.shape[1])))[:, 0]
+    put_rows(memory, ids, values)
 
 
 def obstacle_of(tensor: Tensor) -> str:

@@ -23,7 +23,7 @@ from delta_tracker.sharding.hooks import KernelHook, Watcher
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.writes import watch_writes
 from delta_tracker.store.segments import SegmentStore
-from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
+from delta_tracker.types import Delta, ShardSpec, TableSpec, TrackingMode
 
 Record = Literal["updates", "lookups"]
 
@@ -106,6 +106,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         self._num_past_errors = 0
         self._hooks = self._attach()
         Checkpointed.__init__(self)
+        PendingRows.__init__(self)
 
     # What is tracked
 
@@ -136,11 +137,6 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
     def fqn_to_feature_names(self) -> dict[str, list[str]]:
         """Table FQN to the names of the features that are looked up in it."""
         return {fqn: list(names) for fqn, names in self._found.features.items()}
-
-    def memory(self) -> Memory:
-        """What the tracker holds now."""
-        copies = sum(store.copy_bytes for store in self._log.stores.values())
-        return Memory(self._log.log_bytes, copies, self._log.carried_bytes)
 
     # Training
 

@@ -399,7 +399,7 @@ def _raced(root: Path, point: Point) -> None:
         loser.train()
     for publisher in (loser.publisher, winner.trainer.publisher):
         publisher._thread = threading.get_ident()  # the first one's own thread has ended
-    pending = loser.tracker.num_pending(owner=loser.publisher)
+    pending = loser.tracker.num_pending()
     assert sum(pending.values()) > 0 or first.is_over, "what a fenced publisher read is pending again"
     log = StreamLog(Storage(first.storage.url))
     before = log.versions()
@@ -410,7 +410,7 @@ def _raced(root: Path, point: Point) -> None:
             continue
         raise AssertionError("both publish")
     assert log.versions() == before
-    assert loser.tracker.num_pending(owner=loser.publisher) == pending
+    assert loser.tracker.num_pending() == pending
     winner.publish()
     winner.reader.finish(winner.trainer)
     check_log(first.storage.url)

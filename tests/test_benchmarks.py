@@ -14,12 +14,20 @@ import pytest
 import torch
 
 from benchmarks.harness import Report, Sample, interleaved
+from benchmarks.summary import markdown
+from benchmarks.targets import Target
 from benchmarks.workloads import distinct_ids, uniform_ids, zipf_ids
 
 _ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bench_freshness", "bench_predict", "bench_publish", "bench_quality"),
+        *("bench_read", "bench_step", "bench_store"),
+    ],
+)
 def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
     # In a process of its own: it has a process group and settings of torch.
     arguments = ["-m", f"benchmarks.{name}", "--tiny", "--out", str(tmp_path), "--work", str(tmp_path)]
@@ -45,6 +53,46 @@ def test_committed_results_are_of_the_program_that_is_there(name: str) -> None:
     assert record["environment"]["date"] in table
     importlib.import_module(f"benchmarks.{name}")
     assert re.search(rf"^# {name}$", table, re.MULTILINE)
+
+
+def test_make_bench_runs_every_benchmark() -> None:
+    runner = importlib.import_module("benchmarks.__main__")
+    named = {*runner.PROGRAMS, *runner.PRINTING}
+    assert {path.stem for path in (_ROOT / "benchmarks").glob("bench_*.py")} - named == set()
+    assert not runner.PROGRAMS.keys() & runner.PRINTING.keys()
+
+
+def test_the_readme_has_the_table_of_the_committed_results() -> None:
+    readme = (_ROOT / "README.md").read_text()
+    table = markdown(_ROOT / "benchmarks" / "results")
+    assert f"<!-- benchmarks -->\n{table}<!-- /benchmarks -->" in readme, "run python -m benchmarks.summary"
+
+
+def test_a_target_is_met_missed_or_not_measured(tmp_path: Path) -> None:
+    report = Report(name="bench_a", settings={}, columns=("what",), environment={"date": "now"})
+    for name, value in (("half", 0.5), ("double", 2.0)):
+        report.add(name, {"seconds": Sample((value,))})
+    record = {"environment": dict.fromkeys(("date", "cores", "processor", "load_before", "load_after", "torch"), "x")}
+    (tmp_path / "bench_a.json").write_text(json.dumps({**record, "figures": report.figures}))
+    found = markdown(
+        tmp_path,
+        [
+            Target("least", 1.0, True, lambda results: results.median("bench_a", "double")),
+            Target("least", 1.0, True, lambda results: results.median("bench_a", "half")),
+            Target("most", 1.0, False, lambda results: results.median("bench_a", "half")),
+            Target("most", 1.0, False, lambda results: results.median("bench_a", "double")),
+            Target("none", 1.0, False, lambda results: results.median("bench_b", "half")),
+            Target("none", 1.0, False, lambda results: max(map(len, results.cases("bench_a", "third")))),
+        ],
+    )
+    assert [line.split(" | ", 1)[1] for line in found.splitlines()[2:8]] == [
+        "≥ 1.00 | 2.00 | yes |",
+        "≥ 1.00 | 0.50 | no: 0.50 of the target |",
+        "≤ 1.00 | 0.50 | yes |",
+        "≤ 1.00 | 2.00 | no: 2.00 of the target |",
+        "≤ 1.00 |  | not measured |",
+        "≤ 1.00 |  | not measured |",
+    ]
 
 
 def test_cases_run_in_turns_and_warm_ups_do_not_count() -> None:

@@ -145,6 +145,12 @@ def test_a_checkpoint_without_state_means_that_everything_changed(
         assert "every row counts as changed" in answer["logs"][0]
 
 
+def test_what_one_rank_cannot_load_is_refused_by_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    for messages in two_ranks.run(f"{_CASES}:one_rank_cannot", path=str(tmp_path)):
+        assert len(set(messages)) == 1
+        assert messages[0].startswith("MalformedStateError: part 'rank1of2/rows/ec.embeddings.t0'"), messages
+
+
 def test_a_consumer_that_was_given_up_stays_so(two_ranks: RankPool) -> None:
     (first, second) = two_ranks.run(f"{_CASES}:behind")
     fine, lost = "nothing was raised", "NeedsSnapshotError"
@@ -172,6 +178,7 @@ def test_restored_totals_are_the_true_totals(
     assert [sum(cell) for cell in zip(*(answer["confusion"] for answer in answers), strict=True)] == [0, 0, 3, 0]
     assert sum(answer["own"][0] for answer in answers) == 30
     assert sorted(name for answer in answers for name in answer["own"][1]) == ["10.0", "15.0", "5.0"]
+    assert sum(answer["samples"] for answer in answers) == 30, "the monitor's counter"
     sums = [answer["sum"] for answer in answers]
     assert sums[1:] == {1: [], 2: [20], 4: [20, 0, 0]}[world_size] or how == "gather"
     assert how != "gather" or sums == [30, *[0] * (world_size - 1)]

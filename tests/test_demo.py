@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from examples.movielens.data import load_ratings
 from examples.movielens.processes import Processes, ProcessFailedError
@@ -26,10 +30,51 @@ def python_m(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+_scraped: dict[str, str] = {}
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The demo, run once; its metrics are scraped meanwhile."""
     out = tmp_path_factory.mktemp("demo") / "out"
-    return python_m("examples.movielens", "--out", str(out), "--ratings", "2500", "--batch", "32"), out
+    command = [sys.executable, "-m", "examples.movielens", "--out", str(out), "--ratings", "2500", "--batch", "32"]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        shown, urls = "", {}
+        for line in process.stdout:
+            shown += line
+            if line.startswith("metrics of "):
+                name, url = line.removeprefix("metrics of ").split(": curl ")
+                urls[name] = url.strip()
+            if len(urls) == 3:
+                break
+        while process.poll() is None:
+            for name, url in urls.items():
+                with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+                    _scraped[name] = answer.read().decode()
+            time.sleep(0.2)
+        shown += process.stdout.read()
+        assert process.stderr is not None
+        return subprocess.CompletedProcess(command, process.returncode, shown, process.stderr.read()), out
+
+
+def test_metrics_can_be_scraped_meanwhile(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    assert sorted(_scraped) == ["predictor", "trainer-0", "trainer-1"]
+    families = {
+        name: {family.name: family for family in text_string_to_metric_families(text)}
+        for name, text in _scraped.items()
+    }
+    for rank in (0, 1):
+        trainer = families[f"trainer-{rank}"]
+        tables = {sample.labels["table"]: sample.value for sample in trainer["delta_tracker_lookups"].samples}
+        assert tables["ec.embeddings.user"] > 0
+        assert {sample.labels["consumer"] for sample in trainer["delta_tracker_pending_rows"].samples} == {"stream"}
+        assert [sample.value for sample in trainer["delta_tracker_fences"].samples] == [0]
+    published = families["trainer-0"]["delta_tracker_published_versions"].samples
+    applied = families["predictor"]["delta_tracker_applied_versions"].samples
+    assert {sample.labels["kind"] for sample in [*published, *applied]} >= {"snapshot", "delta"}
 
 
 def test_demo_ends_well_and_shows_its_findings(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:

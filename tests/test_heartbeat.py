@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
+import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, read_heartbeats
 from delta_tracker.stream.storage import Storage
-from tests.streams import Writer
+from tests.streams import FQN, Writer
 
 _BEAT = Heartbeat(
     name="p-1", time=1e9, stream="0" * 32, version=7, lag_versions=2, lag_seconds=0.5, resyncs=1, error="late"
@@ -137,6 +139,20 @@ def test_a_store_that_cannot_be_written_is_named_once(clock: _Clock, caplog, mon
         assert len(read_heartbeats(storage)) == 1
         storage.delete("predictors/p.json")
     assert caplog.text.count("cannot leave its heartbeat") == 2
+
+
+def test_a_predictor_that_starts_before_its_stream_warns_of_nothing(clock: _Clock, caplog, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/stream"
+    predictor = Predictor({FQN: torch.zeros(20, 4)}, url, name="p")
+    with pytest.raises(NoSnapshotError):
+        predictor.sync()
+    predictor._beat()
+    assert not caplog.text
+    Writer(Storage(url, create=True)).snapshot()
+    clock.seconds += 5.0
+    predictor.sync()
+    (beat,) = read_heartbeats(Storage(url))
+    assert beat.version == 1
 
 
 def test_a_predictor_says_how_it_stands(clock: _Clock) -> None:

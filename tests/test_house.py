@@ -70,6 +70,8 @@ _ORDER = [
     "store.shadow",
     "store.lookups",
     "cursors",
+    "ages",
+    "figures",
     "changes",
     "row_target",
     "sharding.versions",
@@ -111,10 +113,12 @@ _ORDER = [
     "stream.upkeep",
     "stream.cursor",
     "stream.heartbeat",
+    "stream.heartbeat_metrics",
     "stream.ranks",
     "stream.writer",
     "sharding.dense",
     "cadence",
+    "status",
     "observing",
     "gather",
     "resume",
@@ -126,9 +130,34 @@ _ORDER = [
     "table_lock",
     "applying",
     "gate",
-    "status",
     "follower",
     "predictor",
+    "cli.text",
+    "cli.output",
+    "cli.command",
+    "cli.entries",
+    "cli.followers",
+    "cli.survey",
+    "cli.inspect",
+    "cli.tail",
+    "cli.verify",
+    "cli.versions",
+    "cli.diff",
+    "cli.compact",
+    "cli.export",
+    "cli.watch",
+    "cli.screen",
+    "cli.top",
+    "cli.history",
+    "cli.movement",
+    "cli.figures",
+    "cli.charts",
+    "cli.page",
+    "cli.report",
+    "cli.demo",
+    "cli.commands",
+    "cli.main",
+    "cli.__main__",
 ]
 _MAX_LINES = 400
 _MODULES = {
@@ -206,11 +235,31 @@ def test_the_public_names() -> None:
     assert all(getattr(delta_tracker, name).__doc__ for name in delta_tracker.__all__)
 
 
+def test_public_names_are_imported_when_they_are_used() -> None:
+    program = """
+import sys
+import delta_tracker
+assert not [name for name in sys.modules if name.startswith("delta_tracker.")]
+assert delta_tracker.errors.StorageError and delta_tracker.monitor.MONITOR
+from delta_tracker import *
+assert Predictor is delta_tracker.Predictor
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
+    assert sorted(delta_tracker._HOMES) == sorted(delta_tracker.__all__)
+    assert set(delta_tracker.__all__) <= set(dir(delta_tracker))
+    for name, home in delta_tracker._HOMES.items():
+        assert getattr(delta_tracker, name).__module__ == home
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        delta_tracker.nothing  # noqa: B018
+
+
 def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> None:
     program = """
 import sys, threading
-import delta_tracker
-heavy = {"torchrec", "fbgemm_gpu", "numba", "matplotlib", "rich", "pyarrow", "safetensors"} & set(sys.modules)
+from delta_tracker import *
+optional = {"torchrec", "fbgemm_gpu", "numba", "matplotlib", "click", "rich", "pyarrow", "safetensors"}
+optional.add("delta_tracker.cli")
+heavy = optional & set(sys.modules)
 assert not heavy, heavy
 assert threading.active_count() == 1
 """

@@ -97,6 +97,14 @@ class Pair:
         self.rows.mark_all()
         self.reference.rows = set(range(self.reference.num_rows))
 
+    def clear(self, _ids: list[int]) -> None:
+        before = self.rows.scan()
+        kept = before.clone()
+        self.rows.clear()
+        self.reference.rows = set()
+        assert torch.equal(before, kept)
+        assert len(self.rows.scan()) == 0
+
     def mark_new(self, ids: list[int]) -> None:
         new = self.rows.mark_new(self.ids(ids))
         self.compare_new(new, self.reference.mark_new(ids))
@@ -152,9 +160,9 @@ _OPERATIONS = ["mark", "mark", "mark_new", "mark_new_padded", "contains", "rank"
 @st.composite
 def _schedules(draw: Any) -> tuple[int, list[tuple[str, list[int]]]]:
     num_rows = draw(st.sampled_from(_SIZES))
-    edges = [edge for edge in (0, 1, 63, 64, 511, 512, num_rows - 1, num_rows) if edge <= num_rows]
+    edges = [edge for edge in (0, 1, 63, 64, 127, 128, 511, 512, num_rows - 1, num_rows) if edge <= num_rows]
     ids = st.lists(st.integers(-2, num_rows + 2) | st.sampled_from(edges + _FAR), max_size=40)
-    names = st.sampled_from(_OPERATIONS) | st.sampled_from([*_OPERATIONS, "mark_all"])
+    names = st.sampled_from(_OPERATIONS) | st.sampled_from([*_OPERATIONS, "mark_all", "clear"])
     return num_rows, draw(st.lists(st.tuples(names, ids), max_size=10))
 
 
@@ -278,7 +286,7 @@ def test_memory_is_a_byte_or_a_bit_per_row() -> None:
 @_needs_numba
 def test_numba_lets_other_threads_run() -> None:
     loops = numba_rows.load_loops()
-    for name in ("mark", "mark_new", "contains", "absorb", "count", "unpack", "count_before", "rank"):
+    for name in ("mark", "mark_new", "clear", "contains", "absorb", "unpack", "count_before", "rank"):
         assert getattr(loops, name).targetoptions["nogil"], name
 
 

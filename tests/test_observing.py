@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from delta_tracker import Predictor, Storage
 from delta_tracker.errors import CorruptPartError, FencedError
-from delta_tracker.monitor.default import MONITOR
+from delta_tracker.monitor.default import MONITOR, metrics
 from delta_tracker.monitor.stat import Kind
-from delta_tracker.observing import count_failure, count_published
+from delta_tracker.observing import count_failure, count_published, watch_publisher
+from tests.ranks import RankPool
 from tests.streams import FQN, Writer
 
 
@@ -61,3 +63,46 @@ def test_versions_and_failures_of_a_publisher_are_counted(grown) -> None:
     assert grown("published_rows", table=FQN) == 23
     assert grown("published_bytes", kind="delta") == manifest.num_bytes
     assert (grown("fences"), grown("publish_failures", reason="FencedError")) == (1, 1)
+
+
+def test_a_tracker_tells_what_it_sees_and_holds(two_ranks: RankPool) -> None:
+    answers = two_ranks.run("tests.cases.monitoring:tracker_figures")
+    looked_up = {
+        name: sum(answer["looked up"][name] for answer in answers) for name in ("row", "first", "second", "last")
+    }
+    counted = {name: sum(answer["counted"][name] for answer in answers) for name in answers[0]["counted"]}
+    assert counted == {
+        "row": looked_up["row"],
+        "first": looked_up["first"] + looked_up["second"],
+        "last": looked_up["last"],
+        "shared": looked_up["row"],
+    }
+    assert all(answer["faults"] >= 4 for answer in answers)
+
+
+def test_the_lag_of_a_predictor_is_read_while_it_lives(tmp_path: Path) -> None:
+    writer = Writer(Storage(f"file://{tmp_path}", create=True))
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.sync()
+    MONITOR.collect()
+    lag = metrics.predictor_lag_versions.cell()
+    assert lag.lifetime().last == 0
+    for _ in range(3):
+        writer.delta([1])
+    MONITOR.collect()
+    assert lag.lifetime().last == 3
+    assert metrics.predictor_lag_seconds.cell().lifetime().last > 0
+    predictor.sync()
+    MONITOR.collect()
+    assert lag.lifetime().last == 0
+
+
+def test_faults_are_exposed_as_zero_before_they_happen() -> None:
+    watch_publisher()
+    predictor = Predictor({FQN: torch.zeros(3, 2)}, Storage("memory://"))
+    names = {name for name, _ in _counts()}
+    assert {"fences", "publish_failures", "resyncs", "refused_parts"} <= names
+    assert ("resyncs", (("reason", "CorruptPartError"),)) in _counts()
+    assert ("publish_failures", (("reason", "StorageError"),)) in _counts()
+    assert predictor.version is None

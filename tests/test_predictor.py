@@ -133,6 +133,7 @@ def test_another_table_is_refused(writer: Writer, model: dict[str, torch.Tensor]
     with pytest.raises(TableMismatchError, match="20 x 4 float32 in the stream") as caught:
         predictor.sync()
     assert (caught.value.table, caught.value.found) == (FQN, found)
+    assert "names={stream: model}" in caught.value.remedy
     assert predictor.version is None
     assert all(not tensor.any() for tensor in model.values())
 

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+
+from delta_tracker import errors
+from delta_tracker.cli.commands import commands
 
 _ROOT = Path(__file__).parent.parent
 _README = (_ROOT / "README.md").read_text()
@@ -38,3 +42,28 @@ def test_files_that_it_names_exist() -> None:
     named = set(re.findall(r"\]\((?!http)([^)#]+)\)|`((?:tests|delta_tracker|examples)/[\w/.-]+)`", _README))
     for name in filter(None, (part for pair in named for part in pair)):
         assert (_ROOT / name).exists(), name
+
+
+def _rows(title: str) -> set[str]:
+    """The first words in backticks of each row in the tables of a section."""
+    section = re.search(rf"^## {title}\n(.*?)(?=^## )", _README, flags=re.DOTALL | re.MULTILINE)
+    assert section is not None, title
+    firsts = re.findall(r"^\| (`[^|]+) \|", section[1], flags=re.MULTILINE)
+    return {name for first in firsts for name in re.findall(r"`([^`]+)`", first)}
+
+
+def test_every_error_has_a_cause_and_a_remedy() -> None:
+    bases = {errors.DeltaTrackerError, errors.CheckpointError, errors.StreamError}
+    raised = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.DeltaTrackerError) and kind not in bases
+    }
+    assert _rows("Operations") == raised
+
+
+def test_every_example_and_every_command_is_listed() -> None:
+    examples = {path.stem for path in (_ROOT / "examples").glob("*.py")} - {"__init__"}
+    assert _rows("Examples") == examples
+    listed = {call.removeprefix("delta-tracker ").split()[0] for call in _rows("Command line")}
+    assert listed == set(commands.list_commands(click.Context(commands)))

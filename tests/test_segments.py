@@ -16,7 +16,9 @@ from torch import Tensor
 from delta_tracker.changes import ChangeLog
 from delta_tracker.cursors import Cursors
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, StaleDeltaError, UnknownConsumerError
+from delta_tracker.kernels.rows import RowSet
 from delta_tracker.rows import ChangedRows, first_per_id, last_per_id, merge_first
+from delta_tracker.store import segments
 from delta_tracker.store.segments import SegmentStore, _Segment
 from delta_tracker.store.shadow import ShadowStore
 from delta_tracker.types import Delta, DeltaRows
@@ -301,6 +303,31 @@ def test_backward_passes_that_raised_cost_bounded_memory() -> None:
     store.cut(3)
     store.cut(4)
     assert store.changed(3, 4).ids.tolist() == list(range(50))
+
+
+@pytest.mark.parametrize("engine", ["torch", "numba"])
+def test_row_sets_that_are_used_again_hold_nothing_of_before(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.setattr(segments, "_SPARE_BYTES", 0)
+    for seed in range(6):
+        run_random(seed, make_store(engine, keeps_states=True))
+    monkeypatch.setattr(RowSet, "clear", lambda _: None)
+    with pytest.raises(AssertionError):
+        _run_seeds(SegmentStore)
+
+
+def test_a_row_set_that_is_kept_to_be_used_again_costs_no_consumer_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_SPARE_BYTES", 0)
+    log = ChangeLog({"t": SegmentStore(1000, engine="torch")}, ["a", "b"], delete_on_read=True, max_bytes=1500)
+    for batch in range(3):
+        for name in ("a", "b"):
+            log.mark("t", torch.tensor([batch]))
+            reading = log.read(name)
+            delta = Delta({}, consumer=name, start=reading.start, stop=reading.stop, batches=reading.batches)
+            log.seal(delta, commit=True)
+            log.step()
+            assert log.log_bytes <= 1500
+    assert not log.is_behind("a")
+    assert not log.is_behind("b")
 
 
 def test_memory_is_one_row_set_per_segment() -> None:

@@ -46,7 +46,8 @@ class SavedTracker:
     ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls :meth:`load_state_dict`. Name it behind the
     model in the alphabet, as ``"tracker"`` is behind ``"model"``: DCP restores in that order, and the model has to be
     first.
-    A header that does not fit is refused before anything is loaded, the model included.
+    A header that does not fit, or a tensor that is not there, is refused on every rank before anything is loaded, the
+    model included.
 
     Args:
         tracker: who takes it over.
@@ -86,13 +87,15 @@ class SavedTracker:
         if key not in found:
             return _Wanted()
         self._headers = self._read(metadata, key, found[key])
-        plan = self._tracker.plan_load([parse(name, tensor) for name, tensor in self._headers.items()])
-        needed = plan.needs()
-        for name, (_, shape) in needed.items():
+        parts = [parse(name, tensor) for name, tensor in self._headers.items()]
+        plan = self._tracker.plan_load(parts)
+        # Those of all parts: what one rank refused alone would leave the others waiting for it.
+        layouts = {part.prefix + name: layout for part in parts for name, layout in part.all_layouts().items()}
+        for name, (_, shape) in layouts.items():
             stored = metadata.state_dict_metadata.get(f"{key}.{name}" if key else name)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != shape:
                 raise MalformedStateError(name, f"the checkpoint has no tensor of shape {shape} there")
-        return _Wanted({name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in needed.items()})
+        return _Wanted({name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in plan.needs().items()})
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Let the tracker take over what was loaded.

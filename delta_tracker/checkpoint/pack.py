@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_tracker.changes import LogState
 from delta_tracker.checkpoint.part import ALIGNMENT, FORMAT_VERSION, HISTORY, Part
+from delta_tracker.cursors import LogState
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.types import ShardSpec

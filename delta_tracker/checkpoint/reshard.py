@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from delta_tracker.capture import Capture
-from delta_tracker.changes import LogState
 from delta_tracker.checkpoint.part import HISTORY, Layout, Part
-from delta_tracker.cursors import PendingState
+from delta_tracker.cursors import LogState, PendingState
 from delta_tracker.errors import MalformedStateError, PartialStateError, StateMismatchError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.discover import LocalShard

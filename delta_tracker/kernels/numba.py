@@ -15,14 +15,15 @@ from torch import Tensor
 from delta_tracker.errors import MissingExtraError
 from delta_tracker.kernels.rows import RowSet
 
-_ROWS_PER_BLOCK = 512
+_ROWS_PER_BLOCK = 128
 _WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 64
+_ROWS_PER_SPAN = 512
 
 
 class NumbaRows(RowSet):
-    """One bit per row and one per block of 512 rows, so that a scan costs what was marked, not what exists.
+    """One bit per row and one per block of 128 rows, so that a scan costs what was marked, not what exists.
 
-    It holds ``R / 8 + R / 4096`` bytes, of which the system provides only the pages that were written to. The GIL is
+    It holds ``R / 8 + R / 1024`` bytes, of which the system provides only the pages that were written to. The GIL is
     released in every call. :meth:`mark_new` returns each id at the place of its first occurrence. The first set that
     is built compiles the loops, which takes seconds; later processes read them from numba's cache.
 
@@ -46,6 +47,7 @@ class NumbaRows(RowSet):
         self._num_blocks = -(-num_rows // _ROWS_PER_BLOCK)
         self._words = np.zeros(self._num_blocks * _WORDS_PER_BLOCK, dtype=np.int64)
         self._summary = np.zeros(-(-self._num_blocks // 64), dtype=np.int64)
+        self._count = 0  # K
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
@@ -58,11 +60,16 @@ class NumbaRows(RowSet):
         return self._words.nbytes + self._summary.nbytes
 
     def _mark(self, ids: Tensor) -> None:
-        self._loops.mark(self._words, self._summary, self.num_rows, _array(ids))
+        self._count += self._loops.mark(self._words, self._summary, self.num_rows, _array(ids))
 
     def _mark_all(self) -> None:
         _set_first(self._words, self.num_rows)
         _set_first(self._summary, self._num_blocks)
+        self._count = self.num_rows
+
+    def _clear(self) -> None:
+        self._loops.clear(self._words, self._summary)
+        self._count = 0
 
     def _mark_new(self, ids: Tensor) -> Tensor:
         fresh, count = self._mark_fresh(ids)
@@ -80,32 +87,24 @@ class NumbaRows(RowSet):
         return torch.from_numpy(found)
 
     def _absorb(self, other: Self) -> None:
-        self._loops.absorb(self._words, other._words, other._touched())
-        self._summary |= other._summary
+        self._count += self._loops.absorb(self._words, self._summary, other._words, other._summary)
 
     def _scan(self) -> Tensor:
-        return torch.from_numpy(self._unpack(self._words, self._touched(), _WORDS_PER_BLOCK))
+        rows = np.empty(self._count + 1, dtype=np.int64)
+        self._loops.unpack(self._words, self._summary, rows)
+        return torch.from_numpy(rows[:-1])
 
     def _rank(self, ids: Tensor) -> Tensor:
-        before = np.empty(self._num_blocks, dtype=np.int64)
+        before = np.empty(-(-self.num_rows // _ROWS_PER_SPAN), dtype=np.int64)
         self._loops.count_before(self._words, self._summary, before)
         ranks = np.empty(ids.numel(), dtype=np.int64)
         self._loops.rank(self._words, before, self.num_rows, _array(ids), ranks)
         return torch.from_numpy(ranks)
 
-    def _touched(self) -> NDArray[np.int64]:
-        """The blocks that have a marked row, ascending."""
-        return self._unpack(self._summary, np.arange(self._summary.size), 1)
-
-    def _unpack(self, words: NDArray[np.int64], blocks: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-        """Positions of the bits set in the given blocks of ``width`` words, ascending."""
-        positions = np.empty(self._loops.count(words, blocks, width), dtype=np.int64)
-        self._loops.unpack(words, blocks, width, positions)
-        return positions
-
     def _mark_fresh(self, ids: Tensor) -> tuple[NDArray[np.int64], int]:
         fresh = np.empty(ids.numel(), dtype=np.int64)
         count: int = self._loops.mark_new(self._words, self._summary, self.num_rows, _array(ids), fresh)
+        self._count += count
         return fresh, count
 
 

@@ -2,10 +2,10 @@
 
 Importing it compiles the loops, or reads them from numba's cache: a matter of seconds the first time.
 
-Shapes: ``words`` is ``[8 * B]`` int64, a bit per row, ``B`` blocks of 512 rows; ``summary`` is ``[ceil(B / 64)]``
-int64, a bit per block that has a marked row; ``blocks`` lists some of the blocks. All is int64, because numba makes
-floats of int64 with uint64. No loop holds the GIL. None passes an array to another function of this module: numba
-counts references at every such call, which takes longer than the work on one id.
+Shapes: ``words`` is ``[2 * B]`` int64, a bit per row, ``B`` blocks of 128 rows; ``summary`` is ``[ceil(B / 64)]``
+int64, a bit per block that has a marked row. All is int64, because numba makes floats of int64 with uint64. No loop
+holds the GIL. None passes an array to another function of this module: numba counts references at every such call,
+which takes longer than the work on one id.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _Ints = NDArray[np.int64]
 _Intrinsic = tuple[Signature, Callable[[BaseContext, ir.IRBuilder, Signature, Sequence[ir.Value]], ir.Value]]
 
 _AHEAD = 32  # ids between a prefetch and its use: halves the time on large shards, and 24 to 48 do equally well
+_FIRST_OF_FOUR = 0x1111111111111111  # a cache line holds four blocks
 
 
 @intrinsic
@@ -38,14 +39,14 @@ def _popcount(_typing: Typing, _word: types.Type) -> _Intrinsic:
 
 @intrinsic
 def _lowest(_typing: Typing, _word: types.Type) -> _Intrinsic:
-    """Position of the lowest bit set in an int64, which is not 0."""
-    undefined_for_0 = ir.Constant(ir.IntType(1), 1)
+    """Position of the lowest bit set in an int64; 64 if there is none."""
+    undefined_for_0 = ir.Constant(ir.IntType(1), 0)
     return types.int64(types.int64), lambda _context, builder, _signature, args: builder.cttz(args[0], undefined_for_0)
 
 
 @intrinsic
 def _prefetch(_typing: Typing, words: types.Type, _at: types.Type) -> _Intrinsic:
-    """Ask for the cache line of ``words[at]``, to be written to soon."""
+    """Ask for the cache line of ``words[at]``, which will be needed soon."""
 
     def generate(
         context: BaseContext, builder: ir.IRBuilder, _signature: Signature, args: Sequence[ir.Value]
@@ -80,15 +81,31 @@ def _within(row: int, num_rows: int) -> int:
     return row if 0 <= row < num_rows else 0
 
 
-@_loop("void(int64[::1], int64[::1], int64, int64[::1])")
-def mark(words: _Ints, summary: _Ints, num_rows: int, ids: _Ints) -> None:
-    """Set the bit of each id."""
+@_loop("int64(int64[::1], int64[::1], int64, int64[::1])")
+def mark(words: _Ints, summary: _Ints, num_rows: int, ids: _Ints) -> int:
+    """Set the bit of each id; return how many were clear."""
+    count = 0
     for i in range(ids.size):
         if i + _AHEAD < ids.size:
             _prefetch(words, _within(ids[i + _AHEAD], num_rows) >> 6)
         row = _within(ids[i], num_rows)
-        words[row >> 6] |= 1 << (row & 63)
-        summary[row >> 15] |= 1 << (row >> 9 & 63)
+        word = words[row >> 6]
+        count += 1 - (word >> (row & 63) & 1)
+        words[row >> 6] = word | 1 << (row & 63)
+        summary[row >> 13] |= 1 << (row >> 7 & 63)
+    return count
+
+
+@_loop("void(int64[::1], int64[::1])")
+def clear(words: _Ints, summary: _Ints) -> None:
+    """Clear every bit."""
+    for i in range(summary.size):
+        blocks = summary[i]
+        summary[i] = 0
+        while blocks:
+            first = (i << 7) + (_lowest(blocks) << 1)
+            blocks &= blocks - 1
+            words[first] = words[first + 1] = 0
 
 
 @_loop("int64(int64[::1], int64[::1], int64, int64[::1], int64[::1])")
@@ -103,7 +120,7 @@ def mark_new(words: _Ints, summary: _Ints, num_rows: int, ids: _Ints, fresh: _In
         fresh[count] = row  # no branch: it could not be foretold
         count += 1 - (word >> (row & 63) & 1)
         words[row >> 6] = word | 1 << (row & 63)
-        summary[row >> 15] |= 1 << (row >> 9 & 63)
+        summary[row >> 13] |= 1 << (row >> 7 & 63)
     return count
 
 
@@ -115,45 +132,57 @@ def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) 
         found[i] = words[row >> 6] >> (row & 63) & 1 != 0
 
 
+@_loop("int64(int64[::1], int64[::1], int64[::1], int64[::1])")
+def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> int:
+    """Add another set's bits; return how many were clear."""
+    count = 0
+    for i in range(summary.size):
+        blocks = other_summary[i]
+        summary[i] |= blocks
+        while blocks:
+            first = (i << 7) + (_lowest(blocks) << 1)
+            blocks &= blocks - 1
+            for j in range(first, first + 2):
+                word = words[j] | other[j]
+                count += _popcount(word ^ words[j])
+                words[j] = word
+    return count
+
+
 @_loop("void(int64[::1], int64[::1], int64[::1])")
-def absorb(words: _Ints, other: _Ints, blocks: _Ints) -> None:
-    """Add the given blocks of ``other``'s words."""
-    for block in blocks:
-        for i in range(block << 3, (block + 1) << 3):
-            words[i] |= other[i]
-
-
-@_loop("int64(int64[::1], int64[::1], int64)")
-def count(words: _Ints, blocks: _Ints, width: int) -> int:
-    """Count the bits set in the given blocks of ``width`` words each."""
-    bits = 0
-    for block in blocks:
-        for i in range(block * width, (block + 1) * width):
-            bits += _popcount(words[i])
-    return bits
-
-
-@_loop("void(int64[::1], int64[::1], int64, int64[::1])")
-def unpack(words: _Ints, blocks: _Ints, width: int, out: _Ints) -> None:
-    """Write the position of each bit that is set in the given blocks to ``out``, as long as :func:`count` says."""
+def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
+    """Write the position of each bit that is set to ``out``, which has room for one more than there are."""
     at = 0
-    for block in blocks:
-        for i in range(block * width, (block + 1) * width):
-            word = words[i]
-            while word:
-                out[at] = (i << 6) + _lowest(word)
+    for i in range(summary.size):
+        if i + 2 < summary.size:
+            blocks = summary[i + 2]
+            lines = (blocks | blocks >> 1 | blocks >> 2 | blocks >> 3) & _FIRST_OF_FOUR
+            while lines:
+                _prefetch(words, (i + 2 << 7) + (_lowest(lines) << 1))
+                lines &= lines - 1
+        blocks = summary[i]
+        while blocks:
+            first = (i << 7) + (_lowest(blocks) << 1)
+            blocks &= blocks - 1
+            for j in range(first, first + 2):
+                word = words[j]
+                out[at] = (j << 6) + _lowest(word)  # no branch: in a sparse set one of the two words is empty
+                at += word != 0
                 word &= word - 1
-                at += 1
+                while word:
+                    out[at] = (j << 6) + _lowest(word)
+                    word &= word - 1
+                    at += 1
 
 
 @_loop("void(int64[::1], int64[::1], int64[::1])")
 def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
-    """Write to ``before``, ``[B]``, how many rows are marked in all blocks before each."""
+    """Write to ``before``, ``[ceil(R / 512)]``, how many rows are marked in all spans of 512 rows before each."""
     rows = 0
-    for block in range(before.size):
-        before[block] = rows
-        if summary[block >> 6] >> (block & 63) & 1:
-            for i in range(block << 3, (block + 1) << 3):
+    for span in range(before.size):
+        before[span] = rows
+        if summary[span >> 4] >> ((span & 15) << 2) & 15:
+            for i in range(span << 3, min((span + 1) << 3, words.size)):
                 rows += _popcount(words[i])
 
 

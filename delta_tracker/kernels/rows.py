@@ -21,7 +21,7 @@ class RowSet(ABC):
        should lie in ``[0, R)``; one that does not counts as row 0, which is the row that FBGEMM's table-batched
        embedding updates for it. A shard without rows takes every id and holds none.
     2. Results are new tensors on the set's device. No later call changes them.
-    3. Rows are only ever added. To empty a set, drop it and build another.
+    3. Rows are only ever added, until :meth:`clear` empties the set.
     4. The same calls give the same results, their order included.
     5. :meth:`scan` and :meth:`mark_new` wait for the device, because the size of their result depends on its contents,
        and so may :meth:`rank`. Nothing else does.
@@ -64,6 +64,11 @@ class RowSet(ABC):
         """Add all ``R`` rows."""
         if self.num_rows:
             self._mark_all()
+
+    def clear(self) -> None:
+        """Remove all rows: what a new set costs in memory that was never touched, this costs in rows marked."""
+        if self.num_rows:
+            self._clear()
 
     def mark_new(self, ids: Tensor) -> Tensor:
         """Add rows and say which of them the set did not hold before.
@@ -143,6 +148,9 @@ class RowSet(ABC):
 
     @abstractmethod
     def _mark_all(self) -> None: ...
+
+    @abstractmethod
+    def _clear(self) -> None: ...
 
     def _mark_new(self, ids: Tensor) -> Tensor:
         padded, count = self._mark_new_padded(ids)

@@ -56,6 +56,9 @@ class TorchRows(RowSet):
     def _mark_all(self) -> None:
         self._marks.fill_(True)
 
+    def _clear(self) -> None:
+        self._marks.zero_()
+
     def _mark_new(self, ids: Tensor) -> Tensor:
         ids = within(ids, self.num_rows)
         fresh = torch.unique(ids.masked_select(~self._marks.index_select(0, ids)))

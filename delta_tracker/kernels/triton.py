@@ -64,6 +64,10 @@ class TritonRows(RowSet):
         _set_first(self._words, self.num_rows)
         _set_first(self._summary, self._num_blocks)
 
+    def _clear(self) -> None:
+        self._words.zero_()
+        self._summary.zero_()
+
     def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         none = self.num_rows  # sorts behind every row
         dtype = torch.int32 if none < 2**31 else torch.int64

@@ -49,7 +49,9 @@ def _seconds(name: str, text: str, *labels: str) -> Definition:
 DEFINITIONS: dict[str, Definition] = {
     # Volume
     "lookups": _counter("lookups", "Ids looked up for an update, repeats included.", "table", is_logical=True),
-    "touched_rows": _counter("touched_rows", "Different rows changed, as read.", "table", is_logical=True),
+    "touched_rows": _counter(
+        "touched_rows", "Changed rows that a consumer received.", "table", "consumer", is_logical=True
+    ),
     "pending_rows": _gauge("pending_rows", "Changed rows that a consumer has not received.", "table", "consumer"),
     "pending_ratio": _gauge("pending_ratio", "Pending rows over all rows.", "table", "consumer", unit="ratio"),
     "published_rows": _counter("published_rows", "Rows in committed versions.", "table", is_logical=True),
@@ -68,19 +70,30 @@ DEFINITIONS: dict[str, Definition] = {
     # Freshness
     "published_version": _gauge("published_version", "The newest version that this publisher committed."),
     "applied_version": _gauge("applied_version", "The newest version that this predictor applied."),
-    "consumer_lag_versions": _gauge("consumer_lag_versions", "Versions a consumer is behind.", "consumer"),
+    "consumer_lag_batches": _gauge(
+        "consumer_lag_batches", "Batches since a consumer's last committed read.", "consumer"
+    ),
     "consumer_lag_seconds": _gauge(
         "consumer_lag_seconds", "Seconds since a consumer's last committed read.", "consumer", unit="seconds"
     ),
     "predictor_lag_versions": _gauge("predictor_lag_versions", "Versions this predictor is behind the stream's head."),
     "predictor_lag_seconds": _gauge(
-        "predictor_lag_seconds", "Seconds since the version that is applied was made.", unit="seconds"
+        "predictor_lag_seconds", "Age of the oldest version that this predictor has not applied.", unit="seconds"
+    ),
+    "heartbeat_lag_versions": _gauge(
+        "heartbeat_lag_versions", "Versions a predictor is behind, by its heartbeat.", "predictor"
+    ),
+    "heartbeat_lag_seconds": _gauge(
+        "heartbeat_lag_seconds", "Age of what a predictor is behind, by its heartbeat.", "predictor", unit="seconds"
+    ),
+    "heartbeat_age_seconds": _gauge(
+        "heartbeat_age_seconds", "Seconds since a predictor's last heartbeat.", "predictor", unit="seconds"
     ),
     "oldest_pending_seconds": _gauge(
         "oldest_pending_seconds", "Age of the oldest pending row.", "consumer", unit="seconds"
     ),
     # Health
-    "resyncs": _counter("resyncs", "Times that a predictor started again from a snapshot.", "reason"),
+    "resyncs": _counter("resyncs", "Times that a predictor went around a fault of its stream.", "reason"),
     "fences": _counter("fences", "Times that a newer publisher fenced this one."),
     "refused_parts": _counter("refused_parts", "Parts that were refused.", "reason"),
     "publish_failures": _counter("publish_failures", "Versions that could not be published.", "reason"),
@@ -127,10 +140,13 @@ class LibraryMetrics:
     state_bytes: Gauge
     published_version: Gauge
     applied_version: Gauge
-    consumer_lag_versions: Gauge
+    consumer_lag_batches: Gauge
     consumer_lag_seconds: Gauge
     predictor_lag_versions: Gauge
     predictor_lag_seconds: Gauge
+    heartbeat_lag_versions: Gauge
+    heartbeat_lag_seconds: Gauge
+    heartbeat_age_seconds: Gauge
     oldest_pending_seconds: Gauge
     resyncs: Counter
     fences: Counter

@@ -19,7 +19,7 @@ from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.names import check_label_names
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
-from delta_tracker.monitor.source import Readings
+from delta_tracker.monitor.source import Readings, Source
 from delta_tracker.monitor.span import Span
 from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Hooks, Kind, Stat
 from delta_tracker.monitor.system import SystemMetrics
@@ -149,6 +149,11 @@ class Monitor:
         definition = Definition(name=name, kind=kind, help=help, unit=unit, labels=tuple(labels))
         protect(self)
         return self.registry.passive(definition, callback, **settings)
+
+    def add_source(self, source: Source) -> None:
+        """Read something at every collection, in a thread of the library; a source of the same name is replaced."""
+        protect(self)
+        self.registry.add_source(source)
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401
         """As :meth:`~delta_tracker.monitor.registry.Registry.configure`."""

@@ -80,6 +80,7 @@ class Registry:
     def add_source(self, source: Source) -> None:
         """Read something at every collection; a source of the same name is replaced."""
         with self._lock:
+            self._sources = {name: known for name, known in self._sources.items() if not known.is_over}
             self._sources[source.name] = source
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401  the fields of Policy

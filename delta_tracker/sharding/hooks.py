@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from delta_tracker.monitor.default import metrics
+
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
@@ -72,6 +74,7 @@ class Watcher:
         self._tables = tables
         self._listener = listener
         self._keys = keys
+        self._faults = [metrics.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
         self.num_errors = 0
 
     def remove(self) -> None:
@@ -80,7 +83,8 @@ class Watcher:
 
     def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         def opened() -> bool:
-            self._listener.opened(key, ids)
+            with metrics.record_seconds.time():
+                self._listener.opened(key, ids)
             return True
 
         if not self._contained(opened, otherwise=False):
@@ -96,6 +100,8 @@ class Watcher:
         except Exception:
             # Whatever it is, it is ours and must not reach the training step.
             self.num_errors += 1
+            for cell in self._faults:
+                cell.add(1)
             if self.num_errors == 1:
                 _logger.exception("tracking of %s failed once; all its rows count as changed", list(self._tables))
             return otherwise
@@ -115,6 +121,7 @@ class KernelHook(Watcher):
         super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], listener, keys)
         self._kernel = kernel
         self._lookups = lookups
+        self._counts = {fqn: metrics.lookups.cell(table=fqn) for fqn in self._tables}
         self._unproven = next(keys)
         self._handle: RemovableHandle = kernel.module.register_forward_hook(self._after_lookup)
 
@@ -130,6 +137,7 @@ class KernelHook(Watcher):
             return
         ids = self._contained(lambda: self._ids_by_table(args[0]), otherwise=self._all_rows())
         if self._lookups:
+            self._count(ids)
             self._contained(lambda: self._listener.looked_up(ids), otherwise=None)
         if updates:
             self._watch_update(output, ids)
@@ -144,6 +152,8 @@ class KernelHook(Watcher):
 
         def before_write(grad_outputs: object) -> None:
             del grad_outputs
+            if not self._lookups:
+                self._count(ids)
             open_keys.append(next(self._keys))
             self._opened(open_keys[-1], ids)
 
@@ -153,6 +163,10 @@ class KernelHook(Watcher):
 
         node.register_prehook(before_write)
         node.register_hook(after_write)
+
+    def _count(self, ids: Mapping[str, Tensor | None]) -> None:
+        for fqn, looked_up in ids.items():
+            self._counts[fqn].add(0 if looked_up is None else looked_up.numel())
 
     def _ids_by_table(self, features: KeyedIds) -> dict[str, Tensor | None]:
         """The ids of each tracked table, by position: the features of slot 0 come first, then those of slot 1, ..."""

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from delta_tracker.kernels.engines import choose_engine
 from delta_tracker.kernels.rows import RowSet
-from delta_tracker.rows import ChangedRows
+from delta_tracker.rows import ChangedRows, new_rows, put_rows
 
 # Few batches are ever open at a time; more are backward passes that raised between their hooks.
 _MAX_OPEN = 256
 _STUCK = -2
+# A set from here on is emptied and used again: touching so much new memory costs more than a read of few rows.
+_SPARE_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -39,11 +41,12 @@ class _Segment:
         self.states = [(ids[ids >= 0], states[ids >= 0]) for ids, states in self.states]
 
     def absorb(self, newer: _Segment) -> None:
-        """Take over a newer segment's rows; of a row in both, this segment's state stays."""
+        """Take over a newer segment's rows, which it may lose; of a row in both, this segment's state stays."""
         if newer.rows is None:
             return
         if self.rows is None:
-            self.rows, self.states = newer.rows, newer.states
+            self.rows, newer.rows = newer.rows, None
+            self.states = newer.states
             return
         for ids, states in newer.states:
             is_new = ~self.rows.contains(ids)
@@ -62,7 +65,7 @@ class SegmentStore:
 
     Memory is one row set per segment with a change in it, and one old state per row of it where states are kept. After
     :meth:`compact` there is at most one segment for each distinct pinned position, and one more; beside them the ids
-    of the open batches are kept.
+    of the open batches are kept and, where row sets are large, an empty one to use again.
 
     The caller serialises the calls, and calls in this order: for a batch :meth:`open_batch` before its update is
     written and :meth:`close_batch` once it is proven written; for a read :meth:`cut` on the training state that the
@@ -98,6 +101,7 @@ class SegmentStore:
         self._pads = self._device.type != "cpu"  # how many rows are new is then known on the device only
         self._segments = [_Segment(start=0)]
         self._open: dict[int, Tensor | None] = {}
+        self._spare: RowSet | None = None
 
     def open_batch(self, batch: int, ids: Tensor | None) -> None:
         """Mark the rows of a batch whose update is about to be written, and keep them open.
@@ -145,6 +149,11 @@ class SegmentStore:
         for ids in self._open.values():
             self._mark(ids)
 
+    @property
+    def has_open(self) -> bool:
+        """Whether a batch is open."""
+        return bool(self._open)
+
     def catch_up(self) -> None:
         """Mark what changed without a word; here every change is told of."""
 
@@ -158,12 +167,14 @@ class SegmentStore:
         Args:
             ids: ``[N]`` int64 local ids, in any order, duplicates allowed; None for every row.
         """
-        rows = self._engine(self.num_rows, self._device)
+        rows = self._take_set()
         if ids is None:
             rows.mark_all()
         else:
             rows.mark(ids)
-        return self._with_states(rows.scan(), rows, [])
+        found = self._with_states(rows.scan(), rows, [])
+        self._recycle(rows)
+        return found
 
     def num_changed(self, start: int, beside: Tensor | None = None) -> int:
         """How many rows are marked from position ``start`` on, or are among ``beside``. Waits for the device.
@@ -175,7 +186,9 @@ class SegmentStore:
         merged = self._union([seg for seg in self._segments if start <= seg.start])
         if beside is not None:
             merged.mark(beside)
-        return len(merged.scan())
+        count = len(merged.scan())
+        self._recycle(merged)
+        return count
 
     def changed(self, start: int, stop: int) -> ChangedRows:
         """The rows marked from position ``start`` up to ``stop``, each with its oldest state in that range.
@@ -188,7 +201,10 @@ class SegmentStore:
             return self._with_states(torch.empty(0, dtype=torch.int64, device=self._device), None, [])
         merged = segments[0].rows if len(segments) == 1 else self._union(segments)
         assert merged is not None, "filtered above"
-        return self._with_states(merged.scan(), merged, segments)
+        found = self._with_states(merged.scan(), merged, segments)
+        if len(segments) > 1:
+            self._recycle(merged)
+        return found
 
     def compact(self, pinned: Collection[int]) -> None:
         """Merge neighbouring segments unless a position in ``pinned`` lies on their boundary."""
@@ -200,12 +216,21 @@ class SegmentStore:
                 kept.append(segment)
             else:
                 kept[-1].absorb(segment)
+                self._recycle(segment.rows)
         self._segments = kept
 
     def delete(self, before: int | None) -> None:
         """Drop what was marked before position ``before``, which must be pinned; None drops everything."""
+        if before is not None and self._segments[0].start >= before:
+            return
         kept = [segment for segment in self._segments if before is not None and segment.start >= before]
+        for segment in self._segments[: len(self._segments) - len(kept)]:
+            self._recycle(segment.rows)
         self._segments = kept or [_Segment(start=self._segments[-1].start if before is None else before)]
+
+    def drop_spare(self) -> None:
+        """Give the set back that is kept to be used again."""
+        self._spare = None
 
     @property
     def num_segments(self) -> int:
@@ -226,7 +251,8 @@ class SegmentStore:
     def log_bytes(self) -> int:
         """Bytes of row sets, old states and open ids held now."""
         opened = sum(ids.nbytes for ids in self._open.values() if ids is not None)
-        return opened + sum(segment.num_bytes for segment in self._segments)
+        spare = 0 if self._spare is None else self._spare.num_bytes
+        return opened + spare + sum(segment.num_bytes for segment in self._segments)
 
     def _fold_oldest(self) -> None:
         """Make one batch, that stays open for good, of the oldest half: backward passes that raised left them open."""
@@ -237,7 +263,7 @@ class SegmentStore:
 
     def _union(self, segments: list[_Segment]) -> RowSet:
         """A new set of the rows marked in some segments."""
-        merged = self._engine(self.num_rows, self._device)
+        merged = self._take_set()
         for segment in segments:
             if segment.rows is not None:
                 merged.absorb(segment.rows)
@@ -251,8 +277,19 @@ class SegmentStore:
     def _last_rows(self) -> RowSet:
         last = self._segments[-1]
         if last.rows is None:
-            last.rows = self._engine(self.num_rows, self._device)
+            last.rows = self._take_set()
         return last.rows
+
+    def _take_set(self) -> RowSet:
+        """An empty set."""
+        spare, self._spare = self._spare, None
+        return self._engine(self.num_rows, self._device) if spare is None else spare
+
+    def _recycle(self, rows: RowSet | None) -> None:
+        """Keep a set that nobody needs any more, if it is worth it."""
+        if rows is not None and self._spare is None and rows.num_bytes >= _SPARE_BYTES:
+            rows.clear()
+            self._spare = rows
 
     def _mark(self, ids: Tensor | None, *, keep_states: bool = True) -> None:
         if ids is None:
@@ -280,15 +317,21 @@ class SegmentStore:
         if self._old_states is None:
             return ChangedRows(ids)
         template = self._old_states(ids[:0])
-        states = template.new_full((len(ids), *template.shape[1:]), torch.nan)
+        states = new_rows(len(ids), template)
         known = torch.zeros_like(ids, dtype=torch.bool)
         # From new to old, so that the older one wins, also where it says that the state is unknown.
         for segment in reversed(segments):
             assert segment.rows is not None, "filtered by the caller"
             assert merged is not None, "given with segments"
-            places = merged.rank(segment.rows.scan())
-            known[places], states[places] = False, torch.nan
-            for marked, old in segment.states:
-                places = merged.rank(marked)
-                known[places], states[places] = True, old
+            if len(segments) > 1:
+                known.index_fill_(0, merged.rank(segment.rows.scan()), False)
+            if segment.states:
+                places = merged.rank(torch.cat([marked for marked, _ in segment.states]))
+                known.index_fill_(0, places, True)
+                begin = 0
+                for _, old in segment.states:
+                    put_rows(states, places[begin : begin + len(old)], old)
+                    begin += len(old)
+        if not bool(known.all()):
+            states[~known] = torch.nan
         return ChangedRows(ids, states, known)

@@ -99,6 +99,8 @@ class Pulse:
         try:
             leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **fields))
         except StorageError as error:
+            if fields["stream"] is None:
+                return  # a predictor may start before the stream's directory is made
             if not self._fails:
                 _logger.warning("the predictor cannot leave its heartbeat: %s", error)
             self._fails = True

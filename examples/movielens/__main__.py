@@ -87,6 +87,8 @@ def run(settings: Settings, console: Console) -> list[dict[str, Any]]:
                     progress.update(training, description=f"starting {WORLD_SIZE} trainer ranks")
                     for rank in range(WORLD_SIZE):
                         processes.start(f"trainer rank {rank}", "examples.movielens.trainer", out, str(rank))
+                case {"event": "metrics", "process": process, "url": url}:
+                    console.print(f"metrics of {process}: curl {url}")
                 case {"event": "trained", "batches": batches}:
                     progress.update(training, completed=batches, description="trainer: batches trained")
                 case {"event": "applied", "version": version, "batches": batches}:

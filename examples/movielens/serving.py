@@ -18,6 +18,7 @@ from delta_tracker import Predictor
 from delta_tracker.errors import NoSnapshotError
 from delta_tracker.stream.manifest import Manifest
 from examples.movielens.data import load_ratings
+from examples.movielens.metrics import serve
 from examples.movielens.model import FactorizationMachine
 from examples.movielens.settings import Settings, emit
 
@@ -29,7 +30,8 @@ def main(settings: Settings) -> None:
     torch.set_num_threads(1)
     ratings = load_ratings(settings.ratings)
     fresh = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("cpu"))
-    predictor = Predictor(fresh, settings.stream.as_uri())
+    predictor = Predictor(fresh, settings.stream.as_uri(), name="demo")
+    serve("predictor")
     emit("ready")
 
     manifest = apply_next(predictor, settings.patience_seconds)

@@ -24,6 +24,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from delta_tracker import ModelDeltaTracker, Publisher
 from examples.movielens.data import Ratings, load_ratings
+from examples.movielens.metrics import serve
 from examples.movielens.model import FactorizationMachine
 from examples.movielens.settings import WORLD_SIZE, Settings, emit
 
@@ -43,6 +44,7 @@ def main(settings: Settings, rank: int) -> None:
         world_size=WORLD_SIZE,
         timeout=timedelta(seconds=settings.patience_seconds),
     )
+    serve(f"trainer-{rank}")
     ratings = load_ratings(settings.ratings)
     model = sharded_model(ratings, settings)
     with ModelDeltaTracker(model, consumers=["stream"]) as tracker:

@@ -288,7 +288,7 @@ def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
                 trainer.step(publisher)
             publisher.flush()
             cuts[name] = publisher.version
-            pending = trainer.tracker.num_pending(owner=publisher)
+            pending = trainer.tracker.num_pending()  # takes nothing, so the reservation does not matter
             delta = trainer.tracker.get_delta(owner=publisher)
             for fqn, count in pending.items():
                 if fqn in trainer.tracker.fused_tables:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
-from delta_tracker.changes import LogState
 from delta_tracker.checkpoint.dcp import SavedTracker
 from delta_tracker.checkpoint.stateful import Restored
+from delta_tracker.cursors import LogState
 from delta_tracker.monitor.default import MONITOR
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.state import LogicalCounters
 from tests.cases.publishing import attempt
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 
@@ -345,6 +348,25 @@ def legacy(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> dict[
     return {"restored": tracker.restored.name, "rows": everything, "logs": logs, "events": events}
 
 
+def one_rank_cannot(rank: int, world_size: int, path: str) -> list[str]:
+    """A checkpoint lacks a tensor of rank 1, which no other rank needs: all refuse it, so that none waits."""
+    made, model, tracker = build(spec_of("row"), "embedding")
+    train(made, model, torch.Generator().manual_seed(rank), 2)
+    dcp.save({"model": model, "tracker": tracker}, checkpoint_id=f"{path}/checkpoint")
+    if rank == 0:
+        file = Path(path) / "checkpoint" / ".metadata"
+        metadata = pickle.loads(file.read_bytes())
+        del metadata.state_dict_metadata["tracker.rank1of2/rows/ec.embeddings.t0"]
+        file.write_bytes(pickle.dumps(metadata))
+    dist.barrier()
+    state = {"model": model, "tracker": SavedTracker(tracker, f"{path}/checkpoint")}
+    before = tracker._log.state()
+    messages = [attempt(lambda: dcp.load(state, checkpoint_id=f"{path}/checkpoint")) for _ in range(2)]
+    assert same(before, tracker._log.state())
+    tracker.detach()
+    return messages
+
+
 @contextlib.contextmanager
 def capture_logs() -> Any:
     logs: list[str] = []
@@ -392,6 +414,9 @@ def _counting(model: Any) -> tuple[ModelDeltaTracker, dict[str, Any]]:
     }
     for name, counter in counters.items():
         tracker.register_counter(name, counter)
+    monitor = Monitor()
+    counters["samples"] = monitor.counter("samples", labels=["kind"], is_logical=True).cell(kind="seen")
+    tracker.register_counter("monitor", LogicalCounters(monitor))
     return tracker, counters
 
 
@@ -407,6 +432,7 @@ def counting(rank: int, world_size: int, path: str, strategy: str, held: list[li
         counters["confusion"].update(torch.tensor([value / 100]), torch.tensor([1]))
         counters["own"].total += value
         counters["own"].names.append(f"{value}")
+        counters["samples"].add(value)
     state = tracker.state_dict(strategy=strategy)
     assert bool(state) == (strategy == "local" or rank == 0)
     if state:
@@ -427,6 +453,7 @@ def counted(rank: int, world_size: int, path: str, how: str) -> dict[str, Any]:
     tracker, counters = _counting(model)
     counters["sum"].update(1000.0)
     counters["own"].total = 1000
+    counters["samples"].add(1000)
     checkpoint = {"model": model}
     if how == "dcp":
         dcp.load(
@@ -450,6 +477,7 @@ def counted(rank: int, world_size: int, path: str, how: str) -> dict[str, Any]:
         "confusion": counters["confusion"].confmat.flatten().tolist(),
         "own": [counters["own"].total, counters["own"].names],
         "updates": counters["sum"]._update_count,
+        "samples": counters["samples"].collect_total(),
     }
     tracker.detach()
     return answer

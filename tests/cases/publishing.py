@@ -334,12 +334,14 @@ class _Interrupting(Storage):
 
     def __init__(self, url: str) -> None:
         super().__init__(url, create=True)
-        self.goes_on = threading.Event()
+        self.is_heard, self.goes_on = threading.Event(), threading.Event()
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         if self.interrupts:
             self.interrupts = False
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            # Python does not notice a signal that comes just as the thread begins to wait, so it is sent again.
+            while not self.is_heard.wait(0.05):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             self.goes_on.wait()
         super().put(name, buffers)
 
@@ -365,7 +367,13 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
         tracker.step()
         cut = tracker.column_views(fqn)[0].clone()
         storage.interrupts = True
-        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        def interrupt(number: int, frame: object) -> None:
+            storage.is_heard.set()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            raise KeyboardInterrupt
+
+        ignored = signal.signal(signal.SIGINT, interrupt)
         try:
             publisher.publish()
         except KeyboardInterrupt:

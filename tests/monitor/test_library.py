@@ -89,7 +89,7 @@ def test_what_the_issue_names_is_there() -> None:
     groups = {
         "volume": "lookups touched_rows pending_rows pending_ratio published_rows published_bytes",
         "cost": "record read encode write commit apply",
-        "freshness": "consumer_lag_versions consumer_lag_seconds predictor_lag_versions predictor_lag_seconds",
+        "freshness": "consumer_lag_batches consumer_lag_seconds predictor_lag_versions predictor_lag_seconds",
         "age": "oldest_pending_seconds state_bytes",
         "health": "resyncs fences refused_parts dropped_events hook_errors",
     }

@@ -1,0 +1,258 @@
+"""What tracking costs a training step: ``python -m benchmarks.bench_step``.
+
+A model like DLRM under DistributedModelParallel on one rank: bags of eight tables and dense features meet in dot
+products and a perceptron, whose layers are as wide as those of MLPerf's DLRM. The same model trains on, now with one
+tracker, now with another, now with none: a turn of each is so many steps and, with a tracker, the read after them. At
+the end of a turn the read must name exactly the rows that were looked up.
+
+On the CPU nothing waits for a device. So the points at which recording would wait for one are counted beside, on a
+simulated device (:mod:`delta_tracker.monitor.syncs`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
+from benchmarks.stores import Ours, Store, Theirs, lookups
+from benchmarks.workloads import Table, bags, one_rank, shard, tables, zipf_ids
+from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
+from delta_tracker.monitor.syncs import SIMULATED, find_syncs, on_device
+
+_NUM_DENSE = 13
+_OFF, _THEIRS = "no tracker", "TorchRec, ID_ONLY"
+_EMBEDDING = TrackingMode.EMBEDDING
+_OURS: dict[str, tuple[TrackingMode, TopK | None]] = {
+    "ID_ONLY": (TrackingMode.ID_ONLY, None),
+    "EMBEDDING": (_EMBEDDING, None),
+    "EMBEDDING, top 10 %": (_EMBEDDING, TopK(fraction=0.1)),
+}
+_NOTES = (
+    "Medians (smallest-largest) of turns; a step has its share of the read at the turn's end.",
+    "Against no tracker: the median over the rounds of a turn's time by that of the turn without in the same round.",
+    "TorchRec's tracker refuses EMBEDDING mode for an EmbeddingBagCollection, and has no top-k.",
+    "Syncs: how often recording one batch would wait for the device.",
+)
+Read = Callable[[], Mapping[str, Tensor]]
+
+
+class Dlrm(nn.Module):
+    """Bags and a dense row of each sample meet in dot products, which a perceptron makes a logit of.
+
+    Args:
+        table_set: the tables, all of one width.
+    """
+
+    def __init__(self, table_set: Sequence[Table]) -> None:
+        super().__init__()
+        dim, num_vectors = table_set[0].dim, len(table_set) + 1
+        self.ebc = bags(table_set)
+        self.bottom = _perceptron(_NUM_DENSE, 512, 256, dim)
+        self.top = _perceptron(dim + num_vectors * (num_vectors - 1) // 2, 1024, 1024, 512, 256, 1)
+        self._pairs = torch.triu_indices(num_vectors, num_vectors, offset=1).unbind()
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """``[B]`` logits from ``[B, 13]`` and the ids of each table."""
+        below = self.bottom(dense)
+        vectors = torch.cat([below, self.ebc(sparse).values()], dim=1).view(len(dense), -1, below.shape[1])
+        left, right = self._pairs
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, left, right]
+        logits: Tensor = self.top(torch.cat([below, products], dim=1)).squeeze(1)
+        return logits
+
+
+def _perceptron(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class _Turns:
+    """One model, and turns of training it.
+
+    Args:
+        table_set: the tables.
+        batch_size: samples of a step.
+        num_steps: of a turn.
+    """
+
+    def __init__(self, table_set: Sequence[Table], batch_size: int, num_steps: int) -> None:
+        torch.manual_seed(0)
+        self._tables = table_set
+        self.model = shard(Dlrm(table_set), table_set)
+        dense = [each for name, each in self.model.named_parameters() if "ebc" not in name]
+        self._optimizer = torch.optim.SGD(dense, lr=0.01)
+        generator = torch.Generator().manual_seed(1)
+        self._dense = torch.rand(batch_size, _NUM_DENSE, generator=generator)
+        self._labels = torch.randint(2, (batch_size,), generator=generator).float()
+        self._sparse = [
+            lookups({table.name: zipf_ids(table.num_rows, batch_size, generator) for table in table_set})
+            for _ in range(num_steps)
+        ]
+        self._expected = {
+            f"ebc.embedding_bags.{table.name}": torch.cat(
+                [batch[table.name].values() for batch in self._sparse]
+            ).unique()  # type: ignore[no-untyped-call]
+            for table in table_set
+        }
+
+    def step(self, sparse: KeyedJaggedTensor) -> None:
+        """One batch."""
+        self._optimizer.zero_grad()
+        logits = self.model(self._dense, sparse)
+        functional.binary_cross_entropy_with_logits(logits, self._labels).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+    def turn(
+        self, start: Callable[[DistributedModelParallel], tuple[Callable[[], object], Read, Callable[[], object]]]
+    ) -> Figures:
+        """All batches and a read, a share of it for each step.
+
+        Args:
+            start: attaches a tracker; gives what follows a step, the read, and what detaches it.
+        """
+        after_step, read, stop = start(self.model)
+        found: dict[str, Tensor] = {}
+
+        def train() -> None:
+            for batch in self._sparse:
+                self.step(batch)
+                after_step()
+            found.update(read())
+
+        figures = timed(train)
+        stop()
+        for name, ids in found.items():
+            assert torch.equal(ids.sort()[0], self._expected[name]), f"{name}: not the rows that were looked up"
+        return {name: value / len(self._sparse) for name, value in figures.items()}
+
+    def off(self) -> Figures:
+        """Without a tracker."""
+        return self.turn(lambda _: (_nothing, dict, _nothing))
+
+    def ours(self, mode: TrackingMode, top_k: TopK | None) -> Figures:
+        """With this library's, as a trainer has it."""
+
+        def start(model: DistributedModelParallel) -> Any:  # noqa: ANN401
+            tracker = ModelDeltaTracker(model, mode=mode)
+
+            def read() -> dict[str, Tensor]:
+                delta = tracker.get_delta(top_k=top_k)
+                left = delta.left_out
+                return {
+                    fqn: torch.cat([rows.ids, left[fqn].ids]) if fqn in left else rows.ids
+                    for fqn, rows in delta.items()
+                }
+
+            return tracker.step, read, tracker.detach
+
+        return self.turn(start)
+
+    def theirs(self) -> Figures:
+        """With TorchRec's, as its model has it."""
+
+        def start(model: DistributedModelParallel) -> Any:  # noqa: ANN401
+            tracker = ModelDeltaTrackerTrec(model._dmp_wrapped_module)  # noqa: SLF001  what the model itself passes
+            tracker.step()
+
+            def stop() -> None:
+                for module in tracker.tracked_modules.values():
+                    module.post_lookup_tracker_fn = None
+
+            return tracker.step, tracker.get_unique_ids, stop
+
+        return self.turn(start)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _num_syncs(store_of: Callable[[], Store]) -> int:
+    """How often recording a batch of two tables would wait for the device."""
+    with find_syncs() as found:
+        store = store_of()
+        lengths = [6, 6]
+        features = KeyedJaggedTensor(
+            keys=["a", "b"],
+            values=on_device(torch.tensor([3, 1, 3, 0, 2, 2, 5, 1, 1, 4, 0, 5])),
+            lengths=on_device(torch.tensor(lengths)),
+            length_per_key=lengths,
+            offset_per_key=[0, 6, 12],
+        )
+        store.record(features)
+        before = len(found)
+        store.record(features)
+    return len(found) - before
+
+
+def _syncs() -> dict[str, int]:
+    """Of each line of the table."""
+    num_rows = {"a": 6, "b": 6}
+    weights = {name: on_device(torch.rand(count, 2)) for name, count in num_rows.items()}
+    ids_only = _num_syncs(lambda: Ours(num_rows, device=SIMULATED))
+    embedding = _num_syncs(lambda: Ours(num_rows, weights=weights, device=SIMULATED))
+    assert ids_only == embedding == 0, (ids_only, embedding)
+    by_mode = {name: embedding if mode is _EMBEDDING else ids_only for name, (mode, _) in _OURS.items()}
+    return {_OFF: 0, **by_mode, _THEIRS: _num_syncs(lambda: Theirs(num_rows))}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and write the results; 0 if every read was right."""
+    settings = parser("bench_step", __doc__ or "").parse_args(argv)
+    num_rows, batch_size, num_steps = (1000, 32, 2) if settings.tiny else (1_000_000, 4096, 20)
+    repeats = settings.repeats or (1 if settings.tiny else 7)
+    report = Report(
+        name="bench_step",
+        settings={
+            "tables": f"8 of {num_rows} x 64",
+            "batch": batch_size,
+            "a read every": f"{num_steps} steps",
+            "repeats": repeats,
+        },
+        columns=("tracker", "step, ms", "processor, ms", "against no tracker", "by processor time", "syncs"),
+        notes=[*_NOTES],
+    )
+    syncs = _syncs()
+    with one_rank():
+        turns = _Turns(tables(8, num_rows), batch_size, num_steps)
+        cases: dict[str, Callable[[], Figures]] = {_OFF: turns.off}
+        for name, (mode, top_k) in _OURS.items():
+            cases[name] = lambda mode=mode, top_k=top_k: turns.ours(mode, top_k)  # type: ignore[misc]
+        cases[_THEIRS] = turns.theirs
+        found = interleaved(cases, repeats=repeats)
+    for name, samples in found.items():
+        report.add(name, samples)
+        ratios = {figure: _ratio(sample, found[_OFF][figure]) for figure, sample in samples.items()}
+        report.figures[f"{name}: against {_OFF}"] = {figure: ratio.values for figure, ratio in ratios.items()}
+        report.lines.append(
+            (
+                name,
+                samples["seconds"].text(1e3),
+                samples["processor"].text(1e3),
+                *(ratio.text(digits=3) for ratio in ratios.values()),
+                str(syncs[name]),
+            )
+        )
+        report.figures[f"{name}: syncs"] = {"count": (syncs[name],)}
+    report.finish(settings.out)
+    return 0
+
+
+def _ratio(sample: Sample, off: Sample) -> Sample:
+    """Round by round."""
+    return Sample(tuple(one / other for one, other in zip(sample.values, off.values, strict=True)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,147 @@
+"""This library's log and TorchRec's store behind one face: record lookups, read what changed, forget it.
+
+Letters: ``N`` ids, ``D`` columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
+from torchrec.distributed.model_tracker.types import TrackingMode
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from delta_tracker.changes import ChangeLog
+from delta_tracker.store.segments import SegmentStore
+from delta_tracker.types import Delta, DeltaRows
+
+_READER = "reader"
+
+Found = dict[str, tuple[Tensor, Tensor | None]]
+"""Table to ids ``[N]`` and, in EMBEDDING mode, the rows ``[N, D]`` as they were before their first change."""
+
+
+class Store(Protocol):
+    """What a benchmark asks of a store."""
+
+    def record(self, features: KeyedJaggedTensor, rows: Tensor | None = None) -> None:
+        """One batch.
+
+        Args:
+            features: the ids that are looked up, a feature for each table, of its name.
+            rows: in EMBEDDING mode ``[N, D]``, what the lookup returned for the ids of all features.
+        """
+
+    def read(self) -> Found:
+        """What was recorded since the last read; it is forgotten then."""
+
+
+class Ours:
+    """The log of a tracker, as its hooks and its reads drive it.
+
+    Args:
+        num_rows: table to rows.
+        engine: which kernels keep the rows.
+        weights: table to its live rows, ``[R, D]``, for EMBEDDING mode.
+        device: where the ids are.
+    """
+
+    def __init__(
+        self,
+        num_rows: Mapping[str, int],
+        engine: str | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        stores = {
+            name: SegmentStore(
+                count,
+                device,
+                engine=engine,
+                old_states=None if weights is None else lambda ids, name=name: weights[name].index_select(0, ids),  # type: ignore[misc]
+            )
+            for name, count in num_rows.items()
+        }
+        self.log = ChangeLog(stores, [_READER], delete_on_read=True, max_bytes=None)
+        self._keys = itertools.count()
+
+    def record(self, features: KeyedJaggedTensor, rows: Tensor | None = None) -> None:
+        """One batch; it takes the rows from the table itself."""
+        del rows
+        ids = dict(zip(features.keys(), features.values().split_with_sizes(features.length_per_key()), strict=True))
+        key = next(self._keys)
+        self.log.opened(key, ids)
+        self.log.applied(key, ids)
+        self.log.step()
+
+    def read(self, reader: str = _READER, *, commit: bool = True) -> Found:
+        """Cut, read, commit unless told otherwise, compact."""
+        reading = self.log.read(reader)
+        rows = {
+            name: DeltaRows(changed.ids, changed.states, known=changed.known) for name, changed in reading.rows.items()
+        }
+        delta = Delta(rows, consumer=reader, start=reading.start, stop=reading.stop, batches=reading.batches)
+        self.log.seal(delta, commit=commit)
+        return {name: (changed.ids, changed.states) for name, changed in rows.items()}
+
+
+class Theirs:
+    """TorchRec's tracker without a model, driven as its hooks do: its own batches, compaction and reads.
+
+    Args:
+        tables: their names.
+        auto_compact: compact at every batch, as it does while the lookup's output is on its way to other ranks.
+        is_embedding: EMBEDDING mode.
+    """
+
+    def __init__(self, tables: Iterable[str], *, auto_compact: bool = False, is_embedding: bool = False) -> None:
+        mode = TrackingMode.EMBEDDING if is_embedding else TrackingMode.ID_ONLY
+        self._tracker = ModelDeltaTrackerTrec(_NoModel(), auto_compact=auto_compact, mode=mode)
+        self._tracker.feature_to_fqn = {name: name for name in tables}
+        self._auto_compact = auto_compact
+
+    def record(self, features: KeyedJaggedTensor, rows: Tensor | None = None) -> None:
+        """One batch."""
+        self._tracker.step()  # the model does so before its lookups
+        if rows is None:
+            self._tracker.record_ids(features)
+        else:
+            self._tracker.record_embeddings(features, rows)
+        if self._auto_compact:
+            self._tracker.trigger_compaction()
+
+    def read(self) -> Found:
+        """Its read compacts and forgets."""
+        return {name: (rows.ids, rows.states) for name, rows in self._tracker.get_unique().items()}
+
+
+class _NoModel(nn.Module):
+    """What TorchRec's tracker looks for tables in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Identity()
+
+
+def lookups(ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+    """One batch for :meth:`Store.record`: table to ids ``[N]``, each in a bag of its own."""
+    values = torch.cat(list(ids.values()))
+    features = KeyedJaggedTensor(keys=list(ids), values=values, lengths=torch.ones_like(values, dtype=torch.int32))
+    features.length_per_key()  # the exchange of ids between ranks has computed it before any lookup
+    return features
+
+
+def assert_same(found: Found, expected: Found) -> None:
+    """Both say the same, in whatever order."""
+    assert found.keys() == expected.keys()
+    for name, (ids, rows) in found.items():
+        other_ids, order = expected[name][0].sort()
+        assert torch.equal(ids, other_ids), f"{name}: other ids"
+        other_rows = expected[name][1]
+        assert (rows is None) == (other_rows is None)
+        if rows is not None and other_rows is not None:
+            assert torch.equal(rows, other_rows[order]), f"{name}: other rows"

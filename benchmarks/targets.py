@@ -1,0 +1,218 @@
+"""What speed and memory are promised, and which figures of the results say whether it is kept."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_OURS, _THEIRS, _COMPACTING = "delta_tracker", "TorchRec", "TorchRec, auto-compaction"
+
+
+class Results:
+    """The figures of the benchmarks that were run.
+
+    Args:
+        directory: where each left its JSON file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read = cache(self._load)
+
+    def median(self, benchmark: str, case: str, figure: str = "seconds") -> float:
+        """Of all repeats.
+
+        Raises:
+            LookupError: if it was not measured.
+        """
+        return float(statistics.median(self._read(benchmark)[case][figure]))
+
+    def cases(self, benchmark: str, start: str) -> Iterator[str]:
+        """Those whose names start so.
+
+        Raises:
+            LookupError: if there is none.
+        """
+        names = [name for name in self._read(benchmark) if name.startswith(start)]
+        if not names:
+            raise LookupError(start)
+        yield from names
+
+    def _load(self, benchmark: str) -> dict[str, dict[str, list[float]]]:
+        path = self._directory / f"{benchmark}.json"
+        if not path.exists():
+            raise LookupError(benchmark)
+        figures: dict[str, dict[str, list[float]]] = json.loads(path.read_text())["figures"]
+        return figures
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One promise.
+
+    Args:
+        work: what is measured.
+        bound: the promised figure.
+        is_least: the figure must be this or more; otherwise this or less.
+        measure: takes the figure from the results.
+        text: formats figures.
+    """
+
+    work: str
+    bound: float
+    is_least: bool
+    measure: Callable[[Results], float]
+    text: str = "{:.2f}"
+
+    def is_met(self, figure: float) -> bool:
+        """Whether a figure keeps the promise."""
+        return figure >= self.bound if self.is_least else figure <= self.bound
+
+
+def _ratio(benchmark: str, over: str, under: str, figure: str = "seconds") -> Callable[[Results], float]:
+    return lambda results: results.median(benchmark, over, figure) / results.median(benchmark, under, figure)
+
+
+def _store(work: str, theirs: str = _THEIRS, figure: str = "seconds") -> Callable[[Results], float]:
+    return _ratio("bench_store", f"{work}: {theirs}", f"{work}: {_OURS}", figure)
+
+
+def _median(benchmark: str, case: str, figure: str, scale: float = 1.0) -> Callable[[Results], float]:
+    return lambda results: results.median(benchmark, case, figure) * scale
+
+
+def _worst_of_sweep(results: Results) -> float:
+    names = [name for name in results.cases("bench_store", "sweep ") if name.endswith(f": {_OURS}")]
+    return min(_store(name.removesuffix(f": {_OURS}"))(results) for name in names)
+
+
+def _worst_memory(results: Results) -> float:
+    """The largest part of what is promised for bits."""
+    parts = []
+    for name in results.cases("bench_store", "memory numba "):
+        num_readers, num_open = map(int, name.split()[2:])
+        parts.append(results.median("bench_store", name, "bytes_per_row") / ((1 + num_readers + num_open) / 8 * 1.01))
+    return max(parts)
+
+
+def _p99_beside_writes(results: Results) -> float:
+    """At the best chunk size that applies a million rows a second."""
+    without = results.median("bench_predict", "nothing is applied", "p99")
+    fast = [
+        results.median("bench_predict", name, "p99") / without
+        for name in results.cases("bench_predict", "chunks of ")
+        if results.median("bench_predict", name, "rows_per_second") >= 1e6  # noqa: PLR2004  a million
+    ]
+    return min(fast, default=float("inf"))
+
+
+def _bytes_for_quality(results: Results) -> float:
+    """The most that bytes fall, against snapshots, within 0.1 % of the fresh log loss."""
+    return max(
+        results.median("bench_quality", name, "times fewer")
+        for name in results.cases("bench_quality", "")
+        if results.median("bench_quality", name, "over fresh") <= 0.001  # noqa: PLR2004  a thousandth
+    )
+
+
+_TIMES, _MS = "{:.1f}x", "{:.1f} ms"
+_ZIPF = "10 M rows, 100 x 65,536 Zipf ids"
+_TABLES = "8 tables x 1 M rows, 20 x 4,096 Zipf ids"
+_SPARSE = "100 M rows, 20 x 5,000 uniform ids"
+_AT_ONCE = "100 M rows, 1 x 100,000 uniform ids"
+_READ = "ID_ONLY: ids and values"
+
+TARGETS = (
+    Target(f"record, compact, read ids: {_ZIPF}; TorchRec's time by ours", 30, True, _store(_ZIPF), _TIMES),
+    Target("the same, TorchRec with auto-compaction", 100, True, _store(_ZIPF, _COMPACTING), _TIMES),
+    Target(f"the same: {_TABLES}", 5, True, _store(_TABLES), _TIMES),
+    Target(f"the same: {_SPARSE}", 1.3, True, _store(_SPARSE), "{:.2f}x"),
+    Target(f"the same: {_AT_ONCE}", 1.3, True, _store(_AT_ONCE), "{:.2f}x"),
+    Target(
+        "the same, worst of a sweep, 10^5 to 10^8 rows, 1e-5 to 0.5 of them touched",
+        1,
+        True,
+        _worst_of_sweep,
+        "{:.2f}x",
+    ),
+    Target("EMBEDDING, record and read: 1 M rows x 64, 60 x 16,384 Zipf ids", 10, True, _store("EMBEDDING"), _TIMES),
+    Target("the same, peak of memory: TorchRec's by ours", 5, True, _store("EMBEDDING, peak", figure="bytes"), _TIMES),
+    Target(
+        "memory of ids, bits: part of (1 + readers + uncommitted reads) / 8 bytes a row and 1 %",
+        1,
+        False,
+        _worst_memory,
+    ),
+    *(
+        Target(
+            f"training step, {mode}, a read every 20 steps: against no tracker",
+            bound,
+            False,
+            _median("bench_step", f"{mode}: against no tracker", "seconds"),
+            "{:.3f}",
+        )
+        for mode, bound in (("ID_ONLY", 1.01), ("EMBEDDING", 1.03), ("EMBEDDING, top 10 %", 1.03))
+    ),
+    Target("device syncs in the step", 0, False, _median("bench_step", "EMBEDDING: syncs", "count"), "{:.0f}"),
+    Target(
+        "read with values, 1 M changed of 10 M x 64: of memcpy",
+        0.5,
+        True,
+        _ratio("bench_read", "memcpy of the rows", _READ),
+    ),
+    Target(
+        "top-k over 1 M changed rows, with values: against the read without",
+        2,
+        False,
+        _ratio("bench_read", "EMBEDDING: old rows and values, top 10 %", "EMBEDDING: old rows and values"),
+    ),
+    Target(
+        "publish 1 M x 64 fp32 with fsync: of write and fsync",
+        0.8,
+        True,
+        _ratio("bench_publish", "1000000 F32 limit write fsync", "1000000 F32 fsync"),
+    ),
+    Target("apply 1 M x 64 into 10 M: of memcpy", 0.4, True, _ratio("bench_predict", "memcpy", "apply")),
+    Target("lookup p99 while 1 M rows/s are applied: against none applied", 3, False, _p99_beside_writes, "{:.1f}"),
+    Target(
+        "commit to applied, 10,000 rows",
+        3,
+        False,
+        _median("bench_freshness", "10000 F32", "commit to applied", 1e3),
+        _MS,
+    ),
+    Target(
+        "commit to applied, 1 M rows",
+        100,
+        False,
+        _median("bench_freshness", "1000000 F32", "commit to applied", 1e3),
+        _MS,
+    ),
+    Target(
+        "start of publish to applied, 10,000 rows",
+        15,
+        False,
+        _median("bench_freshness", "10000 F32", "start to applied", 1e3),
+        _MS,
+    ),
+    Target(
+        "start of publish to applied, 1 M rows",
+        300,
+        False,
+        _median("bench_freshness", "1000000 F32", "start to applied", 1e3),
+        _MS,
+    ),
+    Target(
+        "the same, with fsync",
+        600,
+        False,
+        _median("bench_freshness", "1000000 F32 fsync", "start to applied", 1e3),
+        _MS,
+    ),
+    Target("bytes at 0.1 % of the fresh log loss: snapshots' by ours", 13, True, _bytes_for_quality, _TIMES),
+)
+"""In the order of the table."""

@@ -1,0 +1,8 @@
+"""``python -m delta_tracker.cli`` is ``delta-tracker``."""
+
+import sys
+
+from delta_tracker.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

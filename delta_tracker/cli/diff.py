@@ -1,0 +1,165 @@
+"""``diff``: which rows of a table differ between two versions, and how far they moved."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import torch
+from torch import Tensor
+
+from delta_tracker.cli.command import Stream, stream_command
+from delta_tracker.cli.output import table
+from delta_tracker.cli.text import count
+from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, write_rows
+from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.manifest import Manifest
+from delta_tracker.types import TableSpec
+
+_CHUNK_BYTES = 4 << 20
+_MAX_NAMES = 20
+
+_HELP = """Which rows of a table differ between versions V1 and V2, and how far they moved.
+
+A row differs if any bit of it does. It has moved by the L2 norm of its difference, computed in float64; one that holds
+NaN or an infinity has moved by "nan" or "inf" and comes first. Both versions are put together in the directory for
+temporary files (TMPDIR), which takes disk for the table twice, and little memory.
+
+\b
+Examples:
+  delta-tracker diff file:///streams/ctr 120 121 --table ec.embeddings.user
+  delta-tracker diff s3://bucket/ctr 0 500 --table ec.embeddings.user --limit 100 --json
+"""
+
+
+@click.command("diff", help=_HELP)
+@stream_command
+@click.argument("v1", type=click.IntRange(0))
+@click.argument("v2", type=click.IntRange(0))
+@click.option("--table", "fqn", metavar="T", help="Name of the table; may be left out where there is only one.")
+@click.option(
+    "--limit", default=20, show_default=True, type=click.IntRange(0), help="List so many rows, the farthest first."
+)
+def command(stream: Stream, v1: int, v2: int, fqn: str | None, limit: int) -> int:
+    """Compare, then print."""
+    stream.head()
+    cursor = StreamCursor(stream.log)
+    paths = cursor.path_to(v1), cursor.path_to(v2)
+    spec = _table(fqn, paths[0][0])
+    with _scratch() as scratch:
+        before, after = _both(stream, paths, spec, scratch)
+        ids, moved = _compare(before, after)
+        order = moved.nan_to_num(math.inf, math.inf).argsort(descending=True, stable=True)[:limit]
+        farthest = [
+            (row, distance, _length(before[row]), _length(after[row]))
+            for row, distance in zip(ids[order].tolist(), moved[order].tolist(), strict=True)
+        ]
+    summary = _summary(moved)
+    if stream.out.is_json:
+        keys = ("row", "moved", "length_before", "length_after")
+        stream.out.json(
+            {"url": stream.storage.url, "table": spec.fqn, "from": v1, "to": v2, "rows": spec.num_rows}
+            | {"changed": len(ids), "moved": {name: _finite(value) for name, value in summary.items()}}
+            | {"farthest": [dict(zip(keys, [row, *map(_finite, rest)], strict=True)) for row, *rest in farthest]}
+        )
+        return 0
+    share = len(ids) / max(1, spec.num_rows)
+    stream.out.line(f"{count(len(ids))} of {count(spec.num_rows)} rows of {spec.fqn} differ ({share:.2%})", "bold")
+    if summary:
+        stream.out.line("moved by: " + ", ".join(f"{name} {value:.4g}" for name, value in summary.items()))
+    if farthest:
+        rows = [(str(row), *(f"{value:.4g}" for value in rest)) for row, *rest in farthest]
+        stream.out.show(table((">row", ">moved by", f">length at {v1}", f">length at {v2}"), rows))
+    return 0
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A directory that is gone at the end of the block.
+
+    Raises:
+        InvalidArgumentError: if there is no room in it.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch:
+            yield Path(scratch)
+    except StorageError:
+        raise
+    except OSError as error:
+        remedy = f"Let it name a directory with room for the table, twice: {error.strerror}"
+        raise InvalidArgumentError("TMPDIR", tempfile.gettempdir(), remedy) from error
+
+
+def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
+    """The table that is asked for.
+
+    Raises:
+        InvalidArgumentError: if the snapshot has no such table, or several and none is named.
+    """
+    names = sorted(manifest.tables)
+    if fqn is None and len(names) == 1:
+        return manifest.tables[names[0]]
+    if fqn is None or fqn not in manifest.tables:
+        known = f"{', '.join(names[:_MAX_NAMES])}{' ...' * (len(names) > _MAX_NAMES)}"
+        raise InvalidArgumentError("--table", fqn, f"Name a table of version {manifest.version}: {known or 'none'}")
+    return manifest.tables[fqn]
+
+
+def _both(
+    stream: Stream, paths: tuple[list[Manifest], list[Manifest]], spec: TableSpec, scratch: Path
+) -> tuple[Tensor, Tensor]:
+    """The table in both versions. What both have in common is read once."""
+    first, second = paths
+    num_shared = len(first) if [each.link for each in second[: len(first)]] == [each.link for each in first] else 0
+    with stream.reading("reading", bytes_to_read([*first, *second[num_shared:]], [spec.fqn])):
+
+        def put(manifests: list[Manifest], held: Tensor | None, name: str) -> Tensor:
+            for manifest in manifests:
+                check_tables(manifest, [spec.fqn], first[0])
+                contents = contents_of(stream.storage, manifest, [spec.fqn])
+                if held is None:  # room is made for a table that was found to be there
+                    held = mapped(scratch / name, {spec.fqn: spec})[spec.fqn]
+                write_rows(contents, {spec.fqn: held})
+            assert held is not None, "a path is not empty"
+            return held
+
+        before = put(first, None, "first")
+        if not num_shared:
+            return before, put(second, None, "second")
+        after = mapped(scratch / "second", {spec.fqn: spec})[spec.fqn].copy_(before)
+        return before, put(second[num_shared:], after, "second")
+
+
+def _compare(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """``[N]`` int64 rows of which any bit differs, and ``[N]`` float64 how far each has moved."""
+    bits = {2: torch.int16, 4: torch.int32}[before.element_size()]
+    ids, moved = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float64)]
+    num_rows = max(1, _CHUNK_BYTES // (before.shape[1] * before.element_size()))
+    for begin in range(0, len(before), num_rows):
+        one, other = before[begin : begin + num_rows], after[begin : begin + num_rows]
+        (changed,) = (one.view(bits) != other.view(bits)).any(1).nonzero(as_tuple=True)
+        ids.append(changed + begin)
+        moved.append((other[changed].double() - one[changed].double()).norm(dim=1))
+    return torch.cat(ids), torch.cat(moved)
+
+
+def _summary(moved: Tensor) -> dict[str, float]:
+    if not len(moved):
+        return {}
+    ordered = moved.sort().values
+    found = {f"p{percent}": float(ordered[(len(ordered) - 1) * percent // 100]) for percent in (50, 90, 99)}
+    return {"mean": float(moved.mean()), **found, "max": float(ordered[-1])}
+
+
+def _length(row: Tensor) -> float:
+    return float(row.double().norm())
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return value if math.isfinite(value) else None

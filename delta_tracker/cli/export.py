@@ -1,0 +1,182 @@
+"""``export``: the tables of one version, as files that need nothing of this library."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import click
+import torch
+from torch import Tensor
+
+from delta_tracker.cli.command import Stream, stream_command
+from delta_tracker.cli.text import size
+from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, shape_of, write_rows
+from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.stream.codec import ALIGNMENT, SIZE_BYTES
+from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.manifest import DTYPE_NAMES, DenseSpec, Manifest
+from delta_tracker.types import TableSpec
+
+_METADATA = "__metadata__"
+
+_HELP = """Write the tables and dense tensors of one version.
+
+\b
+--format safetensors   --out is a new directory: one file for each table, named after it, which
+                       holds <table>.weight; and dense.safetensors, if the stream has dense tensors
+--format torch         --out is a new file: a state dict of <table>.weight and the dense tensors,
+                       for torch.load(FILE, weights_only=True)
+
+The version is put together from its snapshot beside --out, under a temporary name that is renamed at the end: --out is
+there whole or not at all. It takes disk for the tables (twice with torch), and little memory. What exists is never
+overwritten.
+
+\b
+Examples:
+  delta-tracker export file:///streams/ctr --out ctr-newest
+  delta-tracker export s3://bucket/ctr --version 120 --format torch --out ctr-120.pt
+"""
+
+
+@click.command("export", help=_HELP)
+@stream_command
+@click.option("--version", type=click.IntRange(0), help="Which version; by default the newest.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="What to write; must not exist.")
+@click.option("--format", "form", default="safetensors", show_default=True, type=click.Choice(["safetensors", "torch"]))
+def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
+    """Put the version together, then give it its name."""
+    head = stream.head()
+    version = head.version if version is None else version
+    try:
+        with _draft(out) as draft:
+            files = _put_together(stream, version, draft, form)
+            num_bytes = sum(each.stat().st_size for each in files)
+            _refuse_existing(out)
+            (files[0].parent if form == "safetensors" else files[0]).rename(out)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise InvalidArgumentError("--out", str(out), f"Choose another place: {error.strerror}") from error
+    names = sorted(each.name for each in files) if form == "safetensors" else []
+    if stream.out.is_json:
+        stream.out.json(
+            {"url": stream.storage.url, "stream": head.stream, "version": version, "format": form}
+            | {"out": str(out), "files": names, "bytes": num_bytes}
+        )
+        return 0
+    stream.out.line(f"version {version} is in {out}, {size(num_bytes)}")
+    for name in names:
+        stream.out.line(f"  {name}")
+    return 0
+
+
+@contextmanager
+def _draft(out: Path) -> Iterator[Path]:
+    """A directory beside ``out``, which is gone at the end of the block."""
+    _refuse_existing(out)
+    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _refuse_existing(out: Path) -> None:
+    if os.path.lexists(out):
+        raise InvalidArgumentError("--out", str(out), "Choose another name: something is there already")
+
+
+def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[Path]:
+    """The files of a version, on disk; first those of its tables.
+
+    Raises:
+        InvalidArgumentError: for a version that the stream does not have yet, or names that the format cannot hold.
+        MalformedError: if versions do not have the same tables.
+        MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: if the stream cannot give the version.
+        OSError: if a file cannot be written.
+    """
+    path = StreamCursor(stream.log).path_to(version)
+    work = draft / "work"
+    work.mkdir()
+    tables: dict[str, Tensor] | None = None
+    dense: dict[str, Tensor] = {}
+    with stream.reading("reading", bytes_to_read(path)):
+        for manifest in path:
+            contents = contents_of(stream.storage, manifest)
+            if tables is None:  # room is made for tables that were found to be there
+                tables = _rooms(manifest, version, work, form)
+            check_tables(manifest, manifest.tables, path[0])
+            write_rows(contents, tables)
+            dense |= {name: tensor.clone() for name, tensor in contents.dense.items()}
+    assert tables is not None, "a path is not empty"
+    if form == "safetensors":
+        if dense:
+            specs = {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in _widest_first(dense)}
+            for name, room in _safetensors(work / "dense.safetensors", specs, path[0].stream, version).items():
+                room.copy_(dense[name])
+        files = sorted(work.iterdir())
+    else:
+        files = [draft / "state.pt"]
+        with stream.out.progress("writing", None):
+            torch.save(_state_dict(tables, dense), files[0])
+    for file in (*files, work):
+        _sync(file)
+    return files
+
+
+def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str, Tensor]:
+    """Mapped memory for each table, by FQN."""
+    rooms: dict[str, Tensor] = {}
+    for number, (fqn, spec) in enumerate(snapshot.tables.items()):
+        key = f"{fqn}.weight"
+        if form == "safetensors":
+            file = work / f"{quote(key, safe='')}.safetensors"
+            rooms[fqn] = _safetensors(file, {key: spec}, snapshot.stream, version)[key]
+        else:
+            rooms[fqn] = mapped(work / str(number), {key: spec})[key]
+    return rooms
+
+
+def _safetensors(
+    file: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], stream: str, version: int
+) -> dict[str, Tensor]:
+    """A safetensors file whose tensors are mapped and still to be filled."""
+    if _METADATA in specs:
+        raise InvalidArgumentError("--format", "safetensors", f"Choose torch: a tensor is called {_METADATA}")
+    header: dict[str, object] = {_METADATA: {"stream": stream, "version": str(version)}}
+    end = 0
+    for name, spec in specs.items():
+        shape = shape_of(spec)
+        begin, end = end, end + math.prod(shape) * spec.dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": shape, "data_offsets": [begin, end]}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % ALIGNMENT)
+    return mapped(file, specs, len(head).to_bytes(SIZE_BYTES, "little") + head)
+
+
+def _widest_first(dense: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Wide items first: each tensor then begins at a multiple of its item's size."""
+    return sorted(dense.items(), key=lambda item: -item[1].itemsize)
+
+
+def _state_dict(tables: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    state = {f"{fqn}.weight": table for fqn, table in tables.items()}
+    for name in dense.keys() & state.keys():
+        raise InvalidArgumentError("--format", "torch", f"Choose safetensors: a table and a dense tensor are {name!r}")
+    return state | dict(dense)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

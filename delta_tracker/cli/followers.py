@@ -1,0 +1,80 @@
+"""The predictors that are known to follow a stream, from the heartbeats that they leave beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from delta_tracker.stream.heartbeat import Heartbeat, read_heartbeats
+from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.storage import Storage
+
+# A predictor leaves one every five seconds while it applies versions or waits for them.
+SILENT_SECONDS = 30.0
+GONE_SECONDS = 3600.0
+
+State = Literal["live", "silent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A predictor, as its last heartbeat and the head of the log show it.
+
+    Args:
+        beat: its last heartbeat.
+        state: ``live``, or ``silent`` if nothing was heard of it for half a minute.
+        seconds_ago: age of the heartbeat, by the clocks of its host and of this one.
+        lag_versions: versions of the log that it had not applied; None if it follows another stream, or holds none.
+    """
+
+    beat: Heartbeat
+    state: State
+    seconds_ago: float
+    lag_versions: int | None
+
+    @property
+    def behind(self) -> int | None:
+        """Versions that it had not applied: by its own word while it lives, which is seconds old, as the log's is not.
+
+        A publisher that commits ten versions a second is always some heartbeats' worth ahead of the last word.
+        """
+        if self.lag_versions is None or self.state != "live" or self.beat.lag_versions is None:
+            return self.lag_versions
+        return self.beat.lag_versions
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "name": self.beat.name,
+            "state": self.state,
+            "seconds_ago": self.seconds_ago,
+            "stream": self.beat.stream,
+            "version": self.beat.version,
+            "lag_versions": self.lag_versions,
+            "lag_seconds": self.beat.lag_seconds,
+            "resyncs": self.beat.resyncs,
+            "error": self.beat.error,
+        }
+
+
+def read_followers(storage: Storage, head: Manifest, now: float) -> tuple[list[Follower], int]:
+    """The predictors that were heard of within the last hour, by name, and how many others once left a heartbeat.
+
+    Args:
+        storage: where the stream lies.
+        head: its newest entry.
+        now: Unix seconds.
+
+    Raises:
+        StorageError: if the store cannot be read.
+    """
+    beats = read_heartbeats(storage)
+    found = [_follower(beat, head, max(0.0, now - beat.time)) for beat in beats]
+    heard = [each for each in found if each.seconds_ago <= GONE_SECONDS]
+    return heard, len(found) - len(heard)
+
+
+def _follower(beat: Heartbeat, head: Manifest, seconds_ago: float) -> Follower:
+    is_here = beat.stream == head.stream and beat.version is not None
+    lag = max(0, head.version - beat.version) if is_here and beat.version is not None else None
+    return Follower(beat, "live" if seconds_ago <= SILENT_SECONDS else "silent", seconds_ago, lag)

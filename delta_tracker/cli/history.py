@@ -1,0 +1,184 @@
+"""What the entries of a stream tell of its past, in bounded memory: sizes, cadence, bytes against full snapshots."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from delta_tracker.cli.entries import Amount, amounts
+from delta_tracker.monitor.buckets import LogBuckets
+from delta_tracker.stream.manifest import Block, Manifest
+from delta_tracker.types import TableSpec
+
+MAX_BINS = 240
+_SUMS = (
+    "deltas",
+    "snapshots",
+    "restarts",
+    "delta_bytes",
+    "snapshot_bytes",
+    "full_bytes",
+    "gaps",
+    "gap_seconds",
+)
+
+
+@dataclass(slots=True)
+class Bin:
+    """Neighbouring versions, claims left out; times in unix seconds.
+
+    Args:
+        first: the first of them.
+        last: the last of them.
+        begin: when the first was committed.
+        end: when the last was committed.
+        deltas: how many of them are deltas.
+        snapshots: how many of them are snapshots.
+        restarts: how many times a publisher took over before one of them.
+        delta_bytes: of the deltas' parts.
+        snapshot_bytes: of the snapshots' parts.
+        full_bytes: what they would have taken as full snapshots.
+        pending_rows: the most that one of them left for later.
+        gaps: of how many of them the version before is known.
+        gap_seconds: the time from those before to them, added up.
+        max_gap: the longest such time in seconds.
+        tables: what the deltas hold of each table.
+    """
+
+    first: int
+    last: int
+    begin: float
+    end: float
+    deltas: int = 0
+    snapshots: int = 0
+    restarts: int = 0
+    delta_bytes: int = 0
+    snapshot_bytes: int = 0
+    full_bytes: int = 0
+    pending_rows: int = 0
+    gaps: int = 0
+    gap_seconds: float = 0.0
+    max_gap: float = 0.0
+    tables: dict[str, Amount] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many versions it holds."""
+        return self.deltas + self.snapshots
+
+    def merge(self, later: Bin) -> None:
+        """Take in the versions of the bin that follows."""
+        self.last, self.end = later.last, later.end
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        for name in ("pending_rows", "max_gap"):
+            setattr(self, name, max(getattr(self, name), getattr(later, name)))
+        for fqn, amount in later.tables.items():
+            self.tables[fqn] = self.tables.get(fqn, Amount()) + amount
+
+
+class History:
+    """Versions one after another, folded into bins as they come.
+
+    Memory: an :class:`Amount` for each table in each bin, of which there are at most ``2 * max_bins``.
+
+    Args:
+        max_bins: from twice as many on, neighbours are merged.
+
+    Attributes:
+        bins: ascending by version.
+        tables: FQN to table, as of the newest version that has it.
+        totals: what all deltas hold of each table.
+        sizes: bytes of each delta.
+        gaps: seconds from each version to the next.
+        delays: seconds from each version's cut to its commit.
+        newest: the newest entry, None before the first.
+        missing: versions that are gone between two that are there.
+        full_bytes: what the newest version would take as a full snapshot.
+    """
+
+    def __init__(self, max_bins: int = MAX_BINS) -> None:
+        self.bins: list[Bin] = []
+        self.tables: dict[str, TableSpec] = {}
+        self.totals: dict[str, Amount] = defaultdict(Amount)
+        self.sizes = LogBuckets()
+        self.gaps = LogBuckets()
+        self.delays = LogBuckets()
+        self.newest: Manifest | None = None
+        self.missing = 0
+        self.full_bytes = 0
+        self._max_bins = max_bins
+        self._width = 1
+        self._is_measured = False
+        self._created: float | None = None
+        self._restarts = 0
+
+    def add(self, manifest: Manifest) -> None:
+        """Take in the next entry of the log."""
+        if self.newest is not None:
+            self.missing += manifest.version - self.newest.version - 1
+        self.newest = manifest
+        if manifest.kind == "claim":
+            self._restarts += bool(self.bins)
+            return
+        self.tables.update(manifest.tables)
+        self._learn_full_bytes(manifest)
+        entry = self._bin_of(manifest)
+        for fqn, amount in entry.tables.items():
+            self.totals[fqn] += amount
+        if not self.bins or self.bins[-1].count >= self._width:
+            self.bins.append(entry)
+        else:
+            self.bins[-1].merge(entry)
+        if len(self.bins) > 2 * self._max_bins:
+            self._halve()
+
+    def _bin_of(self, manifest: Manifest) -> Bin:
+        is_delta = manifest.kind == "delta"
+        gap = None if self._created is None else max(0.0, manifest.created - self._created)
+        self.sizes.extend([manifest.num_bytes] if is_delta else [])
+        self.gaps.extend([] if gap is None else [gap])
+        self.delays.extend([manifest.created - manifest.cut] if 0 < manifest.cut <= manifest.created else [])
+        self._created = manifest.created
+        restarts, self._restarts = self._restarts, 0
+        return Bin(
+            manifest.version,
+            manifest.version,
+            manifest.created,
+            manifest.created,
+            deltas=int(is_delta),
+            snapshots=int(not is_delta),
+            restarts=restarts,
+            delta_bytes=manifest.num_bytes if is_delta else 0,
+            snapshot_bytes=0 if is_delta else manifest.num_bytes,
+            full_bytes=self.full_bytes,
+            pending_rows=manifest.pending_rows,
+            gaps=int(gap is not None),
+            gap_seconds=gap or 0.0,
+            max_gap=gap or 0.0,
+            tables=amounts(manifest) if is_delta else {},
+        )
+
+    def _learn_full_bytes(self, manifest: Manifest) -> None:
+        """All rows in the encodings of the newest snapshot, or in the tables' dtypes before the first one."""
+        dense = sum(spec.num_bytes for spec in manifest.dense.values())
+        if manifest.kind == "snapshot":
+            rows = sum(block.num_rows * block.row_bytes for block in _blocks(manifest) if block.ids == "all")
+            self.full_bytes, self._is_measured = rows + dense, True
+        elif not self._is_measured:
+            specs = self.tables.values()
+            self.full_bytes = dense + sum(spec.num_rows * spec.dim * spec.dtype.itemsize for spec in specs)
+
+    def _halve(self) -> None:
+        pairs = zip(self.bins[::2], [*self.bins[1::2], None], strict=False)
+        self.bins = []
+        for first, second in pairs:
+            if second is not None:
+                first.merge(second)
+            self.bins.append(first)
+        self._width *= 2
+
+
+def _blocks(manifest: Manifest) -> Iterator[Block]:
+    return (block for part in manifest.parts for block in part.blocks)

@@ -1,0 +1,159 @@
+"""``inspect``: what a stream holds, what a new predictor reads, and who follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from delta_tracker.cli.command import Stream, stream_command
+from delta_tracker.cli.entries import Entry
+from delta_tracker.cli.followers import Follower
+from delta_tracker.cli.output import cell, table
+from delta_tracker.cli.survey import Survey, count_kinds, survey
+from delta_tracker.cli.text import count, duration, moment, several, size
+from delta_tracker.stream.manifest import DTYPE_NAMES
+
+_STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
+
+_HELP = """What a stream holds, what a new predictor would have to read, and who follows it.
+
+Reads every entry of the log, and no rows. Predictors are known by their heartbeats: one is "silent" after 30 seconds
+without, and left out after an hour. Exit code 1 if an entry is malformed, or a new predictor could not come to the
+newest version.
+
+\b
+Examples:
+  delta-tracker inspect file:///streams/ctr
+  delta-tracker inspect s3://bucket/ctr -o endpoint=http://localhost:8333 -o allow_http=true
+  delta-tracker inspect s3://bucket/ctr --json | jq .head.age_seconds
+"""
+
+
+@click.command("inspect", help=_HELP)
+@stream_command
+@click.option(
+    "--last", default=10, show_default=True, metavar="N", type=click.IntRange(0), help="List the newest N versions."
+)
+def command(stream: Stream, last: int) -> int:
+    """Print one screen, or one object."""
+    found = survey(stream)
+    newest = found.entries[max(0, len(found.entries) - last) :]
+    if stream.out.is_json:
+        versions = [entry.to_dict() for entry in newest]
+        stream.out.json({"url": stream.storage.url} | found.to_dict() | {"versions": versions})
+    else:
+        screen = [_facts(stream.storage.url, found), _tables(found), _generations(found)]
+        screen += [_versions(newest, found.now)] if newest else []
+        for each in (*screen, _predictors(found)):
+            stream.out.show(each)
+            stream.out.line()
+        if found.num_gone:
+            stream.out.line(f"{several(found.num_gone, 'predictor')} not heard of for an hour", "dim")
+        for follower in found.followers:
+            if follower.beat.error is not None:
+                stream.out.line(f"{follower.beat.name} is held up: {follower.beat.error}", "red")
+        for finding in found.findings:
+            stream.out.line(f"damaged: {finding}", "bold red")
+    return 1 if found.findings else 0
+
+
+def _facts(url: str, found: Survey) -> Table:
+    head, kinds = found.head, count_kinds(found.entries)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    first = found.entries[0].version if found.entries else head.version
+    lines = {
+        "url": url,
+        "stream": head.stream,
+        "head": f"version {head.version}, a {head.kind}, committed {duration(found.now - head.created)} ago "
+        f"({moment(head.created)}) by generation {head.generation}",
+        "pending": f"{several(head.pending_rows, 'changed row')} left for later versions",
+        "log": f"versions {first} to {head.version}: {several(kinds['snapshot'], 'snapshot')}, "
+        f"{several(kinds['delta'], 'delta')}, {several(kinds['claim'], 'claim')}; "
+        f"{several(found.num_merged, 'merged entry', 'merged entries')} beside them",
+        "size": f"{size(found.part_bytes)} in {several(found.num_parts, 'part')}, {size(found.entry_bytes)} of entries",
+        "new predictor": _start(found),
+    }
+    if found.num_strays:
+        lines["strays"] = f"{several(found.num_strays, 'entry', 'entries')} below a gap, which no reader meets"
+    for name, line in lines.items():
+        facts.add_row(name, cell(line))
+    return facts
+
+
+def _start(found: Survey) -> str:
+    if found.start is None:
+        return "has nothing to start from"
+    snapshot, behind = found.start.snapshot, len(found.start.entries) - 1
+    return (
+        f"reads {size(found.start.num_bytes)} in {several(found.start.num_parts, 'part')}: "
+        f"{'the merged ' if snapshot.merges else ''}snapshot {snapshot.version}, then {several(behind, 'version')}"
+    )
+
+
+def _tables(found: Survey) -> Table:
+    rows = []
+    for fqn, spec in found.tables.items():
+        snapshot, deltas = found.in_snapshot(fqn), found.in_deltas(fqn)
+        shape = f"{count(spec.num_rows)} x {spec.dim} {DTYPE_NAMES[spec.dtype]}"
+        rows.append((fqn, shape, size(snapshot.num_bytes), count(deltas.rows), size(deltas.num_bytes)))
+    return table(("table", ">rows x columns", ">snapshot", ">delta rows", ">delta bytes"), rows)
+
+
+def _generations(found: Survey) -> Table:
+    rows = []
+    for generation, entries in found.generations():
+        kinds = count_kinds(entries)
+        rows.append(
+            (
+                count(generation),
+                f"{entries[0].version} to {entries[-1].version}",
+                count(kinds["snapshot"]),
+                count(kinds["delta"]),
+                count(sum(entry.num_rows for entry in entries)),
+                size(sum(entry.num_bytes for entry in entries)),
+                moment(entries[0].created),
+            )
+        )
+    return table((">generation", ">versions", ">snapshots", ">deltas", ">rows", ">bytes", "since"), rows)
+
+
+def _versions(entries: Sequence[Entry], now: float) -> Table:
+    rows = (
+        (
+            str(entry.version),
+            cell(entry.kind, _STYLES[entry.kind]),
+            duration(now - entry.created),
+            f"{entry.batches[0]} to {entry.batches[1]}",
+            count(entry.num_rows),
+            size(entry.num_bytes),
+            count(entry.pending_rows),
+        )
+        for entry in entries
+    )
+    return table((">version", "kind", ">age", ">batches", ">rows", ">bytes", ">pending"), rows)
+
+
+def _predictors(found: Survey) -> Table | Text:
+    if not found.followers:
+        return cell("no predictor has left a heartbeat within the hour", "dim")
+    heads = ("predictor", "state", ">heard", ">version", ">behind", ">since", ">resyncs")
+    return table(heads, (_predictor(found, follower) for follower in found.followers))
+
+
+def _predictor(found: Survey, follower: Follower) -> tuple[object, ...]:
+    beat, seconds = follower.beat, found.behind_seconds(follower)
+    behind = "elsewhere" if follower.behind is None else count(follower.behind)
+    return (
+        beat.name,
+        cell(follower.state, "green" if follower.state == "live" else "red"),
+        f"{duration(follower.seconds_ago)} ago",
+        "none" if beat.version is None else str(beat.version),
+        "" if beat.version is None else behind,
+        duration(seconds) if seconds and follower.behind else "",
+        count(beat.resyncs),
+    )

@@ -1,0 +1,270 @@
+"""A report as one HTML file that needs nothing else: no network, no fonts, no scripts of others.
+
+Names and errors come from a stream, which is anybody's. All of them pass through the template's automatic escaping, a
+policy in the page forbids every script but its own, and that one reads no markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from delta_tracker.cli.charts import Chart, Hit, Mark, Scale, Shape, Tick, bars, line, linear, logarithmic, spread
+from delta_tracker.cli.figures import Figures
+from delta_tracker.cli.text import count, duration, plain, size
+from delta_tracker.errors import MissingExtraError
+
+_TEMPLATE = Path(__file__).with_name("report.html.jinja")
+_SCRIPT = Path(__file__).with_name("report.js")
+_NUM_SERIES = 8
+_NUM_CARDS = 12
+_MAX_NAME = 72
+_DAY = 86_400.0
+
+
+def render(figures: Figures) -> str:
+    """The page.
+
+    Args:
+        figures: as :func:`delta_tracker.cli.figures.gather` gives them.
+
+    Raises:
+        MissingExtraError: if jinja2 is not installed.
+    """
+    try:
+        import jinja2  # noqa: PLC0415  optional
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("jinja2", "cli") from error
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_harmless
+    )
+    environment.filters.update(count=count, size=size, duration=duration, number=number, share=share, short=short)
+    environment.filters["moment"] = moment
+    script = _SCRIPT.read_text(encoding="utf-8")
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        figures=figures,
+        charts=_charts(figures),
+        cards=[_card(table) for table in _moved(figures)],
+        lines={table["name"]: _line(table["bin_bytes"], figures["bins"]) for table in figures["tables"]},
+        hot=[table for table in figures["tables"] if table["hottest"]][:_NUM_CARDS],
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def number(value: float) -> str:
+    """A small or large number in three digits.
+
+    Example:
+        >>> number(0.02283), number(1234.5), number(1e-07)
+        ('0.0228', '1,230', '1e-07')
+    """
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 1000 else f"{rounded:g}"  # noqa: PLR2004  where commas begin
+
+
+def share(value: float) -> str:
+    """A share in percent, with digits where they matter.
+
+    Example:
+        >>> share(0.8776), share(0.00042), share(0.9996), share(1.0)
+        ('88 %', '0.042 %', '99.96 %', '100 %')
+    """
+    percent = 100 * value
+    near = min(abs(percent), abs(100 - percent))
+    digits = 0 if near >= 1 or near == 0 else min(6, 1 - math.floor(math.log10(near)))
+    text = f"{percent:.{digits}f}"
+    return f"{text.rstrip('0') if digits else text} %"
+
+
+def short(name: str) -> str:
+    """A name that fits: the end says most."""
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME // 3]}…{name[-2 * _MAX_NAME // 3 :]}"
+
+
+def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """A time in Unix seconds, in UTC. Any number of a manifest will do."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime(form)
+    except (OverflowError, ValueError, OSError):
+        return "in no year known"
+
+
+def _harmless(value: object) -> object:
+    """What every expression of the template passes through: control characters and the like are spelled out."""
+    return plain(value) if type(value) is str else value
+
+
+def _charts(figures: Figures) -> dict[str, Chart]:
+    bins = figures["bins"]
+    return {"sizes": _sizes(figures), "saved": _saved(bins), "cadence": _cadence(bins)} if bins else {}
+
+
+def _sizes(figures: Figures) -> Chart:
+    """Mean bytes of a delta, by table."""
+    bins, tables = figures["bins"], figures["tables"]
+    named = tables[:_NUM_SERIES]
+    layers = {f"s{index}": table["bin_bytes"] for index, table in enumerate(named)}
+    legend = {f"s{index}": short(table["name"]) for index, table in enumerate(named)}
+    if len(tables) > len(named):
+        layers["other"] = [sum(at) for at in zip(*(table["bin_bytes"] for table in tables[_NUM_SERIES:]), strict=True)]
+        legend["other"] = _several(len(tables) - len(named), "other table")
+    layers["rest"] = [
+        max(0, each["delta_bytes"] - sum(layer[index] for layer in layers.values())) for index, each in enumerate(bins)
+    ]
+    legend["rest"] = "row ids, dense parameters, headers"
+    means = {
+        series: [total / (each["deltas"] or 1) for total, each in zip(layer, bins, strict=True)]
+        for series, layer in layers.items()
+    }
+    scale = linear(max((sum(at) for at in zip(*means.values(), strict=True)), default=0.0))
+    chart = _over_versions("Mean bytes of a delta, by table", bins, legend)
+    chart.y_ticks = scale.ticks(size)
+    below = [0.0] * len(bins)
+    for series, values in means.items():
+        heights = [scale(value) for value in values]
+        chart.shapes.append(Shape(bars(heights, below, gap=_gap(len(bins))), series))
+        below = [start + height for start, height in zip(below, heights, strict=True)]
+    slot = 100 / len(bins)
+    for index, each in enumerate(bins):
+        at = tuple(size(layer[index]) for layer in means.values()) if each["deltas"] else ()
+        title = f"{_version_title(each)} · {_contents(each)}"
+        chart.hits.append(Hit(slot * index, slot, title, at))
+    return chart
+
+
+def _saved(bins: Sequence[dict[str, Any]]) -> Chart:
+    """Bytes from the first version on, added up."""
+    legend = {"full": "as full snapshots", "s0": "this stream"}
+    chart = _over_versions("Bytes from the first version on", bins, legend)
+    full = sent = 0
+    curves: dict[str, list[tuple[float, float]]] = {"full": [(0.0, 0.0)], "s0": [(0.0, 0.0)]}
+    slot = 100 / len(bins)
+    for index, each in enumerate(bins):
+        full += each["full_bytes"]
+        sent += each["delta_bytes"] + each["snapshot_bytes"]
+        curves["full"].append((slot * (index + 1), full))
+        curves["s0"].append((slot * (index + 1), sent))
+        saved = f" · {share(1 - sent / full)} saved" if full else ""
+        chart.hits.append(Hit(slot * index, slot, f"up to version {each['last']}{saved}", (size(full), size(sent))))
+    scale = linear(max(full, sent))
+    chart.y_ticks = scale.ticks(size)
+    for series, points in curves.items():
+        places = [(x, scale(y)) for x, y in points]
+        chart.shapes += [Shape(line(places, is_area=True), series), Shape(line(places), series, is_line=True)]
+    return chart
+
+
+def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
+    """Seconds from version to version."""
+    chart = _over_versions("Time between versions", bins, {"s0": "longest", "s1": "mean"})
+    known = [each for each in bins if each["gaps"]]
+    means = [each["gap_seconds"] / each["gaps"] if each["gaps"] else 0.0 for each in bins]
+    scale = logarithmic([*(each["max_gap"] for each in known), *means])
+    chart.y_ticks = scale.ticks(duration)
+    slot = 100 / len(bins)
+    if any(each["gaps"] > 1 for each in bins):
+        above = [scale(each["max_gap"]) - scale(mean) for each, mean in zip(bins, means, strict=True)]
+        chart.shapes.append(Shape(bars(above, [scale(mean) for mean in means]), "s0"))
+    else:
+        chart.legend = {"s1": "seconds since the version before"}
+    places = [
+        (slot * (i + 0.5), scale(mean)) for i, (each, mean) in enumerate(zip(bins, means, strict=True)) if each["gaps"]
+    ]
+    if places:
+        chart.shapes.append(Shape(line([(places[0][0] - slot, places[0][1]), *places]), "s1", is_line=True))
+    for index, (each, mean) in enumerate(zip(bins, means, strict=True)):
+        values = (duration(each["max_gap"]), duration(mean)) if each["gaps"] else ()
+        chart.hits.append(Hit(slot * index, slot, _version_title(each), values[-len(chart.legend) :]))
+    return chart
+
+
+def _over_versions(about: str, bins: Sequence[dict[str, Any]], legend: dict[str, str]) -> Chart:
+    """A chart with the versions along it, and marks where snapshots and new publishers are."""
+    chart = Chart(about=about, legend=legend)
+    slot = 100 / len(bins)
+    is_long = bins[-1]["end"] - bins[0]["begin"] > _DAY
+    form = "%m-%d %H:%M" if is_long else "%H:%M:%S"
+    for index in spread(len(bins), 6):
+        each = bins[index]
+        chart.x_ticks.append(Tick(slot * (index + 0.5), f"v{each['first']}", moment(each["begin"], form)))
+    for index, each in enumerate(bins):
+        if each["snapshots"]:
+            chart.marks.append(Mark(slot * (index + 0.5), "snapshot"))
+        if each["restarts"]:
+            chart.marks.append(Mark(slot * index, "restart"))
+    return chart
+
+
+def _moved(figures: Figures) -> list[dict[str, Any]]:
+    return [table for table in figures["tables"] if table["histogram"]][:_NUM_CARDS]
+
+
+def _card(table: dict[str, Any]) -> dict[str, Any]:
+    """How far the rows of one table moved."""
+    histogram, moves = table["histogram"], table["moves"]
+    scale = linear(max(bar["count"] for bar in histogram) / moves["count"])
+    shares = [bar["count"] / moves["count"] for bar in histogram]
+    chart = Chart(about="L2 distance", legend={"s0": "share of moves", "s1": "rows"})
+    chart.shapes.append(Shape(bars([scale(each) for each in shares], gap=0.1), "s0"))
+    chart.y_ticks = scale.ticks(share)
+    across = Scale(histogram[0]["above"], histogram[-1]["to"], is_log=True)
+    chart.x_ticks = _distances(across)
+    chart.marks.append(Mark(across(moves["p50"]), "median"))
+    slot = 100 / len(histogram)
+    for index, (bar, each) in enumerate(zip(histogram, shares, strict=True)):
+        title = f"moved by {number(bar['above'])} to {number(bar['to'])}"
+        chart.hits.append(Hit(slot * index, slot, title, (share(each), count(bar["count"]))))
+    return {"table": table, "chart": chart}
+
+
+def _distances(across: Scale) -> list[Tick]:
+    """Round distances: powers of ten; 2 and 5 times those where there are few; the ends where there is none."""
+    low, high = math.floor(math.log10(across.low)), math.ceil(math.log10(across.high))
+    tens = [10.0**power for power in range(low, high + 1)]
+    fine = [power * step for power in tens for step in (1, 2, 5)]
+    for values in (tens[:: max(1, len(tens) // 6)], fine, [across.low, across.high]):
+        inside = [value for value in values if across.low <= value <= across.high]
+        if len(inside) > 1:
+            break
+    return [Tick(across(value), number(value)) for value in inside]
+
+
+def _line(num_bytes: Sequence[int], bins: Sequence[dict[str, Any]]) -> str:
+    """The path of a small line without axes: mean bytes of a delta."""
+    means = [total / each["deltas"] for total, each in zip(num_bytes, bins, strict=True) if each["deltas"]]
+    scale = linear(max(means, default=0.0))
+    slot = 100 / max(1, len(means) - 1)
+    return line([(slot * index, scale(mean)) for index, mean in enumerate(means)]) if len(means) > 1 else ""
+
+
+def _version_title(each: dict[str, Any]) -> str:
+    first, last = each["first"], each["last"]
+    if first == last:
+        return f"version {first} · {moment(each['begin'])}"
+    return f"versions {first} to {last} · {moment(each['begin'])} to {moment(each['end'], '%H:%M:%S')}"
+
+
+def _contents(each: dict[str, Any]) -> str:
+    found = []
+    if each["deltas"]:
+        whole = f", {size(each['delta_bytes'] / each['deltas'])} each on average" if each["deltas"] > 1 else ""
+        found.append(f"{_several(each['deltas'], 'delta')} of {size(each['delta_bytes'])}{whole}")
+    if each["snapshots"]:
+        found.append(f"{_several(each['snapshots'], 'snapshot')} of {size(each['snapshot_bytes'])}")
+    return " and ".join(found)
+
+
+def _several(amount: int, one: str) -> str:
+    return f"{count(amount)} {one}{'' if amount == 1 else 's'}"
+
+
+def _gap(num_bars: int) -> float:
+    """Few bars stand apart, many touch."""
+    return 0.15 if num_bars <= 60 else 0.0  # noqa: PLR2004  about what a phone can show

@@ -1,0 +1,235 @@
+"""Everything that the entries of a stream say, read once: for screens and reports."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from delta_tracker.cli.command import Stream
+from delta_tracker.cli.entries import Amount, Entry, read_all
+from delta_tracker.cli.followers import Follower, read_followers
+from delta_tracker.cli.text import plain
+from delta_tracker.errors import MalformedError, NoSnapshotError
+from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.manifest import DTYPE_NAMES, Manifest
+from delta_tracker.types import TableSpec
+
+_NONE = Amount()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a new predictor reads.
+
+    Args:
+        snapshot: what it begins with.
+        entries: that, and the versions behind it up to the head, or to the first that it cannot read.
+    """
+
+    snapshot: Manifest
+    entries: tuple[Entry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parts."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def num_parts(self) -> int:
+        """Objects of rows."""
+        return sum(entry.num_parts for entry in self.entries)
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "snapshot": self.snapshot.version,
+            "is_merged": self.snapshot.merges is not None,
+            "versions": len(self.entries),
+            "rows": sum(entry.num_rows for entry in self.entries),
+            "parts": self.num_parts,
+            "bytes": self.num_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What was found.
+
+    Args:
+        head: the newest entry.
+        now: Unix seconds.
+        tables: those of the newest version that has any, by FQN.
+        entries: from the first to the head, without gap; those that cannot be read are left out.
+        num_strays: entries below a gap: no reader comes across them.
+        num_merged: merged entries.
+        entry_bytes: bytes of the entries, merged ones too.
+        num_parts: objects below ``parts``, named by an entry or not.
+        part_bytes: their bytes.
+        start: what a new predictor reads; None if it has nothing to begin with.
+        followers: the predictors that were heard of within the hour.
+        num_gone: how many others there once were.
+        findings: what is wrong, in words.
+    """
+
+    head: Manifest
+    now: float
+    tables: Mapping[str, TableSpec]
+    entries: Sequence[Entry]
+    num_strays: int
+    num_merged: int
+    entry_bytes: int
+    num_parts: int
+    part_bytes: int
+    start: Start | None
+    followers: Sequence[Follower]
+    num_gone: int
+    findings: Sequence[str]
+
+    def in_snapshot(self, fqn: str) -> Amount:
+        """What the newest snapshot has of a table."""
+        return _NONE if self.start is None else self.start.entries[0].tables.get(fqn, _NONE)
+
+    def in_deltas(self, fqn: str) -> Amount:
+        """What all deltas together have of a table."""
+        deltas = (entry for entry in self.entries if entry.kind == "delta")
+        return sum((entry.tables.get(fqn, _NONE) for entry in deltas), start=_NONE)
+
+    def generations(self) -> Iterator[tuple[int, list[Entry]]]:
+        """The entries of each generation."""
+        for generation, entries in groupby(self.entries, key=lambda entry: entry.generation):
+            yield generation, list(entries)
+
+    def behind_seconds(self, follower: Follower) -> float | None:
+        """Age of the oldest version that a predictor has not applied, 0 if there is none; None if nobody can tell."""
+        held = follower.beat.version
+        if follower.lag_versions is None or held is None:
+            return None
+        waiting = [entry for entry in self.entries if entry.version > held]
+        if not waiting:
+            return 0.0
+        return self.now - waiting[0].created if waiting[0].version == held + 1 else None
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON. Times are Unix seconds."""
+        head = self.head
+        return {
+            "stream": head.stream,
+            "head": Entry.of(head).to_dict() | {"age_seconds": self.now - head.created},
+            "log": _counts(self.entries)
+            | {
+                "merged": self.num_merged,
+                "strays": self.num_strays,
+                "entry_bytes": self.entry_bytes,
+                "parts": self.num_parts,
+                "part_bytes": self.part_bytes,
+            },
+            "new_predictor": None if self.start is None else self.start.to_dict(),
+            "generations": [
+                {"generation": generation, "created": entries[0].created} | _counts(entries)
+                for generation, entries in self.generations()
+            ],
+            "tables": {fqn: self._table(fqn, spec) for fqn, spec in self.tables.items()},
+            "predictors": [each.to_dict() | {"behind_seconds": self.behind_seconds(each)} for each in self.followers],
+            "predictors_gone": self.num_gone,
+            "findings": list(self.findings),
+        }
+
+    def _table(self, fqn: str, spec: TableSpec) -> dict[str, object]:
+        snapshot, deltas = self.in_snapshot(fqn), self.in_deltas(fqn)
+        return {
+            "rows": spec.num_rows,
+            "dim": spec.dim,
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "snapshot_bytes": snapshot.num_bytes,
+            "delta_rows": deltas.rows,
+            "delta_bytes": deltas.num_bytes,
+        }
+
+
+def survey(stream: Stream) -> Survey:
+    """Read every entry of the log, and the names and sizes of everything else.
+
+    Raises:
+        InvalidArgumentError: if there is no stream.
+        MalformedError: if the head is no entry.
+        StorageError: if the store cannot be read.
+    """
+    head = stream.head()
+    storage, log = stream.storage, stream.log
+    listed = [version for version in log.versions() if version <= head.version]
+    found: list[tuple[int, Entry | MalformedError]] = []
+    with stream.out.progress("reading the log", len(listed)) as progress:
+        for version, entry in read_all(listed, log.read, Entry.of):
+            progress.advance()
+            if entry is not None:  # retention may have taken it meanwhile
+                found.append((version, entry))
+    first = contiguous([version for version, _ in found])
+    entries = [entry for _, entry in found[first:] if isinstance(entry, Entry)]
+    start, problem = _start(stream, head, {version: entry for version, entry in found if isinstance(entry, Entry)})
+    last = next((entry.version for entry in reversed(entries) if entry.kind != "claim"), head.version)
+    parts, manifests = storage.objects("parts"), [*storage.objects("log"), *storage.objects("merged")]
+    followers, num_gone = read_followers(storage, head, now := time.time())
+    return Survey(
+        head=head,
+        now=now,
+        tables=(log.read(last) or head).tables,
+        entries=entries,
+        num_strays=first,
+        num_merged=len(log.merged()),
+        entry_bytes=sum(each.num_bytes for each in manifests),
+        num_parts=len(parts),
+        part_bytes=sum(part.num_bytes for part in parts),
+        start=start,
+        followers=followers,
+        num_gone=num_gone,
+        findings=[*(plain(entry.problem) for _, entry in found[first:] if isinstance(entry, MalformedError)), *problem],
+    )
+
+
+def contiguous(versions: Sequence[int]) -> int:
+    """Index of the first version of those that go without gap up to the last one. What is below no reader meets.
+
+    Example:
+        >>> contiguous([0, 1, 5, 6, 7])
+        2
+    """
+    first = len(versions) - 1
+    while first > 0 and versions[first - 1] == versions[first] - 1:
+        first -= 1
+    return max(first, 0)
+
+
+def count_kinds(entries: Sequence[Entry]) -> Counter[str]:
+    """How many entries there are of each kind."""
+    return Counter(entry.kind for entry in entries)
+
+
+def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[Start | None, list[str]]:
+    """What a new predictor reads, and what keeps it from coming to the head."""
+    try:
+        snapshot = next(StreamCursor(stream.log).starts())
+    except (MalformedError, NoSnapshotError) as error:
+        return None, [plain(f"a new predictor cannot start: {error.problem}")]
+    path = [Entry.of(snapshot)]
+    for version in range(snapshot.version + 1, head.version + 1):
+        if version not in held:
+            problem = f"a new predictor stops before version {version}, which is missing or malformed"
+            return Start(snapshot, tuple(path)), [problem]
+        path.append(held[version])
+    return Start(snapshot, tuple(path)), []
+
+
+def _counts(entries: Sequence[Entry]) -> dict[str, object]:
+    kinds = count_kinds(entries)
+    return {
+        "first": entries[0].version if entries else None,
+        "last": entries[-1].version if entries else None,
+        "snapshots": kinds["snapshot"],
+        "deltas": kinds["delta"],
+        "claims": kinds["claim"],
+        "rows": sum(entry.num_rows for entry in entries),
+        "bytes": sum(entry.num_bytes for entry in entries),
+    }

@@ -1,0 +1,100 @@
+"""``tail``: versions as they are committed."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from delta_tracker.cli.command import Stream, stream_command
+from delta_tracker.cli.entries import Entry
+from delta_tracker.cli.text import count, duration, moment, size
+from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.manifest import Manifest
+
+_STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
+# The log is listed, to tell a gap from the head, once in so many looks.
+_LOOKS_PER_LISTING = 10
+_COLUMNS = "{:<19}  {:>9}  {:<8}  {:>4}  {:>11}  {:>7}  {:>7}  {:>9}"
+
+_HELP = """Print versions as they are committed, until Ctrl-C. Waits for a stream that is not there yet.
+
+"took" is the time from a version's cut, at which its rows were read, to its commit; "pending" counts changed rows that
+it leaves for later versions. With --json each line is an object. Exit code 1 if the log breaks off, or another stream
+takes its place.
+
+\b
+Examples:
+  delta-tracker tail file:///streams/ctr
+  delta-tracker tail s3://bucket/ctr --lines 100 --count 100
+  delta-tracker tail s3://bucket/ctr --json | jq -r '[.version, .bytes] | @tsv'
+"""
+
+
+@click.command("tail", help=_HELP)
+@stream_command
+@click.option(
+    "--lines", "-n", default=10, show_default=True, type=click.IntRange(0), help="Begin so many versions back."
+)
+@click.option("--count", "-c", "limit", type=click.IntRange(1), help="End after so many lines.")
+@click.option(
+    "--every", default=1.0, show_default=True, type=click.FloatRange(0.01), metavar="SECONDS", help="How often to look."
+)
+def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
+    """Print until told to stop."""
+    head = _await_head(stream, every)
+    if not stream.out.is_json:
+        stream.out.line(
+            _COLUMNS.format("committed", "version", "kind", "gen", "rows", "bytes", "took", "pending"), "bold"
+        )
+    cursor = StreamCursor(stream.log)
+    num_shown = 0
+    for version in range(max(0, head.version - lines + 1), head.version + 1):
+        manifest = stream.log.read(version)
+        if manifest is not None:
+            num_shown += _show(stream, manifest)
+            if num_shown == limit:
+                return 0
+    cursor.moved(head)
+    num_looks = 0
+    while num_shown != limit:
+        manifest = cursor.next()
+        if manifest is not None:
+            num_shown += _show(stream, manifest)
+            cursor.moved(manifest)
+            continue
+        num_looks += 1
+        if num_looks % _LOOKS_PER_LISTING == 0:
+            cursor.check_for_gap()
+        time.sleep(every)
+    return 0
+
+
+def _await_head(stream: Stream, every: float) -> Manifest:
+    is_told = False
+    while (head := stream.log.head()) is None:
+        if not is_told:
+            stream.out.note(f"no stream is at {stream.storage.url} yet: waiting for its first version")
+            is_told = True
+        time.sleep(every)
+    return head
+
+
+def _show(stream: Stream, manifest: Manifest) -> int:
+    entry = Entry.of(manifest)
+    if stream.out.is_json:
+        stream.out.json(entry.to_dict())
+        return 1
+    took = "" if entry.kind == "claim" else duration(max(0.0, entry.created - entry.cut))
+    line = _COLUMNS.format(
+        moment(entry.created),
+        entry.version,
+        entry.kind,
+        entry.generation,
+        count(entry.num_rows),
+        size(entry.num_bytes),
+        took,
+        count(entry.pending_rows),
+    )
+    stream.out.line(line, _STYLES[entry.kind])
+    return 1

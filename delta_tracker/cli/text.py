@@ -1,0 +1,105 @@
+"""Values as people read them, and text of others made harmless for a terminal. Needs nothing but Python."""
+
+from __future__ import annotations
+
+import unicodedata
+from datetime import UTC, datetime
+
+from delta_tracker.errors import DeltaTrackerError
+
+_KILO = 1000
+_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
+_SHORT_MINUTES, _SHORT_HOURS, _SHORT_DAYS = 2 * _MINUTE, 2 * _HOUR, 2 * _DAY
+_FEW = 10
+_MAX_TEXT = 400
+
+
+def plain(text: object) -> str:
+    r"""Text of a stream, or of an error that quotes one: without what a terminal would obey.
+
+    Names of tables and errors in heartbeats are anybody's. Escape codes, line breaks and marks that turn the direction
+    of writing come out as Python would write them.
+
+    Example:
+        >>> plain("red \x1b[31m and\nmore")
+        'red \\x1b[31m and\\nmore'
+    """
+    return "".join(each if _is_harmless(each) else ascii(each)[1:-1] for each in str(text))
+
+
+def error_text(error: DeltaTrackerError) -> str:
+    """An error as one paragraph: what went wrong and what to do."""
+    return plain(f"error: {_cut(error.problem)}. {error.remedy}.")
+
+
+def count(number: int) -> str:
+    """A number with its thousands apart.
+
+    Example:
+        >>> count(1234567)
+        '1,234,567'
+    """
+    return f"{number:,}"
+
+
+def several(number: int, one: str, many: str = "") -> str:
+    """A number of things.
+
+    Example:
+        >>> several(1, "entry", "entries"), several(2000, "part")
+        ('1 entry', '2,000 parts')
+    """
+    return f"{count(number)} {one if number == 1 else many or one + 's'}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in powers of a thousand.
+
+    Example:
+        >>> size(999), size(1500), size(20_000_000)
+        ('999 B', '1.5 kB', '20 MB')
+    """
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while round(value) >= _KILO and len(units) > 1:
+        value /= _KILO
+        units.pop(0)
+    return f"{value:.1f} {units[0]}" if value < _FEW and units[0] != "B" else f"{value:.0f} {units[0]}"
+
+
+def duration(seconds: float) -> str:
+    """A time span in the one unit that says enough.
+
+    Example:
+        >>> duration(0.0123), duration(4.25), duration(600), duration(100_000)
+        ('12 ms', '4.2 s', '10 min', '28 h')
+    """
+    if abs(seconds) < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < _SHORT_MINUTES:
+        return f"{seconds:.1f} s" if seconds < _FEW else f"{seconds:.0f} s"
+    if seconds < _SHORT_HOURS:
+        return f"{seconds / _MINUTE:.0f} min"
+    if seconds < _SHORT_DAYS:
+        return f"{seconds / _HOUR:.0f} h"
+    return f"{seconds / _DAY:.0f} d"
+
+
+def moment(seconds: float) -> str:
+    """A time in Unix seconds, in this host's zone. Any number of a manifest will do.
+
+    Example:
+        >>> moment(1e15)
+        'in year 31690708'
+    """
+    try:
+        return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return f"in year {1970 + int(seconds / (365.2425 * _DAY))}"
+
+
+def _is_harmless(character: str) -> bool:
+    return character == " " or unicodedata.category(character)[0] not in "CZ"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."

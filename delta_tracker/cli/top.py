@@ -1,0 +1,125 @@
+"""``top``: a live screen of a stream and its predictors."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+from rich.live import Live
+
+from delta_tracker.cli.command import Stream, stream_command
+from delta_tracker.cli.followers import read_followers
+from delta_tracker.cli.screen import screen
+from delta_tracker.cli.watch import View, Watch
+from delta_tracker.errors import MalformedError, StorageError
+
+_ANSWER_TO_TERMINATE = 128 + signal.SIGTERM
+
+_HELP = """A live screen of a stream: how much is published, what of each table, and how far behind each predictor is.
+
+Rates are those of the last minute (--window). Each refresh reads only what was committed since the last one.
+Predictors are known by their heartbeats: one is "silent" after 30 seconds without, and left out after an hour. A live
+one says itself how far it is behind. End it with Ctrl-C.
+
+\b
+Examples:
+  delta-tracker top file:///streams/ctr
+  delta-tracker top s3://bucket/ctr --every 5
+  delta-tracker top s3://bucket/ctr --once --json | jq .predictors
+"""
+
+
+@click.command("top", help=_HELP)
+@click.option(
+    "--every",
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    type=click.FloatRange(0.1, 3600),
+    help="Time between two refreshes.",
+)
+@click.option(
+    "--window",
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    type=click.FloatRange(1, 86_400),
+    help="The time that rates are taken over.",
+)
+@click.option("--once", is_flag=True, help="Show it once and end.")
+@stream_command
+def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
+    """Show, wait, show again; with ``--json`` a line each time."""
+    views = _views(stream, window)
+    console = stream.out.console
+    if once or stream.out.is_json or not console.is_terminal:
+        for view in views:
+            if stream.out.is_json:
+                stream.out.json(view.to_dict())
+            else:
+                stream.out.show(screen(view, console.width))
+            if once:
+                return 0
+            time.sleep(every)
+    with _notes() as notes, _terminated(), Live(console=console, screen=True, auto_refresh=False) as live:
+        for view in views:
+            view.problem = view.problem or notes.last
+            live.update(screen(view, console.width, console.height), refresh=True)
+            time.sleep(every)
+    return 0
+
+
+def _views(stream: Stream, window: float) -> Iterator[View]:
+    """One view after another. What cannot be read at the first is raised; later it is shown, and tried again."""
+    stream.head()
+    watch = Watch(stream.log, window)
+    view = View(stream.storage.url, time.time(), watch)
+    is_first = True
+    while True:
+        now = time.time()
+        try:
+            watch.refresh(now)
+            if watch.head is not None:
+                followers, num_gone = read_followers(stream.storage, watch.head, now)
+                view = View(stream.storage.url, now, watch, followers, num_gone)
+        except (StorageError, MalformedError) as error:
+            if is_first:
+                raise
+            view = View(stream.storage.url, now, watch, view.followers, view.num_gone, error.problem)
+        is_first = False
+        yield view
+
+
+class _Notes(logging.Handler):
+    """The last warning of the library, for the screen: written to the terminal it would tear the screen apart."""
+
+    last: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.last = record.getMessage()
+
+
+@contextmanager
+def _notes() -> Iterator[_Notes]:
+    logger, notes = logging.getLogger("delta_tracker"), _Notes()
+    before, logger.handlers = logger.handlers, [notes]
+    try:
+        yield notes
+    finally:
+        logger.handlers = before
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """While the block runs, a request to terminate unwinds, so that the terminal is left as it was."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ANSWER_TO_TERMINATE))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,206 @@
+"""``verify``: every hash and every link of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import click
+
+from delta_tracker.cli.command import Stream, stream_command
+from delta_tracker.cli.entries import read_all
+from delta_tracker.cli.survey import contiguous
+from delta_tracker.cli.text import plain, several, size
+from delta_tracker.errors import CorruptPartError, MalformedError
+from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.manifest import Link, Manifest, Part
+from delta_tracker.stream.part import PartReader
+
+# A part up to this size is read at once, a larger one in pieces of 8 MiB.
+_MEMORY_BYTES = 32 << 20
+
+_HELP = """Check everything that a reader of the stream could come across.
+
+That each entry of the log follows the format, names the one before it by its hash, and never falls back in generation;
+that each part has the bytes, the hash, the tensors and the ids that its entry says; the same for merged entries, which
+must stand for entries of this log. Reads every byte, in bounded memory, and changes nothing. Entries that retention
+takes away meanwhile are passed over.
+
+Exit code 0 if all is well, 1 if anything is damaged.
+
+\b
+Examples:
+  delta-tracker verify file:///streams/ctr
+  delta-tracker verify s3://bucket/ctr --quick
+  delta-tracker verify s3://bucket/ctr --json | jq .findings
+"""
+
+
+@click.command("verify", help=_HELP)
+@stream_command
+@click.option("--quick", is_flag=True, help="Compare the sizes of parts only, without reading their bytes.")
+def command(stream: Stream, *, quick: bool) -> int:
+    """Check, and say what was found."""
+    check = _Check(stream, is_quick=quick)
+    check.run()
+    if stream.out.is_json:
+        stream.out.json(check.to_dict())
+        return 1 if check.findings else 0
+    done = ", ".join(
+        (
+            several(check.num_entries, "entry", "entries"),
+            several(check.num_merged, "merged entry", "merged entries"),
+            several(check.num_parts, "part"),
+            size(check.num_bytes),
+        )
+    )
+    for finding in check.findings:
+        away = "" if finding.is_in_the_way else " (older than the newest snapshot: new predictors do not read it)"
+        stream.out.line(f"damaged: {finding.where}: {finding.problem}{away}", "red")
+    if check.findings:
+        stream.out.line(f"{several(len(check.findings), 'finding')} in {done}", "bold red")
+    else:
+        stream.out.line(f"{'sizes and links agree' if quick else 'all is well'}: {done}", "bold green")
+    return 1 if check.findings else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it should be.
+
+    Args:
+        where: the entry's or part's name.
+        problem: what is wrong with it.
+        is_in_the_way: whether a predictor that starts now reads it.
+    """
+
+    where: str
+    problem: str
+    is_in_the_way: bool
+
+
+@dataclass
+class _Check:
+    """One pass over a stream."""
+
+    stream: Stream
+    is_quick: bool
+    findings: list[Finding] = field(default_factory=list)
+    num_entries: int = 0
+    num_merged: int = 0
+    num_parts: int = 0
+    num_bytes: int = 0
+    _start: int = -1  # the newest snapshot
+    _links: dict[int, Link] = field(default_factory=dict)
+    _sizes: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "url": self.stream.storage.url,
+            "ok": not self.findings,
+            "entries": self.num_entries,
+            "merged": self.num_merged,
+            "parts": self.num_parts,
+            "bytes": self.num_bytes,
+            "findings": [
+                {"where": each.where, "problem": each.problem, "is_in_the_way": each.is_in_the_way}
+                for each in self.findings
+            ],
+        }
+
+    def run(self) -> None:
+        """Check the log, then what is merged of it."""
+        storage, log = self.stream.storage, self.stream.log
+        head = self.stream.head()
+        self._start = self._newest_snapshot(head)
+        # Listed before the entries are read: what they name was there before.
+        self._sizes = {each.name: each.num_bytes for each in storage.objects("parts")}
+        versions = [version for version in log.versions() if version <= head.version]
+        versions = versions[contiguous(versions) :]
+        if self._start + 1 < versions[0] and head.snapshot is not None:
+            self._find(entry_name(versions[0] - 1), "it is missing, and the newest snapshot lies below it", self._start)
+        with self.stream.reading("verifying", 0 if self.is_quick else sum(self._sizes.values())):
+            self._check_log(versions, head)
+            self._check_merged(head)
+
+    def _check_log(self, versions: Sequence[int], head: Manifest) -> None:
+        log = self.stream.log
+        before: Manifest | None = None
+        for version, manifest in read_all(versions, log.read, lambda manifest: manifest):
+            if isinstance(manifest, MalformedError):
+                self._find(manifest.path, manifest.reason, version)
+                before = None
+            elif manifest is not None:
+                self.num_entries += 1
+                self._links[version] = manifest.link
+                for problem in _chain_problems(manifest, before, head):
+                    self._find(entry_name(version), problem, version)
+                self._check_parts(manifest, partial(log.read, version))
+                before = manifest
+
+    def _check_merged(self, head: Manifest) -> None:
+        log = self.stream.log
+        for merged, manifest in read_all(log.merged(), log.read_merged, lambda manifest: manifest):
+            if isinstance(manifest, MalformedError):
+                self._find(manifest.path, manifest.reason, merged.last)
+            elif manifest is not None:
+                self.num_merged += 1
+                for problem in self._merged_problems(manifest, head):
+                    self._find(merged.name, problem, merged.last)
+                self._check_parts(manifest, partial(log.read_merged, merged))
+
+    def _newest_snapshot(self, head: Manifest) -> int:
+        try:
+            snapshot = self.stream.log.newest_snapshot()
+        except MalformedError:  # found again when it is its turn
+            return -1 if head.snapshot is None else head.snapshot
+        return -1 if snapshot is None else snapshot.version
+
+    def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None]) -> None:
+        for part in manifest.parts:
+            try:
+                self._check_part(part, manifest)
+            except CorruptPartError as error:
+                there = again()
+                if there is None or there.xxh3 != manifest.xxh3:
+                    return  # retention took the version meanwhile
+                self._find(error.path, error.reason, manifest.version)
+            self.num_parts += 1
+            self.num_bytes += part.num_bytes
+
+    def _check_part(self, part: Part, manifest: Manifest) -> None:
+        if not self.is_quick:
+            PartReader(self.stream.storage, part, manifest, memory_bytes=_MEMORY_BYTES)
+            return
+        found = self._sizes.get(part.name)
+        found = self.stream.storage.size(part.name) if found is None else found
+        if found is None:
+            raise CorruptPartError(part.name, "it does not exist")
+        if found != part.num_bytes:
+            raise CorruptPartError(part.name, f"it has {found} bytes instead of {part.num_bytes}")
+
+    def _merged_problems(self, manifest: Manifest, head: Manifest) -> Iterator[str]:
+        if manifest.stream != head.stream:
+            yield f"it is of stream {manifest.stream}"
+        for link, role in ((manifest.parent, "it follows"), (manifest.merges, "it stands for")):
+            if link is not None and self._links.get(link.version, link) != link:
+                yield f"{role} another version {link.version} than the log has"
+
+    def _find(self, where: str, problem: str, version: int) -> None:
+        self.findings.append(Finding(plain(where), plain(problem), version >= self._start))
+
+
+def _chain_problems(manifest: Manifest, before: Manifest | None, head: Manifest) -> Iterator[str]:
+    """Where an entry does not follow the one before it."""
+    if manifest.stream != head.stream:
+        yield f"it is of stream {manifest.stream}, the head of {head.stream}"
+    if before is None:
+        return
+    if manifest.parent != before.link:
+        yield f"it follows {manifest.parent}, and before it stands {before.link}"
+    if manifest.generation < before.generation:
+        yield f"its generation {manifest.generation} is below {before.generation}, that of the version before it"
+    if manifest.kind != "snapshot" and manifest.snapshot != before.snapshot:
+        yield f"it names {manifest.snapshot} as the newest snapshot, the version before it {before.snapshot}"

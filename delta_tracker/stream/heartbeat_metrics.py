@@ -1,0 +1,69 @@
+"""The heartbeats beside a stream as metrics, on whichever program has a monitor: mostly the publisher's.
+
+show_heartbeats("s3://bucket/stream")
+"""
+
+from __future__ import annotations
+
+from delta_tracker.monitor.default import MONITOR
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.source import Source
+from delta_tracker.monitor.stat import Gauge
+from delta_tracker.stream.heartbeat import read_heartbeats
+from delta_tracker.stream.storage import Storage, open_storage
+
+GONE_SECONDS = 3600.0
+_NS_PER_SECOND = 10**9
+
+
+def show_heartbeats(url: str | Storage, monitor: Monitor = MONITOR, *, gone_seconds: float = GONE_SECONDS) -> None:
+    """Read the heartbeats of a stream's predictors once per collection, into the ``heartbeat_`` gauges of the library.
+
+    They are listed and read in a thread of the monitor's: training waits for nothing. A store that cannot be read is
+    counted as an outlet's error.
+
+    Args:
+        url: where the stream lies.
+        monitor: whose gauges.
+        gone_seconds: a predictor that was silent for longer is shown no more.
+
+    Raises:
+        InvalidArgumentError: for a url that names no store.
+        StorageError: if the store cannot be opened.
+    """
+    monitor.registry.add_source(_Heartbeats(open_storage(url), monitor, gone_seconds))
+
+
+class _Heartbeats(Source):
+    """The gauges of one stream's predictors."""
+
+    def __init__(self, storage: Storage, monitor: Monitor, gone_seconds: float) -> None:
+        self.name = f"heartbeats of {storage.url}"
+        self._storage = storage
+        self._gone_seconds = gone_seconds
+        self._clock = monitor.registry.progress.clock
+        metrics = monitor.metrics
+        self._gauges: dict[str, Gauge] = {
+            "lag_versions": metrics.heartbeat_lag_versions,
+            "lag_seconds": metrics.heartbeat_lag_seconds,
+            "age": metrics.heartbeat_age_seconds,
+        }
+        self._shown: set[tuple[str, str]] = set()
+
+    def read(self, *, is_last: bool) -> None:
+        """Set the gauges; those of predictors that are gone, or cannot tell, are taken away."""
+        del is_last
+        now = self._clock.time_ns() / _NS_PER_SECOND
+        readings: dict[tuple[str, str], float] = {}
+        for beat in read_heartbeats(self._storage):
+            age = max(0.0, now - beat.time)
+            if age > self._gone_seconds:
+                continue
+            for gauge, value in (("lag_versions", beat.lag_versions), ("lag_seconds", beat.lag_seconds), ("age", age)):
+                if value is not None:
+                    readings[gauge, beat.name] = value
+        for gauge, name in self._shown - readings.keys():
+            self._gauges[gauge].remove(predictor=name)
+        for (gauge, name), value in readings.items():
+            self._gauges[gauge].set(value, predictor=name)
+        self._shown = set(readings)

@@ -1,0 +1,16 @@
+"""The figures of the demo's processes, to be scraped while they run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from delta_tracker import monitor
+from delta_tracker.monitor.sinks.prometheus import PrometheusSink
+from examples.movielens.settings import emit
+
+
+def serve(process: str) -> None:
+    """Serve this process's figures on a free port of this machine, and tell the parent which."""
+    sink = PrometheusSink(port=0)
+    monitor.start([sink], interval=timedelta(seconds=1), attributes={"process": process})
+    emit("metrics", process=process, url=f"http://127.0.0.1:{sink.port}/metrics")
