@@ -156,7 +156,11 @@ def put_rows(memory: Tensor, places: Tensor, values: Tensor) -> None:
     """
     devices = {each.device.type for each in (memory, places, values)}
     if devices == {"cpu"} and memory.dim() == 2 and memory.stride(1) == values.stride(1) == 1:  # noqa: PLR2004  rows
-        _items(memory)[places.numpy()] = _items(values)
+        held = _items(memory)
+        if held.flags.c_contiguous:
+            held.put(places.numpy(), _items(values))  # faster, but it would copy the whole of other memory, twice
+        else:
+            held[places.numpy()] = _items(values)
         torch.autograd.graph.increment_version(memory)  # as torch's own writes do: a graph that saved it must notice
     else:
         memory.index_copy_(0, places.to(memory.device), values.to(memory.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,18 @@ assert set(find_targets(ec)) == {"embeddings.t"}
 assert not [name for name in sys.modules if name.startswith("delta_tracker.sharding.inference")]
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)
+
+
+@pytest.mark.parametrize("dim", [64, 60], ids=["whole rows", "columns of rows"])
+def test_a_write_copies_no_table(dim: int) -> None:
+    memory = torch.zeros(10_000, 64)
+    ids = torch.tensor([3, 9_999])
+    tracemalloc.start()  # numpy reports its arrays to it
+    try:
+        write_rows(memory[:, :dim], (0, len(memory)), ids, torch.ones(2, dim))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < memory.nbytes // 10
+    assert memory.sum() == 2 * dim
+    assert bool((memory[ids, :dim] == 1).all())
