@@ -69,9 +69,15 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(data)
 
 
+class _Program(subprocess.Popen[str]):
+    def __exit__(self, *error: object) -> None:
+        self.kill()  # a test that failed would wait for it for ever
+        super().__exit__(*error)
+
+
 def program(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "delta_tracker.cli", *map(str, arguments)]
-    return subprocess.Popen(
+    return _Program(
         command,
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ from tests.servers import S3, s3_server
 # The ranks inherit it: the order in which TorchRec's reshard sends depends on the hashes of strings, and it hangs where
 # ranks differ.
 os.environ.setdefault("PYTHONHASHSEED", "0")
+
+# A shell that starts the tests in the background has them ignore it, and so would every program that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
