@@ -13,6 +13,8 @@ Names follow Prometheus (https://prometheus.io/docs/practices/naming/): a prefix
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Kind, Stat
 
@@ -175,5 +177,10 @@ class LibraryMetrics:
 
     def define_all(self) -> None:
         """Register every one, as whoever lists or draws them wants it."""
-        for name in DEFINITIONS:
-            getattr(self, name)
+        self.define(PREFIX + name for name in DEFINITIONS)
+
+    def define(self, names: Iterable[str]) -> None:
+        """Register those that have one of these full names, as whoever restores them wants it; others are left out."""
+        for name in names:
+            if name.removeprefix(PREFIX) in DEFINITIONS and name.startswith(PREFIX):
+                getattr(self, name.removeprefix(PREFIX))

@@ -502,9 +502,25 @@ def refused_counters(rank: int, world_size: int) -> dict[str, str]:
         "object": attempt(lambda: tracker.register_counter("loss", 3)),
         "twice": attempt(lambda: tracker.register_counter("total", Total())),
         "slash": attempt(lambda: tracker.register_counter("a/b", Total())),
+        "two": attempt(lambda: tracker.register_counter("c", torchmetrics.SumMetric() + torchmetrics.SumMetric())),
     }
+    strange = Total()
+    strange.names = torch.ones(2, dtype=torch.complex64)  # type: ignore[assignment]
+    other = ModelDeltaTracker(shard(Spec([Table("t", 6, "row")])))
+    other.register_counter("strange", strange)
+    messages["dtype"] = attempt(other.state_dict)
     bad = Total()
     bad.names = [object()]  # type: ignore[list-item]
     tracker.register_counter("bad", bad)
     messages["JSON"] = attempt(tracker.state_dict)
     return messages
+
+
+def two_trackers(rank: int, world_size: int, path: str) -> str:
+    """A checkpoint of two trackers, and a name that neither has."""
+    model = shard(Spec([Table("t", 6, "row")]))
+    left, right = ModelDeltaTracker(model), ModelDeltaTracker(model)
+    dcp.save({"left": left, "right": right}, checkpoint_id=path)
+    refused = attempt(SavedTracker(left, path, key="middle").state_dict)
+    assert left.restored is None
+    return refused
