@@ -21,8 +21,14 @@ class HasStatus(Protocol):
         """How it stands."""
 
 
-def watch_publisher() -> None:
-    """A publisher begins: an alert has to see its first fault grow from 0."""
+def watch_publisher(*, counts_versions: bool) -> None:
+    """A publisher begins: an alert has to see its first fault, and a stream that never moves, from 0 on.
+
+    Args:
+        counts_versions: it is the one of the ranks that does.
+    """
+    if counts_versions:
+        metrics.published_versions.cell(kind="delta")
     metrics.fences.add(0)
     for failure in _PUBLISH_FAILURES:
         metrics.publish_failures.cell(reason=failure.__name__)
