@@ -68,6 +68,13 @@ class Ages:
         if since is not None:
             self._left_out[consumer] = since
 
+    def given_up(self, consumer: str, position: int) -> None:
+        """A consumer stands at a position without having read what was pending before it."""
+        since = self._pending_since(consumer)
+        self._positions[consumer] = position
+        if since is not None:
+            self._left_out[consumer] = since
+
     def removed(self, consumer: str) -> None:
         """A consumer is gone."""
         for known in (self._positions, self._committed, self._left_out):

@@ -122,7 +122,9 @@ class ChangeLog:
             for name in self._cursors.names:
                 _, batch = self._cursors.start(name)
                 tell_lag(name, self._ages.lag(name, self._num_batches - batch))
-                if counts:
+                if self._cursors.is_behind(name):  # nothing less than all rows brings it up to date
+                    self._tell_pending(name, {fqn: store.num_rows for fqn, store in self._stores.items()})
+                elif counts:
                     self._tell_pending(name, self.num_pending(name))
 
     def resolve(self, consumer: str | None, owner: object = None) -> str:
@@ -215,7 +217,8 @@ class ChangeLog:
                 origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
             self._cursors.restore(self._position, state.consumers, origin)
             for name, pending in state.consumers.items():
-                self._ages.placed(name, self._position, has_rows=any(map(len, pending.rows.values())))
+                has_rows = pending.is_behind or any(map(len, pending.rows.values()))
+                self._ages.placed(name, self._position, has_rows=has_rows)
 
     def mark_everything(self) -> None:
         """Make all rows changed for every consumer, old values unknown, whatever was pending. Aborts open reads."""
@@ -369,17 +372,24 @@ class ChangeLog:
             if store.has_open:  # these rows were marked again
                 self._ages.recorded(self._position)
 
-    def _place_at_end(self, consumer: str, *, is_behind: bool = False) -> None:
+    def _place_at_end(self, consumer: str) -> None:
         self._cut()
-        self._cursors.place(consumer, self._position, self._num_batches, is_behind=is_behind)
+        self._cursors.place(consumer, self._position, self._num_batches)
         self._ages.placed(consumer, self._position)
+
+    def _give_up(self, consumer: str) -> None:
+        """Take what is pending for a consumer from it; how long it has been without a read stays known."""
+        self._cut()
+        _, batch = self._cursors.start(consumer)
+        self._cursors.place(consumer, self._position, batch, is_behind=True)
+        self._ages.given_up(consumer, self._position)
 
     def _shed(self) -> None:
         while self._is_too_large():
             hindmost = self._cursors.hindmost
             if hindmost is None:
                 return
-            self._place_at_end(hindmost, is_behind=True)
+            self._give_up(hindmost)
             self.compact()
 
     def _is_too_large(self) -> bool:
