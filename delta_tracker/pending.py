@@ -16,6 +16,9 @@ from delta_tracker.selection import TopK
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.types import Memory
 
+# Below the time after which the monitor takes a source for one that hangs.
+_PATIENCE_SECONDS = 1
+
 
 class PendingRows:
     """Base of the tracker: counts of changed rows. A table whose optimizer is not fused is compared at reads only.
@@ -82,9 +85,16 @@ def record_figures(tracker: PendingRows) -> None:
     """Tell the monitor how a tracker stands; called in the monitor's thread, once per collection.
 
     Rows on a device are not counted here, because whoever holds the log's lock while it waits for the device makes the
-    next hook wait: their pending rows are told at each read instead.
+    next hook wait: their pending rows are told at each read instead. While a read has the lock for long, as one with
+    top-k may that waits for other ranks, the figures stay what they were.
     """
-    memory = tracker.memory()
-    for kind in ("log", "copy", "carried"):
-        metrics.state_bytes.set(getattr(memory, f"{kind}_bytes"), kind=kind)
-    tracker._log.tell(counts=all(shard.device.type == "cpu" for shard in tracker._shards.values()))  # noqa: SLF001
+    log = tracker._log  # noqa: SLF001
+    if not log.lock.acquire(timeout=_PATIENCE_SECONDS):
+        return
+    try:
+        memory = tracker.memory()
+        for kind in ("log", "copy", "carried"):
+            metrics.state_bytes.set(getattr(memory, f"{kind}_bytes"), kind=kind)
+        log.tell(counts=all(shard.device.type == "cpu" for shard in tracker._shards.values()))  # noqa: SLF001
+    finally:
+        log.lock.release()

@@ -65,6 +65,11 @@ def test_versions_and_failures_of_a_publisher_are_counted(grown) -> None:
     assert (grown("fences"), grown("publish_failures", reason="FencedError")) == (1, 1)
 
 
+def test_a_collection_during_a_long_read_waits_for_it_a_moment_only(one_rank: RankPool) -> None:
+    (answer,) = one_rank.run("tests.cases.monitoring:figures_during_a_read")
+    assert answer == {"left out": 4, "errors": 0}
+
+
 def test_a_tracker_tells_what_it_sees_and_holds(two_ranks: RankPool) -> None:
     answers = two_ranks.run("tests.cases.monitoring:tracker_figures")
     looked_up = {
@@ -99,10 +104,11 @@ def test_the_lag_of_a_predictor_is_read_while_it_lives(tmp_path: Path) -> None:
 
 
 def test_faults_are_exposed_as_zero_before_they_happen() -> None:
-    watch_publisher()
+    watch_publisher(counts_versions=True)
     predictor = Predictor({FQN: torch.zeros(3, 2)}, Storage("memory://"))
     names = {name for name, _ in _counts()}
     assert {"fences", "publish_failures", "resyncs", "refused_parts"} <= names
     assert ("resyncs", (("reason", "CorruptPartError"),)) in _counts()
     assert ("publish_failures", (("reason", "StorageError"),)) in _counts()
+    assert ("published_versions", (("kind", "delta"),)) in _counts()
     assert predictor.version is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torchmetrics
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
-from delta_tracker import ModelDeltaTracker, TrackingMode
+from delta_tracker import ModelDeltaTracker, TopK, TrackingMode, pending
 from delta_tracker.monitor import MONITOR, Kind, Monitor
 from delta_tracker.monitor.across_ranks import merge_ranks
 from delta_tracker.monitor.device import DeviceCounter, DeviceHistogram, DeviceMean
@@ -19,7 +20,7 @@ from delta_tracker.monitor.state import KEY, load, state_dict
 from delta_tracker.monitor.syncs import SyncError, find_syncs
 from delta_tracker.monitor.torchmetric import TorchMetric
 from delta_tracker.sharding.hooks import Watcher
-from tests.models import Spec, batch, shard
+from tests.models import Spec, Table, batch, shard
 
 
 def merged(rank: int, world_size: int) -> dict[str, Any]:
@@ -202,3 +203,24 @@ def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
     ModelDeltaTracker(model).detach()
     assert len(MONITOR.registry.sources) <= num_sources
     return {"looked up": looked_up, "counted": counted, "faults": faults}
+
+
+def figures_during_a_read(rank: int, world_size: int) -> dict[str, float]:
+    """Collect while a read chooses its rows: nobody waits for it, and no fault is counted."""
+    model = shard(Spec([Table("t", 6, "row")]))
+    tracker = ModelDeltaTracker(model)
+    tracker.mark_changed("ec.embeddings.t")
+    figures = Figures()
+
+    def collect(fqn: str, rows: Any) -> torch.Tensor:
+        thread = threading.Thread(target=MONITOR.collect)
+        thread.start()
+        thread.join()
+        return torch.ones(len(rows))
+
+    with mock.patch.object(pending, "_PATIENCE_SECONDS", 0.01):
+        tracker.get_delta(top_k=TopK(rows=2, score=collect))
+    answer = {"left out": figures.last("pending_rows", table="ec.embeddings.t", consumer="default")}
+    answer["errors"] = sum(cell.collect_total() for cell in MONITOR.metrics.outlet_errors.cells)
+    tracker.detach()
+    return answer
