@@ -26,7 +26,8 @@ class Ages:
     """Keeps one moment for each range of positions in which rows were recorded, not one for each row.
 
     So an age is exact for the rows of the log. Of the rows that a consumer's reads left out only the age of the oldest
-    that ever was among them is known, until none is left: an upper bound.
+    that ever was among them is known, until none is left: an upper bound. A row that a read finds by comparison has its
+    age from that read on: a lower bound.
 
     Example:
         >>> ages = Ages()
@@ -56,6 +57,11 @@ class Ages:
         self._left_out.pop(consumer, None)
         if has_rows:
             self._left_out[consumer] = now
+
+    def found(self, consumer: str) -> None:
+        """A read finds rows pending for a consumer, which nobody may have recorded."""
+        if self._pending_since(consumer) is None:
+            self._left_out[consumer] = time.monotonic()
 
     def distrusted(self, consumer: str) -> None:
         """Rows became pending for a consumer, whatever was pending before."""

@@ -217,8 +217,7 @@ class ChangeLog:
                 origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
             self._cursors.restore(self._position, state.consumers, origin)
             for name, pending in state.consumers.items():
-                has_rows = pending.is_behind or any(map(len, pending.rows.values()))
-                self._ages.placed(name, self._position, has_rows=has_rows)
+                self._ages.placed(name, self._position, has_rows=pending.has_rows)
 
     def mark_everything(self) -> None:
         """Make all rows changed for every consumer, old values unknown, whatever was pending. Aborts open reads."""
@@ -262,7 +261,10 @@ class ChangeLog:
             start, first_batch = self._cursors.start(consumer)
             self._cut()
             rows = self._changed_since(start, self._cursors.carried(consumer), self._position)
-            self._tell_pending(consumer, {fqn: len(changed) for fqn, changed in rows.items()})
+            num_rows = {fqn: len(changed) for fqn, changed in rows.items()}
+            if any(num_rows.values()):
+                self._ages.found(consumer)
+            self._tell_pending(consumer, num_rows)
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows)
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
@@ -377,19 +379,14 @@ class ChangeLog:
         self._cursors.place(consumer, self._position, self._num_batches)
         self._ages.placed(consumer, self._position)
 
-    def _give_up(self, consumer: str) -> None:
-        """Take what is pending for a consumer from it; how long it has been without a read stays known."""
-        self._cut()
-        _, batch = self._cursors.start(consumer)
-        self._cursors.place(consumer, self._position, batch, is_behind=True)
-        self._ages.given_up(consumer, self._position)
-
     def _shed(self) -> None:
         while self._is_too_large():
             hindmost = self._cursors.hindmost
             if hindmost is None:
                 return
-            self._give_up(hindmost)
+            self._cut()
+            self._cursors.give_up(hindmost, self._position)
+            self._ages.given_up(hindmost, self._position)
             self.compact()
 
     def _is_too_large(self) -> bool:

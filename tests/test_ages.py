@@ -12,6 +12,7 @@ from delta_tracker import ages as module
 from delta_tracker.ages import Ages, Lag
 from delta_tracker.changes import ChangeLog
 from delta_tracker.store.segments import SegmentStore
+from delta_tracker.store.shadow import ShadowStore
 
 
 @pytest.fixture
@@ -129,3 +130,19 @@ def test_a_consumer_that_was_given_up_lags_since_its_last_read(clock: list[float
     assert log._ages.lag("a", 0).oldest_pending == 1
     log.clear("a")
     assert log._ages.lag("a", 0).oldest_pending is None
+
+
+def test_rows_that_a_read_finds_by_comparison_are_pending_from_then_on(clock: list[float]) -> None:
+    rows = torch.zeros(4, 2)
+    store = ShadowStore(lambda ids: rows.clone() if ids is None else rows[ids], 4)
+    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
+    rows[1:3] = 1
+    clock[0] = 5
+    reading = log.read("a")
+    clock[0] = 6
+    assert log._ages.lag("a", 0).oldest_pending == 1
+    part = {"t": reading.rows["t"].take(torch.tensor([True, False]))}
+    delta = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=reading.batches, left_out=part)
+    log.seal(delta, commit=True)
+    clock[0] = 8
+    assert log._ages.lag("a", 0).oldest_pending == 3
