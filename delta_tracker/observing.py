@@ -39,7 +39,7 @@ def watch_predictor(predictor: HasStatus, faults: Iterable[type[Exception]]) -> 
     metrics.refused_parts.cell(reason="corrupt")
     for fault in faults:
         metrics.resyncs.cell(reason=fault.__name__)
-    MONITOR.add_source(Owned("predictor", predictor, record_status))
+    MONITOR.add_source(Owned("predictor", predictor, record_status, forget_status))
 
 
 def record_status(predictor: HasStatus) -> None:
@@ -48,6 +48,12 @@ def record_status(predictor: HasStatus) -> None:
     if status.lag_versions is not None and status.lag_seconds is not None:
         metrics.predictor_lag_versions.set(status.lag_versions)
         metrics.predictor_lag_seconds.set(status.lag_seconds)
+
+
+def forget_status() -> None:
+    """A predictor is gone: it is not behind any more."""
+    metrics.predictor_lag_versions.remove()
+    metrics.predictor_lag_seconds.remove()
 
 
 def count_published(manifest: Manifest) -> None:

@@ -112,3 +112,7 @@ def test_faults_are_exposed_as_zero_before_they_happen() -> None:
     assert ("publish_failures", (("reason", "StorageError"),)) in _counts()
     assert ("published_versions", (("kind", "delta"),)) in _counts()
     assert predictor.version is None
+
+
+def test_lookups_that_nobody_counts_are_not_told_as_zero(one_rank: RankPool) -> None:
+    assert one_rank.run("tests.cases.monitoring:compared_lookups") == [[False, True]]

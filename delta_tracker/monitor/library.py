@@ -50,7 +50,9 @@ def _seconds(name: str, text: str, *labels: str) -> Definition:
 # Counters of the training run survive a checkpoint; everything else describes the process.
 DEFINITIONS: dict[str, Definition] = {
     # Volume
-    "lookups": _counter("lookups", "Ids looked up for an update, repeats included.", "table", is_logical=True),
+    "lookups": _counter(
+        "lookups", "Ids looked up for an update of a fused table, repeats included.", "table", is_logical=True
+    ),
     "touched_rows": _counter(
         "touched_rows", "Changed rows that a consumer received.", "table", "consumer", is_logical=True
     ),

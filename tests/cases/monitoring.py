@@ -189,6 +189,7 @@ def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
     assert not figures.has("consumer_lag_seconds", consumer="b")
     assert not any(figures.has("pending_rows", table=fqn, consumer="b") for fqn in tracker.tables)
 
+    fqns = list(tracker.tables)
     tables = {name: f"ec.embeddings.{name}" for name in ("row", "first", "last", "shared")}
     counted = {name: figures.grown("lookups", table=fqn) for name, fqn in tables.items()}
     for hook in tracker._hooks:
@@ -197,8 +198,12 @@ def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
     faults = sum(figures.grown("hook_errors", table=fqn) > 0 for fqn in tracker.tables)
     tracker.detach()
     num_sources = len(MONITOR.registry.sources)
+    assert figures.has("consumer_lag_seconds", consumer="a")
     del tracker, hook
     gc.collect()
+    assert not figures.has("consumer_lag_seconds", consumer="a"), "nobody is behind any more"
+    assert not figures.has("state_bytes", kind="log")
+    assert not any(figures.has("pending_rows", table=fqn, consumer="a") for fqn in fqns)
     assert sum(source.is_over for source in MONITOR.registry.sources) >= 1
     ModelDeltaTracker(model).detach()
     assert len(MONITOR.registry.sources) <= num_sources
@@ -224,3 +229,12 @@ def figures_during_a_read(rank: int, world_size: int) -> dict[str, float]:
     answer["errors"] = sum(cell.collect_total() for cell in MONITOR.metrics.outlet_errors.cells)
     tracker.detach()
     return answer
+
+
+def compared_lookups(rank: int, world_size: int) -> list[bool]:
+    """Whether there is a number of lookups of a table that is compared: nobody counts them."""
+    model = shard(Spec([Table("compared", 6, "row", kernel="dense")], bag=True))
+    (fqn,) = ModelDeltaTracker(model).tables
+    known = [Figures().has("lookups", table=fqn)]
+    ModelDeltaTracker(model, record="lookups")
+    return [*known, Figures().has("lookups", table=fqn)]
