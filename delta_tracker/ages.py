@@ -58,9 +58,9 @@ class Ages:
         if has_rows:
             self._left_out[consumer] = now
 
-    def found(self, consumer: str) -> None:
-        """A read finds rows pending for a consumer, which nobody may have recorded."""
-        if self._pending_since(consumer) is None:
+    def found(self, consumer: str, num_rows: int) -> None:
+        """A read finds so many rows pending for a consumer, which nobody may have recorded."""
+        if num_rows and self._pending_since(consumer) is None:
             self._left_out[consumer] = time.monotonic()
 
     def distrusted(self, consumer: str) -> None:

@@ -120,8 +120,7 @@ class ChangeLog:
         """
         with self.lock:
             for name in self._cursors.names:
-                _, batch = self._cursors.start(name)
-                tell_lag(name, self._ages.lag(name, self._num_batches - batch))
+                tell_lag(name, self._ages.lag(name, self._num_batches - self._cursors.start(name)[1]))
                 if self._cursors.is_behind(name):  # nothing less than all rows brings it up to date
                     self._tell_pending(name, {fqn: store.num_rows for fqn, store in self._stores.items()})
                 elif counts:
@@ -142,6 +141,10 @@ class ChangeLog:
         """As :meth:`~delta_tracker.cursors.Cursors.reserve`."""
         with self.lock:
             self._cursors.reserve(consumer, owner)
+
+    def position(self, consumer: str) -> int:
+        """Where a consumer's cursor stands; every committed read moves it."""
+        return self._cursors.start(consumer)[0]
 
     def is_behind(self, consumer: str) -> bool:
         """Whether the changes of a consumer were given up."""
@@ -262,8 +265,7 @@ class ChangeLog:
             self._cut()
             rows = self._changed_since(start, self._cursors.carried(consumer), self._position)
             num_rows = {fqn: len(changed) for fqn, changed in rows.items()}
-            if any(num_rows.values()):
-                self._ages.found(consumer)
+            self._ages.found(consumer, sum(num_rows.values()))
             self._tell_pending(consumer, num_rows)
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows)
 

@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
+from delta_tracker import ModelDeltaTracker, Publisher, TopK, TrackingMode
 from delta_tracker.checkpoint.dcp import SavedTracker
 from delta_tracker.checkpoint.stateful import Restored
 from delta_tracker.cursors import LogState
@@ -524,3 +524,22 @@ def two_trackers(rank: int, world_size: int, path: str) -> str:
     refused = attempt(SavedTracker(left, path, key="middle").state_dict)
     assert left.restored is None
     return refused
+
+
+def read_before_publishing(rank: int, world_size: int, path: str) -> list[str]:
+    """Kinds of the first versions after a load: at once, and when somebody else took rows from the consumer first."""
+    model = shard(Spec([Table("t", 6, "row")]))
+    tracker = ModelDeltaTracker(model)
+    publisher = Publisher(tracker, f"file://{path}")
+    publisher.snapshot()
+    state = tracker.state_dict()
+    publisher.close()
+    kinds = []
+    for takes in (lambda: None, tracker.get_delta, tracker.clear):
+        tracker.load_state_dict(state)
+        tracker.mark_changed("ec.embeddings.t")
+        takes()
+        publisher = Publisher(tracker, f"file://{path}")
+        kinds.append(publisher.publish().kind)
+        publisher.close()
+    return kinds
