@@ -45,13 +45,15 @@ def watch_predictor(predictor: HasStatus, faults: Iterable[type[Exception]]) -> 
 def record_status(predictor: HasStatus) -> None:
     """Tell the monitor how far behind its stream a predictor is; asks the store, in the monitor's thread."""
     status = predictor.status()
-    if status.lag_versions is not None and status.lag_seconds is not None:
-        metrics.predictor_lag_versions.set(status.lag_versions)
-        metrics.predictor_lag_seconds.set(status.lag_seconds)
+    if status.lag_versions is None or status.lag_seconds is None:
+        forget_status()  # the store does not answer: what it said before is not how it stands
+        return
+    metrics.predictor_lag_versions.set(status.lag_versions)
+    metrics.predictor_lag_seconds.set(status.lag_seconds)
 
 
 def forget_status() -> None:
-    """A predictor is gone: it is not behind any more."""
+    """It is not known how far behind a predictor is, or it is gone."""
     metrics.predictor_lag_versions.remove()
     metrics.predictor_lag_seconds.remove()
 

@@ -85,22 +85,24 @@ def test_a_tracker_tells_what_it_sees_and_holds(two_ranks: RankPool) -> None:
     assert all(answer["faults"] >= 4 for answer in answers)
 
 
-def test_the_lag_of_a_predictor_is_read_while_it_lives(tmp_path: Path) -> None:
+def test_the_lag_of_a_predictor_is_read_while_it_lives(tmp_path: Path, monkeypatch) -> None:
     writer = Writer(Storage(f"file://{tmp_path}", create=True))
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage)
     predictor.sync()
     MONITOR.collect()
-    lag = metrics.predictor_lag_versions.cell()
-    assert lag.lifetime().last == 0
+    assert metrics.predictor_lag_versions.cell().lifetime().last == 0
     for _ in range(3):
         writer.delta([1])
     MONITOR.collect()
-    assert lag.lifetime().last == 3
+    assert metrics.predictor_lag_versions.cell().lifetime().last == 3
     assert metrics.predictor_lag_seconds.cell().lifetime().last > 0
     predictor.sync()
     MONITOR.collect()
-    assert lag.lifetime().last == 0
+    assert metrics.predictor_lag_versions.cell().lifetime().last == 0
+    monkeypatch.setattr(predictor._follower, "lag", lambda: None)
+    MONITOR.collect()
+    assert metrics.predictor_lag_versions.cell().lifetime().count == 0, "a store that does not answer is no lag of 0"
 
 
 def test_faults_are_exposed_as_zero_before_they_happen() -> None:
