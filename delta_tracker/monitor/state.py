@@ -61,7 +61,8 @@ def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
     for (name, label_values), total in summed.items():
         if name in stats:
             labels = dict(zip(stats[name].definition.labels, label_values, strict=True))
-            stats[name].cell(**labels).restore(total)
+            cell = stats[name].cell(**labels)
+            cell.restore(cell.collect_total() + total)  # several may share the one for what has none of its own
 
 
 class LogicalCounters:

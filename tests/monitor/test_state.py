@@ -172,6 +172,14 @@ def test_the_librarys_own_counters_are_restored_before_they_first_count() -> Non
     assert totals(loaded)["delta_tracker_touched_rows"] == [(["user", "a"], 4)]
 
 
+def test_cells_that_there_is_no_room_for_any_more_are_added_up() -> None:
+    saved, loaded = _rank({"a": 1, "b": 2, "c": 4}), Monitor()
+    loaded.counter("rows", labels=["table"], max_cells=1, is_logical=True)
+    target = LogicalCounters(loaded)
+    target.load_state_dict(target.merge([LogicalCounters(saved).state_dict()]))
+    assert _total(loaded, "rows") == 7
+
+
 def test_counters_with_other_labels_are_refused_before_anything_is_loaded() -> None:
     """A tracker merges all that was registered first, and only then loads it."""
     loaded = Monitor()
