@@ -26,7 +26,8 @@ class Ages:
     """Keeps one moment for each range of positions in which rows were recorded, not one for each row.
 
     So an age is exact for the rows of the log. Of the rows that a consumer's reads left out only the age of the oldest
-    that ever was among them is known, until none is left: an upper bound.
+    that ever was among them is known, until none is left: an upper bound. A row that a read finds by comparison has its
+    age from that read on: a lower bound.
 
     Example:
         >>> ages = Ages()
@@ -57,6 +58,11 @@ class Ages:
         if has_rows:
             self._left_out[consumer] = now
 
+    def found(self, consumer: str, num_rows: int) -> None:
+        """A read finds so many rows pending for a consumer, which nobody may have recorded."""
+        if num_rows and self._pending_since(consumer) is None:
+            self._left_out[consumer] = time.monotonic()
+
     def distrusted(self, consumer: str) -> None:
         """Rows became pending for a consumer, whatever was pending before."""
         self._left_out.setdefault(consumer, time.monotonic())
@@ -65,6 +71,13 @@ class Ages:
         """A consumer's read up to a position is committed, all of it or a part."""
         since = self._pending_since(consumer) if leaves_out else None
         self.placed(consumer, position)
+        if since is not None:
+            self._left_out[consumer] = since
+
+    def given_up(self, consumer: str, position: int) -> None:
+        """A consumer stands at a position without having read what was pending before it."""
+        since = self._pending_since(consumer)
+        self._positions[consumer] = position
         if since is not None:
             self._left_out[consumer] = since
 

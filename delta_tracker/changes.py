@@ -120,9 +120,10 @@ class ChangeLog:
         """
         with self.lock:
             for name in self._cursors.names:
-                _, batch = self._cursors.start(name)
-                tell_lag(name, self._ages.lag(name, self._num_batches - batch))
-                if counts:
+                tell_lag(name, self._ages.lag(name, self._num_batches - self._cursors.start(name)[1]))
+                if self._cursors.is_behind(name):  # nothing less than all rows brings it up to date
+                    self._tell_pending(name, {fqn: store.num_rows for fqn, store in self._stores.items()})
+                elif counts:
                     self._tell_pending(name, self.num_pending(name))
 
     def resolve(self, consumer: str | None, owner: object = None) -> str:
@@ -140,6 +141,10 @@ class ChangeLog:
         """As :meth:`~delta_tracker.cursors.Cursors.reserve`."""
         with self.lock:
             self._cursors.reserve(consumer, owner)
+
+    def position(self, consumer: str) -> int:
+        """Where a consumer's cursor stands; every committed read moves it."""
+        return self._cursors.start(consumer)[0]
 
     def is_behind(self, consumer: str) -> bool:
         """Whether the changes of a consumer were given up."""
@@ -215,7 +220,7 @@ class ChangeLog:
                 origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
             self._cursors.restore(self._position, state.consumers, origin)
             for name, pending in state.consumers.items():
-                self._ages.placed(name, self._position, has_rows=any(map(len, pending.rows.values())))
+                self._ages.placed(name, self._position, has_rows=pending.has_rows)
 
     def mark_everything(self) -> None:
         """Make all rows changed for every consumer, old values unknown, whatever was pending. Aborts open reads."""
@@ -259,7 +264,9 @@ class ChangeLog:
             start, first_batch = self._cursors.start(consumer)
             self._cut()
             rows = self._changed_since(start, self._cursors.carried(consumer), self._position)
-            self._tell_pending(consumer, {fqn: len(changed) for fqn, changed in rows.items()})
+            num_rows = {fqn: len(changed) for fqn, changed in rows.items()}
+            self._ages.found(consumer, sum(num_rows.values()))
+            self._tell_pending(consumer, num_rows)
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows)
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
@@ -372,9 +379,9 @@ class ChangeLog:
             if store.has_open:  # these rows were marked again
                 self._ages.recorded(self._position)
 
-    def _place_at_end(self, consumer: str, *, is_behind: bool = False) -> None:
+    def _place_at_end(self, consumer: str) -> None:
         self._cut()
-        self._cursors.place(consumer, self._position, self._num_batches, is_behind=is_behind)
+        self._cursors.place(consumer, self._position, self._num_batches)
         self._ages.placed(consumer, self._position)
 
     def _shed(self) -> None:
@@ -382,7 +389,9 @@ class ChangeLog:
             hindmost = self._cursors.hindmost
             if hindmost is None:
                 return
-            self._place_at_end(hindmost, is_behind=True)
+            self._cut()
+            self._cursors.give_up(hindmost, self._position)
+            self._ages.given_up(hindmost, self._position)
             self.compact()
 
     def _is_too_large(self) -> bool:

@@ -36,6 +36,11 @@ class PendingState:
     rows: Mapping[str, ChangedRows]
     is_behind: bool = False
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is anything that it has not received."""
+        return self.is_behind or any(map(len, self.rows.values()))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogState:
@@ -155,6 +160,10 @@ class Cursors:
         if known is not None:
             placed.owner, placed.is_transient = known.owner, known.is_transient
         self._consumers[name] = placed
+
+    def give_up(self, name: str, position: int) -> None:
+        """Put consumer ``name`` at a position without what was pending from before it."""
+        self.place(name, position, self._consumers[name].batch, is_behind=True)
 
     def rewind(self, name: str) -> None:
         """Put consumer ``name`` back to the log's first position, with what had changed before it."""

@@ -86,7 +86,8 @@ class Cutter:
 
         def find() -> dict[str, Any]:
             nonlocal rows
-            note = tracker.annotations.get(self.consumer)
+            # Rows that somebody took from the consumer since the load are in no version.
+            note = tracker.annotations.get(self.consumer) if tracker.is_as_restored(self.consumer) else None
             rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, tracker.tables, tracker.shards)
             return {"knows": rows is not None}
 

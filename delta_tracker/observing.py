@@ -21,8 +21,14 @@ class HasStatus(Protocol):
         """How it stands."""
 
 
-def watch_publisher() -> None:
-    """A publisher begins: an alert has to see its first fault grow from 0."""
+def watch_publisher(*, counts_versions: bool) -> None:
+    """A publisher begins: an alert has to see its first fault, and a stream that never moves, from 0 on.
+
+    Args:
+        counts_versions: it is the one of the ranks that does.
+    """
+    if counts_versions:
+        metrics.published_versions.cell(kind="delta")
     metrics.fences.add(0)
     for failure in _PUBLISH_FAILURES:
         metrics.publish_failures.cell(reason=failure.__name__)
@@ -33,15 +39,23 @@ def watch_predictor(predictor: HasStatus, faults: Iterable[type[Exception]]) -> 
     metrics.refused_parts.cell(reason="corrupt")
     for fault in faults:
         metrics.resyncs.cell(reason=fault.__name__)
-    MONITOR.add_source(Owned("predictor", predictor, record_status))
+    MONITOR.add_source(Owned("predictor", predictor, record_status, forget_status))
 
 
 def record_status(predictor: HasStatus) -> None:
     """Tell the monitor how far behind its stream a predictor is; asks the store, in the monitor's thread."""
     status = predictor.status()
-    if status.lag_versions is not None and status.lag_seconds is not None:
-        metrics.predictor_lag_versions.set(status.lag_versions)
-        metrics.predictor_lag_seconds.set(status.lag_seconds)
+    if status.lag_versions is None or status.lag_seconds is None:
+        forget_status()  # the store does not answer: what it said before is not how it stands
+        return
+    metrics.predictor_lag_versions.set(status.lag_versions)
+    metrics.predictor_lag_seconds.set(status.lag_seconds)
+
+
+def forget_status() -> None:
+    """It is not known how far behind a predictor is, or it is gone."""
+    metrics.predictor_lag_versions.remove()
+    metrics.predictor_lag_seconds.remove()
 
 
 def count_published(manifest: Manifest) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from types import MappingProxyType
 
 from torch import nn
 
 from delta_tracker.changes import ChangeLog
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.figures import forget_consumer
 from delta_tracker.monitor.default import MONITOR, metrics
 from delta_tracker.monitor.source import Owned
 from delta_tracker.reader import DeltaReader
 from delta_tracker.selection import TopK
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.types import Memory
+
+# Below the time after which the monitor takes a source for one that hangs.
+_PATIENCE_SECONDS = 1
+_KINDS = ("log", "copy", "carried")
 
 
 class PendingRows:
@@ -29,7 +35,10 @@ class PendingRows:
     _reader: DeltaReader
 
     def __init__(self) -> None:
-        MONITOR.add_source(Owned("delta_tracker", self, record_figures))
+        told: dict[str, tuple[str, ...]] = {}
+        MONITOR.add_source(
+            Owned("delta_tracker", self, partial(record_figures, told=told), partial(forget_figures, told))
+        )
 
     def memory(self) -> Memory:
         """What the tracker holds now."""
@@ -78,13 +87,34 @@ class PendingRows:
         return self._log.num_pending(consumer)
 
 
-def record_figures(tracker: PendingRows) -> None:
+def record_figures(tracker: PendingRows, told: dict[str, tuple[str, ...]]) -> None:
     """Tell the monitor how a tracker stands; called in the monitor's thread, once per collection.
 
     Rows on a device are not counted here, because whoever holds the log's lock while it waits for the device makes the
-    next hook wait: their pending rows are told at each read instead.
+    next hook wait: their pending rows are told at each read instead. While a read has the lock for long, as one with
+    top-k may that waits for other ranks, the figures stay what they were.
+
+    Args:
+        tracker: which.
+        told: is put to the consumers and tables of which figures were told.
     """
-    memory = tracker.memory()
-    for kind in ("log", "copy", "carried"):
-        metrics.state_bytes.set(getattr(memory, f"{kind}_bytes"), kind=kind)
-    tracker._log.tell(counts=all(shard.device.type == "cpu" for shard in tracker._shards.values()))  # noqa: SLF001
+    log = tracker._log  # noqa: SLF001
+    if not log.lock.acquire(timeout=_PATIENCE_SECONDS):
+        return
+    try:
+        memory = tracker.memory()
+        for kind in _KINDS:
+            metrics.state_bytes.set(getattr(memory, f"{kind}_bytes"), kind=kind)
+        log.tell(counts=all(shard.device.type == "cpu" for shard in tracker._shards.values()))  # noqa: SLF001
+        told.clear()
+        told.update(dict.fromkeys(log.consumers, tuple(log.stores)))
+    finally:
+        log.lock.release()
+
+
+def forget_figures(told: Mapping[str, Collection[str]]) -> None:
+    """A tracker is gone, of which the figures of these consumers and tables were told."""
+    for kind in _KINDS:
+        metrics.state_bytes.remove(kind=kind)
+    for consumer, fqns in told.items():
+        forget_consumer(consumer, fqns)

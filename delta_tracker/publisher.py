@@ -133,7 +133,7 @@ class Publisher:
             self.close()
             raise
         self._is_open = True
-        watch_publisher()
+        watch_publisher(counts_versions=self._writer.rank == 0)
         self._cadence = cadence
         self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer)
 

@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
-from delta_tracker import Delta
+from delta_tracker import Delta, changes
 from delta_tracker import ages as module
-from delta_tracker.ages import Ages
+from delta_tracker.ages import Ages, Lag
 from delta_tracker.changes import ChangeLog
 from delta_tracker.store.segments import SegmentStore
+from delta_tracker.store.shadow import ShadowStore
 
 
 @pytest.fixture
@@ -102,3 +103,46 @@ def test_a_row_under_way_at_a_read_is_pending_again_from_then_on(clock: list[flo
     clock[0] = 7
     assert log.num_pending("a") == {"t": 1}
     assert log._ages.lag("a", 0).oldest_pending == 2
+
+
+def test_a_consumer_that_was_given_up_lags_since_its_last_read(clock: list[float], monkeypatch) -> None:
+    """It is told as a consumer for which all is pending, not as one that has just read everything."""
+    log = ChangeLog({"t": SegmentStore(1 << 12)}, ["a", "b"], delete_on_read=True, max_bytes=800)
+    told = {}
+    monkeypatch.setattr(changes, "tell_pending", lambda name, pending, _: told.update({name: dict(pending)}))
+    monkeypatch.setattr(changes, "tell_lag", lambda name, lag: told.update({f"{name} lag": lag}))
+    for _ in range(20):
+        clock[0] += 1
+        log.mark("t", torch.arange(9))
+        log.step()
+        reading = log.read("b")
+        log.seal(Delta({}, consumer="b", start=reading.start, stop=reading.stop, batches=reading.batches), commit=True)
+        if log.is_behind("a"):
+            break
+    assert log.is_behind("a")
+    clock[0] += 1
+    log.tell(counts=True)
+    assert told["a"] == {"t": 1 << 12}
+    assert told["b"] == {"t": 0}
+    assert told["a lag"] == Lag(batches=log.num_batches, seconds=clock[0], oldest_pending=clock[0] - 1)
+    log.restore(log.state())
+    clock[0] += 1
+    assert log._ages.lag("a", 0).oldest_pending == 1
+    log.clear("a")
+    assert log._ages.lag("a", 0).oldest_pending is None
+
+
+def test_rows_that_a_read_finds_by_comparison_are_pending_from_then_on(clock: list[float]) -> None:
+    rows = torch.zeros(4, 2)
+    store = ShadowStore(lambda ids: rows.clone() if ids is None else rows[ids], 4)
+    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
+    rows[1:3] = 1
+    clock[0] = 5
+    reading = log.read("a")
+    clock[0] = 6
+    assert log._ages.lag("a", 0).oldest_pending == 1
+    part = {"t": reading.rows["t"].take(torch.tensor([True, False]))}
+    delta = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=reading.batches, left_out=part)
+    log.seal(delta, commit=True)
+    clock[0] = 8
+    assert log._ages.lag("a", 0).oldest_pending == 3

@@ -192,3 +192,14 @@ def test_a_counter_that_cannot_be_restored_is_refused(one_rank: RankPool) -> Non
     assert "Pass a name without slash beside ['total']" in messages["twice"]
     assert "without slash" in messages["slash"]
     assert "tensors and what JSON can hold" in messages["JSON"]
+    assert "the metrics that it is made of" in messages["two"]
+    assert "'counters/strange/names'" in messages["dtype"]
+
+
+def test_a_name_that_none_of_several_trackers_has_is_refused(one_rank: RankPool, tmp_path: Path) -> None:
+    (message,) = one_rank.run(f"{_CASES}:two_trackers", path=str(tmp_path))
+    assert "Name one of the trackers in the checkpoint: ['left', 'right']" in message
+
+
+def test_a_publisher_that_resumes_misses_no_row_that_was_read_before_it(one_rank: RankPool, tmp_path: Path) -> None:
+    assert one_rank.run(f"{_CASES}:read_before_publishing", path=str(tmp_path)) == [["delta", "snapshot", "snapshot"]]

@@ -65,6 +65,11 @@ def test_versions_and_failures_of_a_publisher_are_counted(grown) -> None:
     assert (grown("fences"), grown("publish_failures", reason="FencedError")) == (1, 1)
 
 
+def test_a_collection_during_a_long_read_waits_for_it_a_moment_only(one_rank: RankPool) -> None:
+    (answer,) = one_rank.run("tests.cases.monitoring:figures_during_a_read")
+    assert answer == {"left out": 4, "errors": 0}
+
+
 def test_a_tracker_tells_what_it_sees_and_holds(two_ranks: RankPool) -> None:
     answers = two_ranks.run("tests.cases.monitoring:tracker_figures")
     looked_up = {
@@ -80,29 +85,36 @@ def test_a_tracker_tells_what_it_sees_and_holds(two_ranks: RankPool) -> None:
     assert all(answer["faults"] >= 4 for answer in answers)
 
 
-def test_the_lag_of_a_predictor_is_read_while_it_lives(tmp_path: Path) -> None:
+def test_the_lag_of_a_predictor_is_read_while_it_lives(tmp_path: Path, monkeypatch) -> None:
     writer = Writer(Storage(f"file://{tmp_path}", create=True))
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage)
     predictor.sync()
     MONITOR.collect()
-    lag = metrics.predictor_lag_versions.cell()
-    assert lag.lifetime().last == 0
+    assert metrics.predictor_lag_versions.cell().lifetime().last == 0
     for _ in range(3):
         writer.delta([1])
     MONITOR.collect()
-    assert lag.lifetime().last == 3
+    assert metrics.predictor_lag_versions.cell().lifetime().last == 3
     assert metrics.predictor_lag_seconds.cell().lifetime().last > 0
     predictor.sync()
     MONITOR.collect()
-    assert lag.lifetime().last == 0
+    assert metrics.predictor_lag_versions.cell().lifetime().last == 0
+    monkeypatch.setattr(predictor._follower, "lag", lambda: None)
+    MONITOR.collect()
+    assert metrics.predictor_lag_versions.cell().lifetime().count == 0, "a store that does not answer is no lag of 0"
 
 
 def test_faults_are_exposed_as_zero_before_they_happen() -> None:
-    watch_publisher()
+    watch_publisher(counts_versions=True)
     predictor = Predictor({FQN: torch.zeros(3, 2)}, Storage("memory://"))
     names = {name for name, _ in _counts()}
     assert {"fences", "publish_failures", "resyncs", "refused_parts"} <= names
     assert ("resyncs", (("reason", "CorruptPartError"),)) in _counts()
     assert ("publish_failures", (("reason", "StorageError"),)) in _counts()
+    assert ("published_versions", (("kind", "delta"),)) in _counts()
     assert predictor.version is None
+
+
+def test_lookups_that_nobody_counts_are_not_told_as_zero(one_rank: RankPool) -> None:
+    assert one_rank.run("tests.cases.monitoring:compared_lookups") == [[False, True]]

@@ -66,10 +66,13 @@ class _Metric:
         metric: the metric.
 
     Raises:
-        InvalidArgumentError: for a state that is not a sum, a maximum, a minimum or a concatenation over ranks.
+        InvalidArgumentError: for a state that is not a sum, a maximum, a minimum or a concatenation over ranks, and
+            for a metric that is made of others.
     """
 
     def __init__(self, name: str, metric: Any) -> None:  # noqa: ANN401  torchmetrics is not imported here
+        if any(hasattr(each, "_reductions") for each in metric.modules() if each is not metric):
+            raise InvalidArgumentError(name, metric, "Register the metrics that it is made of: they hold its states")
         self._name = name
         self._metric = metric
         self._reductions = {}

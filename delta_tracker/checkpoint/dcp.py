@@ -81,7 +81,7 @@ class SavedTracker:
         for name in metadata.state_dict_metadata:
             if match := _KEY.fullmatch(name):
                 found.setdefault(match["prefix"] or "", []).append(match["header"])
-        if self._key is None and len(found) > 1:
+        if self._key not in found and len(found) > 1:
             raise InvalidArgumentError("key", self._key, f"Name one of the trackers in the checkpoint: {sorted(found)}")
         key = next(iter(found), "") if self._key is None else self._key
         if key not in found:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_tracker.checkpoint.part import ALIGNMENT, FORMAT_VERSION, HISTORY, Part
+from delta_tracker.checkpoint.part import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY, Part
 from delta_tracker.cursors import LogState
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
@@ -43,7 +43,7 @@ def pack(
         counters: what else is saved.
 
     Raises:
-        InvalidArgumentError: for a counter with anything else than tensors and JSON.
+        InvalidArgumentError: for a counter with anything else than tensors of the usual dtypes and JSON.
     """
     sets = {str(place): consumer.rows for place, consumer in enumerate(state.consumers.values())}
     if state.history is not None:
@@ -97,6 +97,8 @@ def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Cou
                 tensors[f"counters/{name}/{field}"] = value.detach().cpu()
             else:
                 plain[name][field] = value
+    if strange := sorted(name for name, each in tensors.items() if _dtype_name(each.dtype) not in DTYPES):
+        raise InvalidArgumentError("counters", strange, f"Let them hold tensors of {sorted(DTYPES)}")
     layouts = {name: [_dtype_name(each.dtype), list(each.shape)] for name, each in tensors.items()}
     try:
         encoded = json.dumps({**header, "counters": plain, "layouts": layouts}, allow_nan=False).encode()

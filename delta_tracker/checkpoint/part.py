@@ -38,7 +38,7 @@ FORMAT_VERSION = 1
 HEADER = re.compile(r"rank(\d+)of(\d+)/header")
 HISTORY = "history"
 ALIGNMENT = 8
-_DTYPES = {
+DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -236,12 +236,12 @@ def _part(found: Mapping[str, Any]) -> Part:
         annotations=dict(found["annotations"]),
         counters={name: dict(fields) for name, fields in found["counters"].items()},
         layouts={
-            name: (_DTYPES[dtype], tuple(_whole(size) for size in shape))
+            name: (DTYPES[dtype], tuple(_whole(size) for size in shape))
             for name, (dtype, shape) in found["layouts"].items()
         },
         pieces={
             fqn: tuple(
-                Piece(str(row_set), str(column), _DTYPES[dtype], tuple(_whole(size) for size in shape))
+                Piece(str(row_set), str(column), DTYPES[dtype], tuple(_whole(size) for size in shape))
                 for row_set, column, dtype, shape in pieces
             )
             for fqn, pieces in found["pieces"].items()
@@ -283,7 +283,7 @@ def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[s
 
 def _shard(fqn: str, saved: Sequence[Any]) -> ShardSpec:
     num_rows, dim, dtype, row_offset, num_held, columns, is_replicated = saved
-    table = TableSpec(fqn, _whole(num_rows), _whole(dim), _DTYPES[dtype])
+    table = TableSpec(fqn, _whole(num_rows), _whole(dim), DTYPES[dtype])
     ranges = tuple((_whole(start), _whole(stop)) for start, stop in columns)
     return ShardSpec(table, _whole(row_offset), _whole(num_held), ranges, bool(is_replicated))
 

@@ -49,6 +49,7 @@ class Checkpointed:
     def __init__(self) -> None:
         self._counters: dict[str, Mergeable] = {}
         self._annotations: dict[str, object] = {}
+        self._positions: dict[str, int] = {}  # where the last load put each consumer
         self._restored: Restored | None = None
         self._gloo: dist.ProcessGroup | None = None  # made at the first gather, which all ranks take part in
 
@@ -61,6 +62,10 @@ class Checkpointed:
     def annotations(self) -> Mapping[str, object]:
         """Consumer to what :meth:`annotate` noted of it, here or in the state that was loaded last."""
         return MappingProxyType({name: note for name, note in self._annotations.items() if name in self._log.consumers})
+
+    def is_as_restored(self, consumer: str) -> bool:
+        """Whether the last load put a consumer where it stands: nobody has taken rows from it since."""
+        return self._positions.get(consumer) == self._log.position(consumer)
 
     def annotate(self, consumer: str, note: object, *, owner: object = None) -> None:
         """Note something of a consumer that is saved with its state. Of notes that differ, that of rank 0 is loaded.
@@ -178,6 +183,7 @@ class Checkpointed:
         for load in loads:
             load()
         self._log.restore(log_state)
+        self._positions = {name: self._log.position(name) for name in self._log.consumers}
         self._annotations, self._restored = dict(plan.annotations), Restored.STATE
 
     def plan_load(self, parts: list[Part]) -> Resharding:

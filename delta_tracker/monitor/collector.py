@@ -99,7 +99,7 @@ class Collector:
         self._sinks = [(sink, Guard(sink.name)) for sink in sinks]
         self._attributes = dict(attributes)
         self._thread = threading.Thread(
-            target=self._loop, args=(interval_seconds,), name="delta_tracker-collector", daemon=True
+            target=self._loop, args=(interval_seconds, self._wakeups), name="delta_tracker-collector", daemon=True
         )
         self._thread.start()
 
@@ -210,12 +210,12 @@ class Collector:
             self._metrics.muted_deliveries.cell(outlet=guard.name).add(1)
         return is_done
 
-    def _loop(self, interval_seconds: float) -> None:
-        due = time.monotonic() + interval_seconds
+    def _loop(self, interval_seconds: float, wakeups: queue.SimpleQueue[_Wake | queue.SimpleQueue[None]]) -> None:
+        runner, due = self._runner, time.monotonic() + interval_seconds
         while True:
             wake = None
             with contextlib.suppress(queue.Empty):
-                wake = self._wakeups.get(timeout=max(0.0, due - time.monotonic()))
+                wake = wakeups.get(timeout=max(0.0, due - time.monotonic()))
             if wake is _Wake.STOP:
                 break
             if wake is _Wake.EVENTS:
@@ -227,6 +227,9 @@ class Collector:
             if isinstance(wake, queue.SimpleQueue):
                 wake.put(None)
             due = max(due, time.monotonic() - interval_seconds) + interval_seconds
+        if wakeups is not self._wakeups:
+            runner.stop()
+            return  # stop() did not wait so long, and what is started since belongs to another thread
         self._collect_once(is_last=True)
         for sink, guard in self._sinks:
             self._run(guard, partial(_close, sink), even_if_muted=True)

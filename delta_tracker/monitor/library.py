@@ -13,6 +13,8 @@ Names follow Prometheus (https://prometheus.io/docs/practices/naming/): a prefix
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Kind, Stat
 
@@ -48,7 +50,9 @@ def _seconds(name: str, text: str, *labels: str) -> Definition:
 # Counters of the training run survive a checkpoint; everything else describes the process.
 DEFINITIONS: dict[str, Definition] = {
     # Volume
-    "lookups": _counter("lookups", "Ids looked up for an update, repeats included.", "table", is_logical=True),
+    "lookups": _counter(
+        "lookups", "Ids looked up for an update of a fused table, repeats included.", "table", is_logical=True
+    ),
     "touched_rows": _counter(
         "touched_rows", "Changed rows that a consumer received.", "table", "consumer", is_logical=True
     ),
@@ -175,5 +179,10 @@ class LibraryMetrics:
 
     def define_all(self) -> None:
         """Register every one, as whoever lists or draws them wants it."""
-        for name in DEFINITIONS:
-            getattr(self, name)
+        self.define(PREFIX + name for name in DEFINITIONS)
+
+    def define(self, names: Iterable[str]) -> None:
+        """Register those that have one of these full names, as whoever restores them wants it; others are left out."""
+        for name in names:
+            if name.removeprefix(PREFIX) in DEFINITIONS and name.startswith(PREFIX):
+                getattr(self, name.removeprefix(PREFIX))

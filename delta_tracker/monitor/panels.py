@@ -154,9 +154,10 @@ ALERTS = (
     ),
     Alert(
         name="DeltaTrackerPublisherStalled",
+        # Of the rank that counts versions: the others, and a trainer that publishes nothing, have no such series.
         expression=(
-            f"rate({exposed_name('lookups')}[15m]) > 0 unless on (instance) "
-            f"rate({exposed_name('published_versions')}[15m]) > 0"
+            f"sum by (instance) (rate({exposed_name('lookups')}[15m])) > 0 and on (instance) "
+            f"sum by (instance) (rate({exposed_name('published_versions')}[15m])) == 0"
         ),
         minutes=15,
         severity="page",

@@ -80,7 +80,9 @@ class Registry:
     def add_source(self, source: Source) -> None:
         """Read something at every collection; a source of the same name is replaced."""
         with self._lock:
-            self._sources = {name: known for name, known in self._sources.items() if not known.is_over}
+            for known in [each for each in self._sources.values() if each.is_over]:
+                known.end()
+                del self._sources[known.name]
             self._sources[source.name] = source
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401  the fields of Policy

@@ -34,6 +34,9 @@ class Source(ABC):
     def read(self, *, is_last: bool) -> None:
         """Record what there is to record. Wait for a device only if ``is_last``."""
 
+    def end(self) -> None:  # noqa: B027  most have no end
+        """It is over, and forgotten."""
+
     def end_epoch(self) -> None:  # noqa: B027  most have nothing to end
         """What was recorded so far belongs to the epoch that ends. Called by the training thread: wait for nothing."""
 
@@ -86,12 +89,14 @@ class Owned(Source, Generic[_T]):
         name: names it where it fails.
         owner: the object, which is not kept alive.
         record: records what there is to record of it.
+        forget: called once when the object is gone, so that its last figures are not taken for those of now.
     """
 
-    def __init__(self, name: str, owner: _T, record: Callable[[_T], None]) -> None:
+    def __init__(self, name: str, owner: _T, record: Callable[[_T], None], forget: Callable[[], None]) -> None:
         self.name = f"{name} {id(owner):#x}"
         self._owner: Callable[[], _T | None] = weakref.ref(owner)
         self._record = record
+        self._forget: Callable[[], None] | None = forget
 
     @property
     def is_over(self) -> bool:
@@ -104,6 +109,14 @@ class Owned(Source, Generic[_T]):
         owner = self._owner()
         if owner is not None:
             self._record(owner)
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Forget the figures of an object that is gone."""
+        forget, self._forget = self._forget, None
+        if forget is not None:
+            forget()
 
     def after_fork(self) -> None:
         """Let go of the object: another thread of the parent may have held its locks."""

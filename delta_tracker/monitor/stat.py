@@ -172,13 +172,17 @@ class Stat:
 
     def _make(self, key: Labels) -> Cell:
         with self._lock:
-            if key not in self._cells and len(self._cells) >= self.definition.max_cells:
-                self._hooks.overflowed(self.name)
+            is_full = key not in self._cells and len(self._cells) >= self.definition.max_cells
+            if is_full:
                 key = tuple((name, OTHER) for name, _ in key)
             if key not in self._cells:
                 is_counter = self.definition.kind is Kind.COUNTER
                 self._cells[key] = Cell(key, self._policy, self._progress, is_counter=is_counter)
-            return self._cells[key]
+            found = self._cells[key]
+        # Without the lock: the registry is asked, and it locks stats while others wait for it.
+        if is_full:
+            self._hooks.overflowed(self.name)
+        return found
 
     def _bind(self) -> None:
         if not self.definition.labels:

@@ -47,25 +47,22 @@ def totals(monitor: Monitor = MONITOR) -> Totals:
 def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
     """Put the logical counters to the sum of ``parts``, whatever was counted here before; one in no part goes to 0.
 
-    Call it after the counters are defined: a counter that is not defined is left out, as one that the program does not
-    have any more.
+    Call it after your counters are defined: one that is not defined is left out, as one that the program does not have
+    any more. The library's own need no definition.
 
     Raises:
         InvalidArgumentError: if a counter's labels are others than when it was saved; nothing is restored then.
     """
-    summed = _summed(parts)
+    summed = _fitting(parts, monitor)
     stats = {stat.name: stat for stat in _logical(monitor)}
-    for name, label_values in summed:
-        if name in stats and len(label_values) != len(stats[name].definition.labels):
-            remedy = f"It has the labels {list(stats[name].definition.labels)}: restore it before you change them"
-            raise InvalidArgumentError("labels", (name, label_values), remedy)
     for stat in stats.values():
         for cell in stat.cells:
             cell.restore(summed.pop((stat.name, tuple(value for _, value in cell.labels)), 0))
     for (name, label_values), total in summed.items():
         if name in stats:
             labels = dict(zip(stats[name].definition.labels, label_values, strict=True))
-            stats[name].cell(**labels).restore(total)
+            cell = stats[name].cell(**labels)
+            cell.restore(cell.collect_total() + total)  # several may share the one for what has none of its own
 
 
 class LogicalCounters:
@@ -88,10 +85,10 @@ class LogicalCounters:
         """One part that stands for all ``states``.
 
         Raises:
-            InvalidArgumentError: if one is malformed.
+            InvalidArgumentError: if one is malformed, or a counter's labels are others than when it was saved.
         """
         merged: Totals = {}
-        for (name, values), total in _summed(map(_parsed, states)).items():
+        for (name, values), total in _fitting(map(_parsed, states), self._monitor).items():
             merged.setdefault(name, []).append((list(values), total))
         return {_FORMAT: merged}
 
@@ -161,6 +158,23 @@ def _summed(parts: Iterable[Totals]) -> dict[tuple[str, tuple[str, ...]], float]
             for values, total in cells:
                 key = (name, tuple(values))
                 summed[key] = summed.get(key, 0) + total
+    return summed
+
+
+def _fitting(parts: Iterable[Totals], monitor: Monitor) -> dict[tuple[str, tuple[str, ...]], float]:
+    """As :func:`_summed`, of counters whose labels are those that they have here.
+
+    Raises:
+        InvalidArgumentError: if they are not.
+    """
+    summed = _summed(parts)
+    # These are registered when they first count, which is after a load.
+    monitor.metrics.define(name for name, _ in summed)
+    stats = {stat.name: stat for stat in _logical(monitor)}
+    for name, label_values in summed:
+        if name in stats and len(label_values) != len(stats[name].definition.labels):
+            remedy = f"It has the labels {list(stats[name].definition.labels)}: restore it before you change them"
+            raise InvalidArgumentError("labels", (name, label_values), remedy)
     return summed
 
 

@@ -121,7 +121,9 @@ class KernelHook(Watcher):
         super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], listener, keys)
         self._kernel = kernel
         self._lookups = lookups
-        self._counts = {fqn: metrics.lookups.cell(table=fqn) for fqn in self._tables}
+        # Lookups of tables that are compared are not looked at, so there is no number of them, not even 0.
+        is_counted = kernel.is_fused or lookups
+        self._counts = {fqn: metrics.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
         self._unproven = next(keys)
         self._handle: RemovableHandle = kernel.module.register_forward_hook(self._after_lookup)
 

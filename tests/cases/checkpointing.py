@@ -21,7 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
+from delta_tracker import ModelDeltaTracker, Publisher, TopK, TrackingMode
 from delta_tracker.checkpoint.dcp import SavedTracker
 from delta_tracker.checkpoint.stateful import Restored
 from delta_tracker.cursors import LogState
@@ -502,9 +502,44 @@ def refused_counters(rank: int, world_size: int) -> dict[str, str]:
         "object": attempt(lambda: tracker.register_counter("loss", 3)),
         "twice": attempt(lambda: tracker.register_counter("total", Total())),
         "slash": attempt(lambda: tracker.register_counter("a/b", Total())),
+        "two": attempt(lambda: tracker.register_counter("c", torchmetrics.SumMetric() + torchmetrics.SumMetric())),
     }
+    strange = Total()
+    strange.names = torch.ones(2, dtype=torch.complex64)  # type: ignore[assignment]
+    other = ModelDeltaTracker(shard(Spec([Table("t", 6, "row")])))
+    other.register_counter("strange", strange)
+    messages["dtype"] = attempt(other.state_dict)
     bad = Total()
     bad.names = [object()]  # type: ignore[list-item]
     tracker.register_counter("bad", bad)
     messages["JSON"] = attempt(tracker.state_dict)
     return messages
+
+
+def two_trackers(rank: int, world_size: int, path: str) -> str:
+    """A checkpoint of two trackers, and a name that neither has."""
+    model = shard(Spec([Table("t", 6, "row")]))
+    left, right = ModelDeltaTracker(model), ModelDeltaTracker(model)
+    dcp.save({"left": left, "right": right}, checkpoint_id=path)
+    refused = attempt(SavedTracker(left, path, key="middle").state_dict)
+    assert left.restored is None
+    return refused
+
+
+def read_before_publishing(rank: int, world_size: int, path: str) -> list[str]:
+    """Kinds of the first versions after a load: at once, and when somebody else took rows from the consumer first."""
+    model = shard(Spec([Table("t", 6, "row")]))
+    tracker = ModelDeltaTracker(model)
+    publisher = Publisher(tracker, f"file://{path}")
+    publisher.snapshot()
+    state = tracker.state_dict()
+    publisher.close()
+    kinds = []
+    for takes in (lambda: None, tracker.get_delta, tracker.clear):
+        tracker.load_state_dict(state)
+        tracker.mark_changed("ec.embeddings.t")
+        takes()
+        publisher = Publisher(tracker, f"file://{path}")
+        kinds.append(publisher.publish().kind)
+        publisher.close()
+    return kinds

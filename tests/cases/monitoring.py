@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torchmetrics
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
-from delta_tracker import ModelDeltaTracker, TrackingMode
+from delta_tracker import ModelDeltaTracker, TopK, TrackingMode, pending
 from delta_tracker.monitor import MONITOR, Kind, Monitor
 from delta_tracker.monitor.across_ranks import merge_ranks
 from delta_tracker.monitor.device import DeviceCounter, DeviceHistogram, DeviceMean
@@ -19,7 +20,7 @@ from delta_tracker.monitor.state import KEY, load, state_dict
 from delta_tracker.monitor.syncs import SyncError, find_syncs
 from delta_tracker.monitor.torchmetric import TorchMetric
 from delta_tracker.sharding.hooks import Watcher
-from tests.models import Spec, batch, shard
+from tests.models import Spec, Table, batch, shard
 
 
 def merged(rank: int, world_size: int) -> dict[str, Any]:
@@ -188,6 +189,7 @@ def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
     assert not figures.has("consumer_lag_seconds", consumer="b")
     assert not any(figures.has("pending_rows", table=fqn, consumer="b") for fqn in tracker.tables)
 
+    fqns = list(tracker.tables)
     tables = {name: f"ec.embeddings.{name}" for name in ("row", "first", "last", "shared")}
     counted = {name: figures.grown("lookups", table=fqn) for name, fqn in tables.items()}
     for hook in tracker._hooks:
@@ -196,9 +198,43 @@ def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
     faults = sum(figures.grown("hook_errors", table=fqn) > 0 for fqn in tracker.tables)
     tracker.detach()
     num_sources = len(MONITOR.registry.sources)
+    assert figures.has("consumer_lag_seconds", consumer="a")
     del tracker, hook
     gc.collect()
+    assert not figures.has("consumer_lag_seconds", consumer="a"), "nobody is behind any more"
+    assert not figures.has("state_bytes", kind="log")
+    assert not any(figures.has("pending_rows", table=fqn, consumer="a") for fqn in fqns)
     assert sum(source.is_over for source in MONITOR.registry.sources) >= 1
     ModelDeltaTracker(model).detach()
     assert len(MONITOR.registry.sources) <= num_sources
     return {"looked up": looked_up, "counted": counted, "faults": faults}
+
+
+def figures_during_a_read(rank: int, world_size: int) -> dict[str, float]:
+    """Collect while a read chooses its rows: nobody waits for it, and no fault is counted."""
+    model = shard(Spec([Table("t", 6, "row")]))
+    tracker = ModelDeltaTracker(model)
+    tracker.mark_changed("ec.embeddings.t")
+    figures = Figures()
+
+    def collect(fqn: str, rows: Any) -> torch.Tensor:
+        thread = threading.Thread(target=MONITOR.collect)
+        thread.start()
+        thread.join()
+        return torch.ones(len(rows))
+
+    with mock.patch.object(pending, "_PATIENCE_SECONDS", 0.01):
+        tracker.get_delta(top_k=TopK(rows=2, score=collect))
+    answer = {"left out": figures.last("pending_rows", table="ec.embeddings.t", consumer="default")}
+    answer["errors"] = sum(cell.collect_total() for cell in MONITOR.metrics.outlet_errors.cells)
+    tracker.detach()
+    return answer
+
+
+def compared_lookups(rank: int, world_size: int) -> list[bool]:
+    """Whether there is a number of lookups of a table that is compared: nobody counts them."""
+    model = shard(Spec([Table("compared", 6, "row", kernel="dense")], bag=True))
+    (fqn,) = ModelDeltaTracker(model).tables
+    known = [Figures().has("lookups", table=fqn)]
+    ModelDeltaTracker(model, record="lookups")
+    return [*known, Figures().has("lookups", table=fqn)]

@@ -221,3 +221,14 @@ def test_gpu_metrics_from_a_driver_that_the_test_plays(monkeypatch) -> None:
     assert "gpu_power_watts" not in totals, "what a device does not offer is no data"
     assert totals["gpu_energy_joules"].total == 4.0
     assert totals["gpu_emissions_grams"].total == 4.0
+
+
+def test_the_alert_on_a_stalled_publisher_asks_only_who_counts_versions() -> None:
+    """Every rank counts lookups, one counts versions: without a series of versions there is nothing to compare."""
+    (alert,) = (each for each in ALERTS if each.name == "DeltaTrackerPublisherStalled")
+    assert "unless" not in alert.expression
+    lookups, versions = alert.expression.split(" and on (instance) ")
+    assert exposed_name("lookups") in lookups
+    assert lookups.endswith("> 0")
+    assert exposed_name("published_versions") in versions
+    assert versions.endswith("== 0")

@@ -350,3 +350,54 @@ def test_forks_while_threads_record_and_fold() -> None:
             thread.join()
     assert monitor.stop()
     assert _total(monitor, "s") == sum(counts)
+
+
+def test_a_thread_that_stop_did_not_wait_for_leaves_what_is_started_next_alone() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Blocking(Kept):
+        def deliver(self, batch) -> None:
+            entered.set()
+            go_on.wait(10)
+            super().deliver(batch)
+
+    monitor = Monitor()
+    monitor.start([Blocking()], interval=timedelta(milliseconds=1), system=False)
+    assert entered.wait(10)
+    (old,) = (each for each in threading.enumerate() if each.name == "delta_tracker-collector")
+    assert not monitor.stop(timedelta(milliseconds=1))
+    second = Kept()
+    monitor.start([second], interval=timedelta(hours=1), system=False)
+    go_on.set()
+    old.join(10)
+    assert not old.is_alive(), "it ends by itself"
+    assert monitor.stop()
+    assert sum(batch.is_last for batch in second.batches) == 1
+
+
+def test_a_stat_that_is_full_waits_for_nobody_while_others_configure() -> None:
+    """The registry locks it to configure it; to count that it is full, it asks the registry."""
+    monitor = Monitor()
+    full = monitor.counter("full", labels=["x"], max_cells=1)
+    full.cell(x="1")
+    counts, configures = threading.Event(), threading.Event()
+    overflowed = full._hooks.overflowed
+
+    def slowly(name: str) -> None:
+        counts.set()
+        configures.wait(1)
+        overflowed(name)
+
+    full._hooks.overflowed = slowly
+
+    def configure() -> None:
+        counts.wait(10)
+        monitor.configure("full", enabled=True)
+        configures.set()
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (lambda: full.cell(x="2"), configure)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(10)
+    assert not any(each.is_alive() for each in threads)

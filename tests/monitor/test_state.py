@@ -159,3 +159,30 @@ def test_a_trackers_checkpoint_can_carry_them() -> None:
         target.merge([{"other": 1}])
     target.load_state_dict(target.merge([]))
     assert _total(loaded, "rows") == 0
+
+
+def test_the_librarys_own_counters_are_restored_before_they_first_count() -> None:
+    saved, loaded = Monitor(), Monitor()
+    saved.metrics.touched_rows.cell(table="user", consumer="a").add(3)
+    saved.metrics.published_rows.cell(table="user").add(2)
+    target = LogicalCounters(loaded)
+    target.load_state_dict(target.merge([LogicalCounters(saved).state_dict()]))
+    assert totals(loaded) == totals(saved)
+    loaded.metrics.touched_rows.cell(table="user", consumer="a").add(1)
+    assert totals(loaded)["delta_tracker_touched_rows"] == [(["user", "a"], 4)]
+
+
+def test_cells_that_there_is_no_room_for_any_more_are_added_up() -> None:
+    saved, loaded = _rank({"a": 1, "b": 2, "c": 4}), Monitor()
+    loaded.counter("rows", labels=["table"], max_cells=1, is_logical=True)
+    target = LogicalCounters(loaded)
+    target.load_state_dict(target.merge([LogicalCounters(saved).state_dict()]))
+    assert _total(loaded, "rows") == 7
+
+
+def test_counters_with_other_labels_are_refused_before_anything_is_loaded() -> None:
+    """A tracker merges all that was registered first, and only then loads it."""
+    loaded = Monitor()
+    loaded.counter("rows", labels=["table", "kind"], is_logical=True)
+    with pytest.raises(InvalidArgumentError, match="has the labels"):
+        LogicalCounters(loaded).merge([LogicalCounters(_rank({"user": 3})).state_dict()])
