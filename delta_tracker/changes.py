@@ -122,9 +122,9 @@ class ChangeLog:
             for name in self._cursors.names:
                 tell_lag(name, self._ages.lag(name, self._num_batches - self._cursors.start(name)[1]))
                 if self._cursors.is_behind(name):  # nothing less than all rows brings it up to date
-                    self._tell_pending(name, {fqn: store.num_rows for fqn, store in self._stores.items()})
+                    tell_pending(name, {fqn: store.num_rows for fqn, store in self._stores.items()}, self._stores)
                 elif counts:
-                    self._tell_pending(name, self.num_pending(name))
+                    tell_pending(name, self.num_pending(name), self._stores)
 
     def resolve(self, consumer: str | None, owner: object = None) -> str:
         """The name of a consumer that ``owner`` may read and move; None means the only one.
@@ -266,7 +266,7 @@ class ChangeLog:
             rows = self._changed_since(start, self._cursors.carried(consumer), self._position)
             num_rows = {fqn: len(changed) for fqn, changed in rows.items()}
             self._ages.found(consumer, sum(num_rows.values()))
-            self._tell_pending(consumer, num_rows)
+            tell_pending(consumer, num_rows, self._stores)
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows)
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
@@ -357,14 +357,11 @@ class ChangeLog:
         if num_rows:
             self._ages.recorded(self._position)
 
-    def _tell_pending(self, consumer: str, num_pending: Mapping[str, int]) -> None:
-        tell_pending(consumer, num_pending, {fqn: store.num_rows for fqn, store in self._stores.items()})
-
     def _commit(self, delta: Delta) -> None:
         self._cursors.commit(delta)
         self._ages.committed(delta.consumer, delta.stop, leaves_out=any(map(len, delta.left_out.values())))
         tell_received(delta.consumer, delta)
-        self._tell_pending(delta.consumer, {fqn: len(delta.left_out.get(fqn, ())) for fqn in delta})
+        tell_pending(delta.consumer, {fqn: len(delta.left_out.get(fqn, ())) for fqn in delta}, self._stores)
 
     def _after_read(self) -> None:
         # Every sixteenth read also under auto_compact: nobody need call step().

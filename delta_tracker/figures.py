@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sized
+from typing import Protocol
 
 from delta_tracker.ages import Lag
 from delta_tracker.monitor.default import metrics
 
 
-def tell_pending(consumer: str, num_pending: Mapping[str, int], num_rows: Mapping[str, int]) -> None:
-    """So many rows of each table are pending for a consumer, of so many that this rank holds."""
+class HasRows(Protocol):
+    """A store."""
+
+    num_rows: int
+
+
+def tell_pending(consumer: str, num_pending: Mapping[str, int], stores: Mapping[str, HasRows]) -> None:
+    """So many rows of each table are pending for a consumer, of those that this rank's stores have."""
     for fqn, pending in num_pending.items():
         metrics.pending_rows.set(pending, table=fqn, consumer=consumer)
-        metrics.pending_ratio.set(pending / max(1, num_rows[fqn]), table=fqn, consumer=consumer)
+        metrics.pending_ratio.set(pending / max(1, stores[fqn].num_rows), table=fqn, consumer=consumer)
 
 
 def tell_received(consumer: str, rows: Mapping[str, Sized]) -> None:

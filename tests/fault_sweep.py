@@ -90,8 +90,8 @@ class Watched(Storage):
     def replace(self, name: str, data: bytes) -> None:
         self._around("replace", lambda: super(Watched, self).replace(name, data))
 
-    def read(self, name: str, *, max_bytes: int) -> Any:
-        return self._around("read", lambda: super(Watched, self).read(name, max_bytes=max_bytes))
+    def read(self, name: str, **options: Any) -> Any:
+        return self._around("read", lambda: super(Watched, self).read(name, **options))
 
     def read_range(self, name: str, begin: int, end: int) -> Any:
         return self._around("read_range", lambda: super(Watched, self).read_range(name, begin, end))

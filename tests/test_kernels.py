@@ -107,6 +107,7 @@ class Pair:
 
     def clear(self, _ids: list[int]) -> None:
         before = self.rows.scan()
+        assert self.rows.count() == len(before)
         kept = before.clone()
         self.rows.clear()
         self.reference.rows = set()
@@ -250,6 +251,7 @@ def test_what_is_marked_without_summary_is_there_for_all(first: str, then: str) 
     else:
         found = [getattr(rows, then)(torch.arange(0, 5000, 3)) for rows in sets]
         assert torch.equal(*found)
+    assert sets[0].count() == sets[1].count()
     assert torch.equal(*(rows.scan() for rows in sets))
     assert torch.equal(*(rows.rank(few) for rows in sets))
 

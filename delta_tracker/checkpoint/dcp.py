@@ -73,7 +73,8 @@ class SavedTracker:
 
         Raises: as :meth:`delta_tracker.tracker.ModelDeltaTracker.load_state_dict`, and
 
-            InvalidArgumentError: if the checkpoint has several trackers, and ``key`` names none of them.
+            InvalidArgumentError: if the checkpoint has trackers and ``key`` names none of them, or has several and
+                there is no ``key``.
         """
         self._headers = {}
         metadata = self._reader.read_metadata()
@@ -81,7 +82,7 @@ class SavedTracker:
         for name in metadata.state_dict_metadata:
             if match := _KEY.fullmatch(name):
                 found.setdefault(match["prefix"] or "", []).append(match["header"])
-        if self._key not in found and len(found) > 1:
+        if found and self._key not in found and not (self._key is None and len(found) == 1):
             raise InvalidArgumentError("key", self._key, f"Name one of the trackers in the checkpoint: {sorted(found)}")
         key = next(iter(found), "") if self._key is None else self._key
         if key not in found:

@@ -116,6 +116,10 @@ class NumbaRows(RowSet):
         self._loops.unpack(self._words, self._summary, rows)
         return torch.from_numpy(rows[:-1])
 
+    def _num_marked(self) -> int:
+        self._settle()
+        return self._count
+
     def _rank(self, ids: Tensor) -> Tensor:
         self._settle()
         before = np.empty(-(-self.num_rows // _ROWS_PER_SPAN), dtype=np.int64)

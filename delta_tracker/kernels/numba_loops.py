@@ -113,7 +113,7 @@ def summarize(words: _Ints, summary: _Ints) -> int:
         for first in range(i << 7, min(i + 1 << 7, words.size), 2):
             one, two = words[first], words[first + 1]
             count += _popcount(one) + _popcount(two)
-            blocks |= np.int64((one | two) != 0) << (first >> 1 & 63)
+            blocks |= int((one | two) != 0) << (first >> 1 & 63)
         summary[i] = blocks
     return count
 

@@ -130,6 +130,10 @@ class RowSet(ABC):
             return self._scan()
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
+    def count(self) -> int:
+        """How many rows are marked, ``K``. Waits for the device, and takes no memory for the ids."""
+        return self._num_marked() if self.num_rows else 0
+
     def rank(self, ids: Tensor) -> Tensor:
         """Count the marked rows below each id: for a marked row, its position in :meth:`scan`.
 
@@ -167,6 +171,9 @@ class RowSet(ABC):
 
     @abstractmethod
     def _scan(self) -> Tensor: ...
+
+    @abstractmethod
+    def _num_marked(self) -> int: ...
 
     @abstractmethod
     def _rank(self, ids: Tensor) -> Tensor: ...

@@ -84,5 +84,8 @@ class TorchRows(RowSet):
     def _scan(self) -> Tensor:
         return self._marks.nonzero().flatten()
 
+    def _num_marked(self) -> int:
+        return int(self._marks.count_nonzero())
+
     def _rank(self, ids: Tensor) -> Tensor:
         return torch.searchsorted(self._scan(), within(ids, self.num_rows))

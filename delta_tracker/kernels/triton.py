@@ -91,6 +91,10 @@ class TritonRows(RowSet):
         self._launch("scan", self._num_blocks, self._words, counts, before, rows)
         return rows
 
+    def _num_marked(self) -> int:
+        counts, _ = self._count()
+        return int(counts.sum())
+
     def _rank(self, ids: Tensor) -> Tensor:
         _, before = self._count()
         ranks = torch.empty(ids.numel(), dtype=torch.int64, device=self.device)

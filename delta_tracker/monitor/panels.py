@@ -189,6 +189,15 @@ ALERTS = (
         action="Publish more often, raise the top-k budget, or remove the consumer if it is gone.",
     ),
     Alert(
+        name="DeltaTrackerConsumerStopped",
+        # True wherever rows live; pending rows on a device are counted at reads only.
+        expression=f"{exposed_name('oldest_pending_seconds')} > 3600",
+        minutes=5,
+        severity="ticket",
+        summary="Rows have waited for a consumer for an hour.",
+        action="See whether it still reads; remove it if it is gone. With top-k, give TopK a max_age.",
+    ),
+    Alert(
         name="DeltaTrackerResyncs",
         expression=f"increase({exposed_name('resyncs')}[1h]) > 3",
         minutes=0,

@@ -183,10 +183,13 @@ class SegmentStore:
             start: a pinned position.
             beside: ``[N]`` int64 local ids that count too.
         """
-        merged = self._union([seg for seg in self._segments if start <= seg.start])
+        segments = [seg for seg in self._segments if start <= seg.start and seg.rows is not None]
+        if len(segments) == 1 and beside is None and segments[0].rows is not None:
+            return segments[0].rows.count()
+        merged = self._union(segments)
         if beside is not None:
             merged.mark(beside)
-        count = len(merged.scan())
+        count = merged.count()
         self._recycle(merged)
         return count
 
