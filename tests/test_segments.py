@@ -274,6 +274,7 @@ def test_the_reference_catches_a_merge_in_which_the_newer_state_wins(monkeypatch
 def test_the_reference_catches_a_consumer_added_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     def add(self: ChangeLog, consumer: str) -> None:
         self._cursors.place(consumer, self._position, self._num_batches)
+        self._ages.placed(consumer, self._position)
 
     monkeypatch.setattr(ChangeLog, "add", add)
     with pytest.raises(AssertionError):
