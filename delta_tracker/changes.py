@@ -114,7 +114,7 @@ class ChangeLog:
             }
 
     def tell(self, *, counts: bool) -> None:
-        """Tell the monitor how all consumers stand, with ``counts`` also their pending rows, as reads and commits do.
+        """Tell the monitor how all consumers stand, with ``counts`` also their pending rows.
 
         Counting waits for the device.
         """
@@ -264,9 +264,7 @@ class ChangeLog:
             start, first_batch = self._cursors.start(consumer)
             self._cut()
             rows = self._changed_since(start, self._cursors.carried(consumer), self._position)
-            num_rows = {fqn: len(changed) for fqn, changed in rows.items()}
-            self._ages.found(consumer, sum(num_rows.values()))
-            tell_pending(consumer, num_rows, self._stores)
+            self._ages.found(consumer, sum(map(len, rows.values())))
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows)
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
@@ -361,7 +359,6 @@ class ChangeLog:
         self._cursors.commit(delta)
         self._ages.committed(delta.consumer, delta.stop, leaves_out=any(map(len, delta.left_out.values())))
         tell_received(delta.consumer, delta)
-        tell_pending(delta.consumer, {fqn: len(delta.left_out.get(fqn, ())) for fqn in delta}, self._stores)
 
     def _after_read(self) -> None:
         # Every sixteenth read also under auto_compact: nobody need call step().

@@ -91,7 +91,7 @@ def record_figures(tracker: PendingRows, told: dict[str, tuple[str, ...]]) -> No
     """Tell the monitor how a tracker stands; called in the monitor's thread, once per collection.
 
     Rows on a device are not counted here, because whoever holds the log's lock while it waits for the device makes the
-    next hook wait: their pending rows are told at each read instead. While a read has the lock for long, as one with
+    next hook wait; for how long rows are pending is told of them too. While a read has the lock for long, as one with
     top-k may that waits for other ranks, the figures stay what they were.
 
     Args:

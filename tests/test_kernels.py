@@ -40,12 +40,19 @@ class _LargeRows(NumbaRows):
     _max_cached_words = 0
 
 
+class _ListedRows(NumbaRows):
+    """Lists ids as sets of many rows do, until as many as it has rows are listed."""
+
+    _rows_per_listed_id = 1
+
+
 _needs_numba = pytest.mark.skipif(not _HAS_NUMBA, reason="numba is not installed")
 _needs_triton = pytest.mark.skipif(not _HAS_TRITON, reason="triton is not installed")
 _engines = [
     pytest.param(TorchRows, _CPU, id="torch"),
     pytest.param(NumbaRows, _CPU, id="numba", marks=_needs_numba),
     pytest.param(_LargeRows, _CPU, id="numba, large", marks=_needs_numba),
+    pytest.param(_ListedRows, _CPU, id="numba, listed", marks=_needs_numba),
 ]
 if _HAS_GPU:
     _engines.append(pytest.param(TorchRows, torch.device("cuda"), id="torch-cuda"))
@@ -230,8 +237,9 @@ def test_summaries_of_several_words(engine: type[RowSet], device: torch.device, 
 @_needs_numba
 @pytest.mark.parametrize("first", ["mark", "mark_new"])
 @pytest.mark.parametrize("then", ["scan", "rank", "contains", "absorb", "mark_new", "mark_all", "clear"])
-def test_what_is_marked_without_summary_is_there_for_all(first: str, then: str) -> None:
-    sets = NumbaRows(5000, _CPU), TorchRows(5000, _CPU)
+@pytest.mark.parametrize("kind", [NumbaRows, _ListedRows])
+def test_what_is_marked_without_summary_is_there_for_all(kind: type[NumbaRows], first: str, then: str) -> None:
+    sets = kind(5000, _CPU), TorchRows(5000, _CPU)
     generator = torch.Generator().manual_seed(0)
     many, few = (torch.randint(5000, (count,), generator=generator) for count in (2000, 7))
     for rows in sets:

@@ -56,7 +56,9 @@ DEFINITIONS: dict[str, Definition] = {
     "touched_rows": _counter(
         "touched_rows", "Changed rows that a consumer received.", "table", "consumer", is_logical=True
     ),
-    "pending_rows": _gauge("pending_rows", "Changed rows that a consumer has not received.", "table", "consumer"),
+    "pending_rows": _gauge(
+        "pending_rows", "Changed rows, of tables on the CPU, that a consumer has not received.", "table", "consumer"
+    ),
     "pending_ratio": _gauge("pending_ratio", "Pending rows over all rows.", "table", "consumer", unit="ratio"),
     "published_rows": _counter("published_rows", "Rows in committed versions.", "table", is_logical=True),
     "published_bytes": _counter("published_bytes", "Bytes of committed parts.", "kind", unit="bytes", is_logical=True),

@@ -190,7 +190,7 @@ ALERTS = (
     ),
     Alert(
         name="DeltaTrackerConsumerStopped",
-        # True wherever rows live; pending rows on a device are counted at reads only.
+        # Told wherever rows live; the pending rows of a device are not.
         expression=f"{exposed_name('oldest_pending_seconds')} > 3600",
         minutes=5,
         severity="ticket",
