@@ -119,7 +119,7 @@ def _line(
 
 
 def _ratio(theirs: Sample, ours: Sample) -> str:
-    return f"{theirs.median / ours.median:.2f}x"
+    return f"{theirs.median / ours.median:.2f}x" if ours.median else ""  # a tiny run may fit into memory that was there
 
 
 def _sweep(report: Report, tiny: bool, repeats: int) -> list[str]:  # noqa: FBT001
