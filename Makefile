@@ -25,7 +25,7 @@ test: $(VENV)/.installed  ## run the tests
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional package were installed
-	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest tests/monitor
+	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest -n 2 tests/monitor
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
