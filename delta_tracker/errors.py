@@ -300,13 +300,18 @@ class StreamReplacedError(StreamError, RuntimeError):
 
 
 class NoSnapshotError(StreamError, LookupError):
-    """The stream at ``url`` has no snapshot that a predictor could start from."""
+    """The stream at ``url`` has no snapshot to start from, or none at or below ``version``."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(
-            f"the stream {url} has no snapshot yet", "Call Publisher.snapshot() on the trainer, then sync() again"
-        )
+    def __init__(self, url: str, version: int | None = None) -> None:
+        if version is None:
+            problem = f"the stream {url} has no snapshot yet"
+            remedy = "Call Publisher.snapshot() on the trainer, then sync() again; or check the url"
+        else:
+            problem = f"version {version} of {url} lies before the first snapshot: it has no rows"
+            remedy = "Name the first snapshot's version, most often 1, or a later one"
+        super().__init__(problem, remedy)
         self.url = url
+        self.version = version
 
 
 class TableMismatchError(StreamError, ValueError):

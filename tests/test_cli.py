@@ -267,6 +267,14 @@ def test_tail_shows_the_newest_lines_and_ends_by_count(cli: Cli, writer: Writer)
     assert max(map(len, screen)) <= 100
 
 
+def test_tail_names_what_is_missing_between_its_lines(cli: Cli, writer: Writer) -> None:
+    for version in (0, 3):
+        (path_of(writer, "log") / f"{version:020d}.json").unlink()
+    lines = cli("tail", url_of(writer), "--json", "--count", 3).splitlines()
+    assert [json.loads(line)["version"] for line in lines] == [1, 2, 4]
+    assert cli.err.startswith("version 3 is missing")
+
+
 def test_tail_follows_and_ends_well_on_an_interrupt(tmp_path: Path) -> None:
     directory = tmp_path / "later"
     with program("tail", directory, "--json", "--every", "0.05") as tail:

@@ -365,6 +365,16 @@ def test_a_damaged_stream_has_a_page_that_says_so(trainer: Trainer, capsys, tmp_
     assert f"version {trainer.manifests[3].version}: " in text
 
 
+def test_a_missing_entry_is_a_fault_unless_a_snapshot_lies_above_it(trainer: Trainer, capsys) -> None:
+    storage = trainer.writer.storage
+    storage.delete(entry_name(0))
+    figures_of(capsys, storage.url)
+    storage.delete(name := entry_name(trainer.manifests[-2].version))
+    assert [each.split(":")[0] for each in figures_of(capsys, storage.url, code=1)["faults"]] == [name]
+    trainer.snapshot()
+    figures_of(capsys, storage.url)
+
+
 def test_a_page_is_there_whole_or_as_it_was(trainer: Trainer, tmp_path: Path, monkeypatch, capsys) -> None:
     out = tmp_path / "r.html"
     out.write_text("before")

@@ -33,7 +33,7 @@ temporary files (TMPDIR), which takes disk for the table twice, and little memor
 \b
 Examples:
   delta-tracker diff file:///streams/ctr 120 121 --table ec.embeddings.user
-  delta-tracker diff s3://bucket/ctr 0 500 --table ec.embeddings.user --limit 100 --json
+  delta-tracker diff s3://bucket/ctr 1 500 --table ec.embeddings.user --limit 100 --json
 """
 
 

@@ -12,9 +12,11 @@ from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.followers import read_followers
 from delta_tracker.cli.history import History
 from delta_tracker.cli.movement import Movement, TableMovement
+from delta_tracker.cli.survey import contiguous
 from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
 from delta_tracker.stream.contents import Contents
+from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.manifest import DTYPE_NAMES, Manifest
 
 Figures = dict[str, Any]
@@ -91,7 +93,7 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
     """The history, what is wrong, version and bytes of what has rows worth reading, and how many are left out."""
     listed = [version for version in stream.log.versions() if version <= head.version]
     chosen = listed[-limits.versions :]
-    history, faults = History(), list[str]()
+    history, faults = History(), _gap(stream, listed)
     sizes: deque[tuple[int, int]] = deque()
     total = 0
     with stream.out.progress("reading the log", len(chosen)) as progress:
@@ -106,6 +108,17 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
                 while total > limits.num_bytes:
                     total -= sizes.popleft()[1]
     return history, faults, list(sizes), len(listed) - len(chosen)
+
+
+def _gap(stream: Stream, listed: list[int]) -> list[str]:
+    """The entry whose absence keeps a new predictor from the head, as a fault; what retention took is none."""
+    try:
+        snapshot = stream.log.newest_snapshot()
+    except MalformedError:  # a fault of its own, when it is read
+        return []
+    if snapshot is None or not listed or (first := listed[contiguous(listed)]) <= snapshot.version + 1:
+        return []
+    return [f"{entry_name(first - 1)}: it is missing, and the newest snapshot lies below it"]
 
 
 def _read_rows(stream: Stream, movement: Movement, sizes: list[tuple[int, int]], faults: list[str]) -> _Reading:

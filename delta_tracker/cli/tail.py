@@ -55,6 +55,8 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
             num_shown += _show(stream, manifest)
             if num_shown == limit:
                 return 0
+        elif num_shown > 0:  # below the first line it is retention that took them
+            stream.out.note(f"version {version} is missing: delta-tracker verify says what it means for readers")
     cursor.moved(head)
     num_looks = 0
     while num_shown != limit:

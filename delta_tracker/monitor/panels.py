@@ -142,7 +142,7 @@ ALERTS = (
         minutes=5,
         severity="page",
         summary="A predictor serves rows that are more than five minutes old.",
-        action="Look at its resyncs and refused parts, and whether the publisher still commits.",
+        action="Run delta-tracker inspect: does the publisher still commit? Then look at resyncs and refused parts.",
     ),
     Alert(
         name="DeltaTrackerPredictorSilent",
@@ -211,7 +211,7 @@ ALERTS = (
         minutes=0,
         severity="ticket",
         summary="A part was damaged or foreign; nothing of its version was applied.",
-        action="Publish a snapshot, and check the store.",
+        action="delta-tracker verify names what is damaged. Publish a snapshot, and check the store.",
     ),
     Alert(
         name="DeltaTrackerHookErrors",

@@ -104,7 +104,9 @@ def _split(url: object) -> SplitResult:
     if parts.query or parts.fragment:
         raise InvalidArgumentError("url", url, "Leave ? and # out of it")
     if parts.scheme not in _SCHEMES:
-        raise InvalidArgumentError("url", url, f"Give it one of the schemes {', '.join(_SCHEMES)}")
+        raise InvalidArgumentError(
+            "url", url, f"Give it one of the schemes {', '.join(_SCHEMES)}; a directory is file:///directory"
+        )
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         raise InvalidArgumentError("url", url, "Write an absolute directory as file:///directory")
     return parts

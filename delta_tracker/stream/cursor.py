@@ -186,6 +186,7 @@ class StreamCursor:
             raise StreamReplacedError(self.log.storage.url, self.place.link.version)
         path: list[Manifest] = []
         link: Link | None = None
+        asked = version
         while not path or path[-1].kind != "snapshot":
             manifest = self._entry(version, link)
             if manifest is None or manifest.stream != head.stream:
@@ -193,7 +194,7 @@ class StreamCursor:
             path.append(manifest)
             if manifest.kind != "snapshot":
                 if manifest.parent is None:
-                    raise NoSnapshotError(self.log.storage.url)
+                    raise NoSnapshotError(self.log.storage.url, None if head.snapshot is None else asked)
                 link = manifest.parent
                 version = link.version
         return path[::-1]
