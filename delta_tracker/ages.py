@@ -60,7 +60,7 @@ class Ages:
 
     def found(self, consumer: str, num_rows: int) -> None:
         """A read finds so many rows pending for a consumer, which nobody may have recorded."""
-        if num_rows and self._pending_since(consumer) is None:
+        if num_rows and not self._is_known(consumer):
             self._left_out[consumer] = time.monotonic()
 
     def distrusted(self, consumer: str) -> None:
@@ -93,6 +93,12 @@ class Ages:
             pinned: where open reads end.
             forgets: nobody will be placed before where all stand now.
         """
+        if forgets and not pinned and self._recorded:
+            start = min(self._positions.values(), default=0)
+            if all(position < start for position in self._recorded):
+                self._recorded.clear()
+        if not self._recorded:
+            return
         kept: dict[int, float] = {}
         pinned = {*pinned, *self._positions.values(), *(() if forgets else (0,))}
         for position in sorted(self._recorded):
@@ -105,6 +111,13 @@ class Ages:
         """How far behind a consumer is that has not committed a read for so many batches."""
         now, since = time.monotonic(), self._pending_since(consumer)
         return Lag(batches, now - self._committed[consumer], None if since is None else now - since)
+
+    def _is_known(self, consumer: str) -> bool:
+        """Whether anything is pending for a consumer."""
+        if consumer in self._left_out:
+            return True
+        start = self._positions[consumer]
+        return next(reversed(self._recorded), -1) >= start  # the latest comes last
 
     def _pending_since(self, consumer: str) -> float | None:
         known = [when for position, when in self._recorded.items() if position >= self._positions[consumer]]

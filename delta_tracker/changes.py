@@ -357,7 +357,7 @@ class ChangeLog:
 
     def _commit(self, delta: Delta) -> None:
         self._cursors.commit(delta)
-        self._ages.committed(delta.consumer, delta.stop, leaves_out=any(map(len, delta.left_out.values())))
+        self._ages.committed(delta.consumer, delta.stop, leaves_out=bool(delta.left_out))
         tell_received(delta.consumer, delta)
 
     def _after_read(self) -> None:

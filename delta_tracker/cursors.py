@@ -91,7 +91,7 @@ class Cursors:
     @property
     def oldest(self) -> int | None:
         """The smallest cursor: nothing before it will be read. None where there is none."""
-        return min((consumer.position for consumer in self._standing.values()), default=None)
+        return min((each.position for each in self._consumers.values() if not each.is_behind), default=None)
 
     @property
     def hindmost(self) -> str | None:

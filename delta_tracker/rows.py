@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from delta_tracker.row_memory import new_rows
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-_HUGE_BYTES = 4 << 20  # from here on numpy asks for huge pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,19 +110,6 @@ def first_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
 def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`first_per_id`, with the state of the last occurrence."""
     return first_per_id(ids.flip(0), states.flip(0))
-
-
-def new_rows(num_rows: int, like: Tensor) -> Tensor:
-    """Memory for rows, ``[num_rows, ...]``, with the dtype, device and other dimensions of ``like``; not set.
-
-    Large memory on the CPU comes from numpy, which asks the system for huge pages: touching 256 MB for the first time
-    takes 17 ms of processor time then, and 110 to 180 otherwise.
-    """
-    num_bytes = num_rows * like[:1].numel() * like.element_size()
-    if like.device.type != "cpu" or num_bytes < _HUGE_BYTES:
-        return like.new_empty((num_rows, *like.shape[1:]))
-    memory = torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
-    return memory.view(like.dtype).view(num_rows, *like.shape[1:])
 
 
 def take_rows(memory: Tensor, places: Tensor) -> Tensor:

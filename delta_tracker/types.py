@@ -5,7 +5,7 @@ Shapes: ``N`` rows in a delta, ``R`` rows of a shard, ``D`` columns of a table t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -167,11 +167,10 @@ class DeltaRows:
     optimizer: tuple[Tensor, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.ids.dim() != 1 or self.ids.dtype != torch.int64:
+        if self.ids.dtype != torch.int64 or self.ids.dim() != 1:
             raise InvalidArgumentError("ids", (tuple(self.ids.shape), self.ids.dtype), "Pass a [N] int64 tensor")
-        for name, rows in (("states", self.states), ("values", self.values)):
-            if rows is not None and rows.shape[0] != self.ids.shape[0]:
-                raise InvalidArgumentError(name, tuple(rows.shape), f"Pass one row for each of {len(self.ids)} ids")
+        self._check_length("states", self.states)
+        self._check_length("values", self.values)
 
     @property
     def global_ids(self) -> Tensor:
@@ -180,6 +179,10 @@ class DeltaRows:
 
     def __len__(self) -> int:
         return self.ids.shape[0]
+
+    def _check_length(self, name: str, rows: Tensor | None) -> None:
+        if rows is not None and rows.shape[0] != self.ids.shape[0]:
+            raise InvalidArgumentError(name, tuple(rows.shape), f"Pass one row for each of {len(self.ids)} ids")
 
 
 class Delta(Mapping[str, DeltaRows]):
@@ -207,7 +210,8 @@ class Delta(Mapping[str, DeltaRows]):
         left_out: Mapping[str, ChangedRows] | None = None,
     ) -> None:
         self._rows = MappingProxyType(dict(rows))
-        self.left_out = MappingProxyType({fqn: rows for fqn, rows in (left_out or {}).items() if len(rows)})
+        left_out = {fqn: rows for fqn, rows in left_out.items() if len(rows)} if left_out else {}
+        self.left_out = MappingProxyType(left_out)
         self.consumer = consumer
         self.start = start
         self.stop = stop
@@ -221,6 +225,10 @@ class Delta(Mapping[str, DeltaRows]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def items(self) -> ItemsView[str, DeltaRows]:
+        """Its tables and their rows; what every mapping has, and faster."""
+        return self._rows.items()
 
     @property
     def num_rows(self) -> int:

@@ -57,6 +57,7 @@ _ORDER = [
     "monitor.torchmetric",
     "monitor.across_ranks",
     "monitor.syncs",
+    "row_memory",
     "rows",
     "types",
     "kernels.rows",

@@ -2,8 +2,9 @@
 
 Importing it compiles the loops, or reads them from numba's cache: a matter of seconds the first time.
 
-Shapes: ``words`` is ``[2 * B]`` int64, a bit per row, ``B`` blocks of 128 rows; ``summary`` is ``[ceil(B / 64)]``
-int64, a bit per block that has a marked row. All is int64, because numba makes floats of int64 with uint64. No loop
+Shapes: ``words`` is ``[2 * B]`` int64, a bit per row, ``B`` blocks of 128 rows; ``octets`` is the same memory as
+``[16 * B]`` uint8, lowest rows first, so the machine has to be little-endian; ``summary`` is ``[ceil(B / 64)]`` int64,
+a bit per block that has a marked row. Nearly all is int64, because numba makes floats of int64 with uint64. No loop
 holds the GIL. None passes an array to another function of this module: numba counts references at every such call,
 which takes longer than the work on one id.
 """
@@ -25,9 +26,11 @@ from numba.np.arrayobj import make_array
 from numpy.typing import NDArray
 
 _Ints = NDArray[np.int64]
+_Octets = NDArray[np.uint8]
 _Intrinsic = tuple[Signature, Callable[[BaseContext, ir.IRBuilder, Signature, Sequence[ir.Value]], ir.Value]]
 
 _AHEAD = 32  # ids between a prefetch and its use: halves the time on large shards, and 24 to 48 do equally well
+SPARE = 4  # numbers that :func:`unpack` may write behind the last
 _FIRST_OF_FOUR = 0x1111111111111111  # a cache line holds four blocks
 
 
@@ -77,31 +80,45 @@ def _loop(signature: str | None = None) -> Callable[[Callable[..., Any]], Callab
 
 
 @_loop()
-def _within(row: int, num_rows: int) -> int:
-    return row if 0 <= row < num_rows else 0
+def _within(row: int, num_rows: int) -> np.uint64:
+    """The row, or 0 if there is none such; unsigned, because numba looks whether a signed index counts from the end."""
+    unsigned = np.uint64(row)  # a negative one is larger than any row
+    return unsigned if unsigned < np.uint64(num_rows) else np.uint64(0)
 
 
-@_loop("int64(int64[::1], int64[::1], int64, int64[::1])")
-def mark(words: _Ints, summary: _Ints, num_rows: int, ids: _Ints) -> int:
+@_loop()
+def _octet(row: np.uint64) -> np.uint64:
+    return row >> np.uint64(3)
+
+
+@_loop()
+def _place(row: np.uint64) -> int:
+    """The place of a row's bit in its octet."""
+    return int(row & np.uint64(7))
+
+
+@_loop("int64(uint8[::1], int64[::1], int64, int64[::1])")
+def mark(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints) -> int:
     """Set the bit of each id; return how many were clear."""
     count = 0
     for i in range(ids.size):
         if i + _AHEAD < ids.size:
-            _prefetch(words, _within(ids[i + _AHEAD], num_rows) >> 6)
+            _prefetch(octets, int(_octet(_within(ids[i + _AHEAD], num_rows))))
         row = _within(ids[i], num_rows)
-        word = words[row >> 6]
-        count += 1 - (word >> (row & 63) & 1)
-        words[row >> 6] = word | 1 << (row & 63)
-        summary[row >> 13] |= 1 << (row >> 7 & 63)
+        octet = int(octets[_octet(row)])
+        count += 1 - (octet >> _place(row) & 1)
+        octets[_octet(row)] = octet | 1 << _place(row)
+        block = int(row >> np.uint64(7))
+        summary[block >> 6] |= 1 << (block & 63)
     return count
 
 
-@_loop("void(int64[::1], int64, int64[::1])")
-def mark_words(words: _Ints, num_rows: int, ids: _Ints) -> None:
-    """Set the bit of each id, in words that fit into a cache; :func:`summarize` has to follow."""
+@_loop("void(uint8[::1], int64, int64[::1])")
+def mark_octets(octets: _Octets, num_rows: int, ids: _Ints) -> None:
+    """Set the bit of each id, in a set that fits into a cache; :func:`summarize` has to follow."""
     for i in range(ids.size):
         row = _within(ids[i], num_rows)
-        words[row >> 6] |= 1 << (row & 63)
+        octets[_octet(row)] |= 1 << _place(row)
 
 
 @_loop("int64(int64[::1], int64[::1])")
@@ -130,19 +147,20 @@ def clear(words: _Ints, summary: _Ints) -> None:
             words[first] = words[first + 1] = 0
 
 
-@_loop("int64(int64[::1], int64[::1], int64, int64[::1], int64[::1])")
-def mark_new(words: _Ints, summary: _Ints, num_rows: int, ids: _Ints, fresh: _Ints) -> int:
+@_loop("int64(uint8[::1], int64[::1], int64, int64[::1], int64[::1])")
+def mark_new(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints, fresh: _Ints) -> int:
     """Set the bit of each id; write the ids whose bit was clear to ``fresh``, ``[N]``, and return their number."""
     count = 0
     for i in range(ids.size):
         if i + _AHEAD < ids.size:
-            _prefetch(words, _within(ids[i + _AHEAD], num_rows) >> 6)
+            _prefetch(octets, int(_octet(_within(ids[i + _AHEAD], num_rows))))
         row = _within(ids[i], num_rows)
-        word = words[row >> 6]
-        fresh[count] = row  # no branch: it could not be foretold
-        count += 1 - (word >> (row & 63) & 1)
-        words[row >> 6] = word | 1 << (row & 63)
-        summary[row >> 13] |= 1 << (row >> 7 & 63)
+        octet = int(octets[_octet(row)])
+        fresh[count] = int(row)  # no branch: it could not be foretold
+        count += 1 - (octet >> _place(row) & 1)
+        octets[_octet(row)] = octet | 1 << _place(row)
+        block = int(row >> np.uint64(7))
+        summary[block >> 6] |= 1 << (block & 63)
     return count
 
 
@@ -150,7 +168,7 @@ def mark_new(words: _Ints, summary: _Ints, num_rows: int, ids: _Ints, fresh: _In
 def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) -> None:
     """Write the bit of each id to ``found``, ``[N]``."""
     for i in range(ids.size):
-        row = _within(ids[i], num_rows)
+        row = int(_within(ids[i], num_rows))
         found[i] = words[row >> 6] >> (row & 63) & 1 != 0
 
 
@@ -173,7 +191,7 @@ def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> 
 
 @_loop("void(int64[::1], int64[::1], int64[::1])")
 def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
-    """Write the position of each bit that is set to ``out``, which has room for one more than there are."""
+    """Write the position of each bit that is set to ``out``, which has room for :data:`SPARE` more than there are."""
     at = 0
     for i in range(summary.size):
         if i + 2 < summary.size:
@@ -191,10 +209,13 @@ def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
                 out[at] = (j << 6) + _lowest(word)  # no branch: in a sparse set one of the two words is empty
                 at += word != 0
                 word &= word - 1
-                while word:
-                    out[at] = (j << 6) + _lowest(word)
-                    word &= word - 1
-                    at += 1
+                following = at
+                at += _popcount(word)
+                while word:  # four at once, some of them one place too many: the end of a loop cannot be foretold
+                    for k in range(following, following + 4):
+                        out[k] = (j << 6) + _lowest(word)
+                        word &= word - 1
+                    following += 4
 
 
 @_loop("void(int64[::1], int64[::1], int64[::1])")
@@ -212,7 +233,7 @@ def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
 def rank(words: _Ints, before: _Ints, num_rows: int, ids: _Ints, out: _Ints) -> None:
     """Write to ``out``, ``[N]``, how many rows below each id are marked, given what :func:`count_before` wrote."""
     for i in range(ids.size):
-        row = _within(ids[i], num_rows)
+        row = int(_within(ids[i], num_rows))
         last = row >> 6
         rows = before[row >> 9] + _popcount(words[last] & ((1 << (row & 63)) - 1))
         for j in range(row >> 9 << 3, last):
