@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor
 
 from delta_tracker.stream.encoding import pack_ids
+from delta_tracker.stream.files import pieces
 from delta_tracker.stream.manifest import DTYPE_NAMES, Block, Part
 
 SIZE_BYTES = 8
@@ -83,7 +84,7 @@ class PartWriter:
         """Buffers whose concatenation is the part. They are views of the tensors' memory: write each at once."""
         digest = xxhash.xxh3_128()
         num_bytes = 0
-        for buffer in self._buffers():
+        for buffer in pieces(self._buffers()):  # so that what is written was just hashed, and is in the cache
             digest.update(buffer)
             num_bytes += len(buffer)
             yield buffer
