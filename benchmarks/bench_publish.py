@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
+from benchmarks.harness import Figures, Report, Sample, interleaved, parser, provide_pages, timed
 from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Publisher
 from delta_tracker.cadence import Cadence
@@ -38,6 +38,10 @@ _NOTES = (
     (
         "Plain write: os.write of as many bytes in pieces of 4 MiB to a new file, with fsync where the publisher has"
         " it; memcpy: one thread, memory that was used before. Both in the same rounds."
+    ),
+    (
+        "Before each case a file of as many bytes as the fp32 rows is written and removed: memory for a new file is at"
+        " hand then, which this virtual machine's host otherwise takes back and gives slowly."
     ),
     f"A prototype without fsync wrote fp32 rows and their hash, gathered before, at {_PROTOTYPE} MB/s.",
 )
@@ -148,7 +152,12 @@ class _Rounds:
         for encoding in _ENCODINGS:
             for limit, run in _limits(self._root, count * (_row_bytes(encoding))).items():
                 cases[f"{encoding} limit {limit}"] = run
-        return interleaved(cases, repeats=repeats, before_round=train)
+        return interleaved(
+            cases,
+            repeats=repeats,
+            before_round=train,
+            before_case=lambda: provide_pages(self._root, count * _row_bytes(Encoding.F32)),
+        )
 
     def close(self) -> None:
         """Leave the tracker."""

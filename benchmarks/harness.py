@@ -46,6 +46,7 @@ def interleaved(
     repeats: int,
     warmups: int = 1,
     before_round: Callable[[], object] = lambda: None,
+    before_case: Callable[[], object] = lambda: None,
 ) -> dict[str, dict[str, Sample]]:
     """Run all cases in turn, again and again, so that what disturbs the machine disturbs them alike.
 
@@ -57,6 +58,7 @@ def interleaved(
         repeats: how often each is counted.
         warmups: how often each is run before that.
         before_round: called before the cases, each time.
+        before_case: called before each case, each time.
 
     Returns:
         Name to figure to sample.
@@ -67,6 +69,7 @@ def interleaved(
         before_round()
         for index in torch.randperm(len(names), generator=order).tolist():
             name = names[index]
+            before_case()
             figures = cases[name]()
             if repeat >= 0:
                 for figure, value in figures.items():
@@ -74,6 +77,20 @@ def interleaved(
     return {
         name: {figure: Sample(tuple(values)) for figure, values in figures.items()} for name, figures in found.items()
     }
+
+
+def provide_pages(directory: Path, num_bytes: int) -> None:
+    """Write and remove a file, so that the system has memory at hand for files of so many bytes.
+
+    The host of a virtual machine takes free memory back after a second or two, and gives it slowly: on the machine of the
+    committed results a plain write of 264 MB took 60 ms right after such a file was removed, and 345 to 548 five to
+    eight seconds later.
+    """
+    path, piece = directory / "pages", bytes(4 << 20)
+    with path.open("wb", buffering=0) as file:
+        for _ in range(0, num_bytes, len(piece)):
+            file.write(piece)
+    path.unlink()
 
 
 def timed(work: Callable[[], object]) -> Figures:

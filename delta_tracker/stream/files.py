@@ -72,11 +72,18 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 
 
 def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The bytes of ``buffers`` in views of at most ``CHUNK_BYTES``."""
+    """The bytes of ``buffers`` in views that end at multiples of ``CHUNK_BYTES``, and where a buffer ends.
+
+    So a file system can hold them in large pages.
+    """
+    position = 0
     for buffer in buffers:
-        flat = memoryview(buffer).cast("B")
-        for begin in range(0, len(flat), CHUNK_BYTES):
-            yield flat[begin : begin + CHUNK_BYTES]
+        rest = memoryview(buffer).cast("B")
+        while rest:
+            piece = rest[: CHUNK_BYTES - position % CHUNK_BYTES]
+            yield piece
+            position += len(piece)
+            rest = rest[len(piece) :]
 
 
 def _write(descriptor: int, piece: memoryview) -> None:
