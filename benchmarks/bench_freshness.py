@@ -108,8 +108,10 @@ def _trainer_process(orders: Connection, root: Path, num_rows: int) -> None:
                 begin = time.monotonic()
                 manifest = publisher.publish()
                 assert manifest.num_rows == len(ids), "the version holds other rows"
+                orders.send((begin, storage.committed))
+                orders.recv()  # the predictor has it: from here on nothing is timed
                 wanted = decode_rows(encode_rows(view[ids], encoding), encoding, _DIM, view.dtype)
-                orders.send((begin, storage.committed, _digest(wanted)))
+                orders.send(_digest(wanted))
             for _, publisher, _ in streams.values():
                 publisher.close()
 
@@ -147,11 +149,12 @@ class _Follower:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while predictor.version == before:
             assert time.monotonic() < deadline, f"nothing was applied: {predictor.error}"
-            time.sleep(0.0001)
+            time.sleep(max(1e-4, len(self._ids) * 1e-9))  # seldom enough to leave the follower its processor
         applied = time.monotonic()
-        begin, committed, digest = self._orders.recv()
+        begin, committed = self._orders.recv()
         predictor.stop()
-        assert _digest(self._table[self._ids]) == digest, "the predictor holds other values"
+        self._orders.send(None)
+        assert _digest(self._table[self._ids]) == self._orders.recv(), "the predictor holds other values"
         shutil.rmtree(self._root / name / "parts")
         return {"commit to applied": applied - committed, "start to applied": applied - begin}
 

@@ -1,9 +1,10 @@
 """What tracking costs a training step: ``python -m benchmarks.bench_step``.
 
 A model like DLRM under DistributedModelParallel on one rank: bags of eight tables and dense features meet in dot
-products and a perceptron, whose layers are as wide as those of MLPerf's DLRM. The same model trains on, now with one
-tracker, now with another, now with none: a turn of each is so many steps and, with a tracker, the read after them. At
-the end of a turn the read must name exactly the rows that were looked up.
+products and a perceptron, whose layers are as wide as those of MLPerf's DLRM. Two equal models train step by step in
+turn, the one with a tracker and the other without: what disturbs the machine for longer than a step disturbs both. A
+turn is so many steps of each and the tracker's read; then the models change their parts. The read must name exactly the
+rows that were looked up.
 
 On the CPU nothing waits for a device. So the points at which recording would wait for one are counted beside, on a
 simulated device (:mod:`delta_tracker.monitor.syncs`).
@@ -13,6 +14,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import add, truediv
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from benchmarks.harness import Figures, Report, Sample, interleaved, parser, tim
 from benchmarks.stores import Ours, Store, Theirs, lookups
 from benchmarks.workloads import Table, bags, one_rank, shard, tables, zipf_ids
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
+from delta_tracker.monitor.default import metrics
 from delta_tracker.monitor.syncs import SIMULATED, find_syncs, on_device
 
 _NUM_DENSE = 13
@@ -37,11 +42,23 @@ _OURS: dict[str, tuple[TrackingMode, TopK | None]] = {
     "EMBEDDING, top 10 %": (_EMBEDDING, TopK(fraction=0.1)),
 }
 _NOTES = (
-    "Medians (smallest-largest) of turns; a step has its share of the read at the turn's end.",
-    "Against no tracker: the median over the rounds of a turn's time by that of the turn without in the same round.",
+    (
+        "A turn's figure is the median of its steps, with a share of the read at its end; here are the medians"
+        " (smallest-largest) of the turns."
+    ),
+    (
+        "Against no tracker: the median of a turn's ratios of a step to the other model's step on the same batch, right"
+        " before or after it, and the read's share."
+    ),
+    (
+        "In the tracker: what its own clock says of a step's recording, on the average, and the read's share; and what"
+        " part that is of a step without tracker. What it does to the caches of others is not in it."
+    ),
     "TorchRec's tracker refuses EMBEDDING mode for an EmbeddingBagCollection, and has no top-k.",
     "Syncs: how often recording one batch would wait for the device.",
 )
+Start = Callable[[DistributedModelParallel], tuple[Callable[[], object], "Read", Callable[[], object]]]
+"""Attaches a tracker to a model; gives what follows a step, the read, and what detaches it."""
 Read = Callable[[], Mapping[str, Tensor]]
 
 
@@ -77,8 +94,29 @@ def _perceptron(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+class _Trained:
+    """A model and what trains it.
+
+    Args:
+        table_set: the tables.
+    """
+
+    def __init__(self, table_set: Sequence[Table]) -> None:
+        torch.manual_seed(0)
+        self.model = shard(Dlrm(table_set), table_set)
+        dense = [each for name, each in self.model.named_parameters() if "ebc" not in name]
+        self._optimizer = torch.optim.SGD(dense, lr=0.01)
+
+    def step(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> None:
+        """One batch."""
+        self._optimizer.zero_grad()
+        logits = self.model(dense, sparse)
+        functional.binary_cross_entropy_with_logits(logits, labels).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+
 class _Turns:
-    """One model, and turns of training it.
+    """Two equal models, and turns of training them.
 
     Args:
         table_set: the tables.
@@ -87,11 +125,7 @@ class _Turns:
     """
 
     def __init__(self, table_set: Sequence[Table], batch_size: int, num_steps: int) -> None:
-        torch.manual_seed(0)
-        self._tables = table_set
-        self.model = shard(Dlrm(table_set), table_set)
-        dense = [each for name, each in self.model.named_parameters() if "ebc" not in name]
-        self._optimizer = torch.optim.SGD(dense, lr=0.01)
+        self._models = [_Trained(table_set), _Trained(table_set)]
         generator = torch.Generator().manual_seed(1)
         self._dense = torch.rand(batch_size, _NUM_DENSE, generator=generator)
         self._labels = torch.randint(2, (batch_size,), generator=generator).float()
@@ -106,38 +140,48 @@ class _Turns:
             for table in table_set
         }
 
-    def step(self, sparse: KeyedJaggedTensor) -> None:
-        """One batch."""
-        self._optimizer.zero_grad()
-        logits = self.model(self._dense, sparse)
-        functional.binary_cross_entropy_with_logits(logits, self._labels).backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-
-    def turn(
-        self, start: Callable[[DistributedModelParallel], tuple[Callable[[], object], Read, Callable[[], object]]]
-    ) -> Figures:
-        """All batches and a read, a share of it for each step.
+    def turn(self, start: Start) -> Figures:
+        """All batches on both models, and a read.
 
         Args:
-            start: attaches a tracker; gives what follows a step, the read, and what detaches it.
+            start: what is done to the one of them.
+
+        Returns:
+            In seconds of a step: ``seconds`` with the tracker, ``without`` it, ``record`` and ``read`` inside of it;
+            and ``ratio``.
         """
-        after_step, read, stop = start(self.model)
-        found: dict[str, Tensor] = {}
+        self._models.reverse()
+        tracked, other = self._models
+        after_step, read, stop = start(tracked.model)
 
-        def train() -> None:
-            for batch in self._sparse:
-                self.step(batch)
+        def train(which: _Trained, batch: KeyedJaggedTensor) -> None:
+            which.step(self._dense, batch, self._labels)
+            if which is tracked:
                 after_step()
-            found.update(read())
 
-        figures = timed(train)
+        before = _recorded_seconds()
+        seconds: dict[_Trained, list[float]] = {tracked: [], other: []}
+        for number, batch in enumerate(self._sparse):
+            for which in self._models if number % 2 else reversed(self._models):
+                seconds[which].append(timed(partial(train, which, batch))["seconds"])
+        record = (_recorded_seconds() - before) / len(self._sparse)
+        found: dict[str, Tensor] = {}
+        share = timed(lambda: found.update(read()))["seconds"] / len(self._sparse)
         stop()
-        for name, ids in found.items():
-            assert torch.equal(ids.sort()[0], self._expected[name]), f"{name}: not the rows that were looked up"
-        return {name: value / len(self._sparse) for name, value in figures.items()}
+        for fqn, ids in found.items():
+            assert torch.equal(ids.sort()[0], self._expected[fqn]), f"{fqn}: not the rows that were looked up"
+        without = median(seconds[other])
+        ratio = median(map(truediv, seconds[tracked], seconds[other])) + share / without
+        return {
+            "seconds": median(seconds[tracked]) + share,
+            "without": without,
+            "ratio": ratio,
+            "record": record,
+            "read": share,
+        }
 
     def off(self) -> Figures:
-        """Without a tracker."""
+        """No tracker on either: how far equal things differ here."""
         return self.turn(lambda _: (_nothing, dict, _nothing))
 
     def ours(self, mode: TrackingMode, top_k: TopK | None) -> Figures:
@@ -178,6 +222,11 @@ def _nothing() -> None:
     pass
 
 
+def _recorded_seconds() -> float:
+    """What this library's trackers have spent on recording so far."""
+    return sum(cell.collect_total() for cell in metrics.record_seconds.cells)
+
+
 def _num_syncs(store_of: Callable[[], Store]) -> int:
     """How often recording a batch of two tables would wait for the device."""
     with find_syncs() as found:
@@ -211,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and write the results; 0 if every read was right."""
     settings = parser("bench_step", __doc__ or "").parse_args(argv)
     num_rows, batch_size, num_steps = (1000, 32, 2) if settings.tiny else (1_000_000, 4096, 20)
-    repeats = settings.repeats or (1 if settings.tiny else 7)
+    repeats = settings.repeats or (1 if settings.tiny else 3)
     report = Report(
         name="bench_step",
         settings={
@@ -220,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "a read every": f"{num_steps} steps",
             "repeats": repeats,
         },
-        columns=("tracker", "step, ms", "processor, ms", "against no tracker", "by processor time", "syncs"),
+        columns=("tracker", "step, ms", "against no tracker", "in the tracker, ms", "of a step", "syncs"),
         notes=[*_NOTES],
     )
     syncs = _syncs()
@@ -230,28 +279,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, (mode, top_k) in _OURS.items():
             cases[name] = lambda mode=mode, top_k=top_k: turns.ours(mode, top_k)  # type: ignore[misc]
         cases[_THEIRS] = turns.theirs
-        found = interleaved(cases, repeats=repeats)
+        turns.off()  # to warm up
+        found = interleaved(cases, repeats=repeats, warmups=0)
     for name, samples in found.items():
         report.add(name, samples)
-        ratios = {figure: _ratio(sample, found[_OFF][figure]) for figure, sample in samples.items()}
-        report.figures[f"{name}: against {_OFF}"] = {figure: ratio.values for figure, ratio in ratios.items()}
+        report.figures[f"{name}: syncs"] = {"count": (syncs[name],)}
+        inside = Sample(tuple(map(add, samples["record"].values, samples["read"].values)))
+        is_ours = name in _OURS
         report.lines.append(
             (
                 name,
                 samples["seconds"].text(1e3),
-                samples["processor"].text(1e3),
-                *(ratio.text(digits=3) for ratio in ratios.values()),
+                samples["ratio"].text(digits=3),
+                inside.text(1e3, 2) if is_ours else "",
+                f"{inside.median / samples['without'].median:.2%}" if is_ours else "",
                 str(syncs[name]),
             )
         )
-        report.figures[f"{name}: syncs"] = {"count": (syncs[name],)}
     report.finish(settings.out)
     return 0
-
-
-def _ratio(sample: Sample, off: Sample) -> Sample:
-    """Round by round."""
-    return Sample(tuple(one / other for one, other in zip(sample.values, off.values, strict=True)))
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def interleaved(
 def provide_pages(directory: Path, num_bytes: int) -> None:
     """Write and remove a file, so that the system has memory at hand for files of so many bytes.
 
-    The host of a virtual machine takes free memory back after a second or two, and gives it slowly: on the machine of the
-    committed results a plain write of 264 MB took 60 ms right after such a file was removed, and 345 to 548 five to
+    The host of a virtual machine takes free memory back after a second or two, and gives it slowly: on the machine of
+    the committed results a plain write of 264 MB took 60 ms right after such a file was removed, and 345 to 548 five to
     eight seconds later.
     """
     path, piece = directory / "pages", bytes(4 << 20)

@@ -152,7 +152,7 @@ TARGETS = (
             f"training step, {mode}, a read every 20 steps: against no tracker",
             bound,
             False,
-            _median("bench_step", f"{mode}: against no tracker", "seconds"),
+            _median("bench_step", mode, "ratio"),
             "{:.3f}",
         )
         for mode, bound in (("ID_ONLY", 1.01), ("EMBEDDING", 1.03), ("EMBEDDING, top 10 %", 1.03))
