@@ -40,7 +40,7 @@ class Capture(Protocol):
         """What a delta says of changed rows; ``[N, ...]``, NaN where the old state is needed and unknown."""
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """How far rows moved, ``[N]`` float32, from their current values ``[N, D]`` and their ``states``."""
+        """How far rows moved, ``[N]`` float32, from their ``states`` and their current values ``[N, D]``, used up."""
 
 
 class IdCapture:
@@ -89,7 +89,7 @@ class EmbeddingCapture:
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
         """L2 norm of (current - old)."""
-        norms: Tensor = torch.linalg.vector_norm(values.float() - states.float(), dim=1)
+        norms: Tensor = torch.linalg.vector_norm(values.float().sub_(states), dim=1)
         return norms
 
 

@@ -16,11 +16,11 @@ from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.selection import AllRanks, Candidates, TopK, choose
 from delta_tracker.sharding.discover import LocalShard
-from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows
+from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
 from delta_tracker.types import Delta, DeltaRows
 
 _ID_BYTES = 8
-_CHUNK_ROWS = 1 << 12  # of 64 numbers: a megabyte, which stays in the cache
+_CHUNK_ROWS = 1 << 13  # of 64 numbers: two megabytes, which stay in the cache
 
 
 class DeltaReader:
@@ -102,8 +102,6 @@ class DeltaReader:
             scores = self._checked_scores(fqn, top_k.score(fqn, rows), rows)
         else:
             scores = self._scores(self._shards[fqn], changed)
-        if changed.known is not None:
-            scores = torch.where(changed.known, scores, torch.inf)
         is_due = torch.zeros_like(changed.ids, dtype=torch.bool)
         if top_k.max_age is not None and changed.ages is not None:
             is_due = changed.ages >= top_k.max_age
@@ -114,9 +112,7 @@ class DeltaReader:
         states = self._capture.states(shard, changed)
         assert states is not None, "every mode with scores has states"
         scores = torch.empty(len(changed), dtype=torch.float32, device=changed.ids.device)
-        for begin in range(0, len(changed), _CHUNK_ROWS):
-            chunk = slice(begin, begin + _CHUNK_ROWS)
-            values = read_rows(shard, changed.ids[chunk])
+        for chunk, values in row_chunks(shard, changed.ids, _CHUNK_ROWS):
             scores[chunk] = self._capture.scores(values, states[chunk])
         # Not a number: the row's old state is unknown, or the row itself diverged. Either way it goes first.
         return torch.where(scores.isnan(), torch.inf, scores)

@@ -23,6 +23,7 @@ Score = Callable[[str, DeltaRows], Tensor]
 
 _DIGITS = (21, 10, 0)  # shifts: 11, 11 and 10 bits of a 32-bit key
 _NUM_BINS = 1 << 11
+_KEY_BITS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,13 +162,17 @@ def _other_rank_failed() -> InvalidArgumentError:
 class _Search:
     """A radix search for each budget's threshold, over the keys of this rank's rows.
 
-    ``remaining`` is what is left of each budget after the keys above ``prefix``, whose digits are found so far.
+    ``remaining`` is what is left of each budget after the keys above ``prefix``, whose digits are found so far;
+    ``under`` are the keys that begin with them and are not due, fewer with each digit.
     """
 
     def __init__(self, top_k: TopK, groups: list[list[Candidates]]) -> None:
         self._top_k = top_k
         self._groups = groups
         self._keys = [[_ordered_keys(table.scores) for table in group] for group in groups]
+        self._under = [
+            [key[~table.is_due] if bool(table.is_due.any()) else key for table, key in pairs] for pairs in self._pairs()
+        ]
         self._prefix = torch.zeros(len(groups), dtype=torch.int64)
         self._remaining = torch.zeros(len(groups), dtype=torch.int64)
         self._takes_all = torch.zeros(len(groups), dtype=torch.bool)
@@ -189,10 +194,9 @@ class _Search:
     def histograms(self, shift: int) -> Tensor:
         """``[G, bins]`` cost of the rows under the prefix, by the digit at ``shift``."""
         rows = [torch.zeros(_NUM_BINS, dtype=torch.int64) for _ in self._groups]
-        for index, (group, keys) in enumerate(zip(self._groups, self._keys, strict=True)):
-            for table, key in zip(group, keys, strict=True):
-                under = key[~table.is_due & self._is_under_prefix(key, index, shift)]
-                digits = (under >> shift) & (_bins(shift) - 1)
+        for index, group in enumerate(self._groups):
+            for number, table in enumerate(group):
+                digits = (self._narrowed(index, number, shift) >> shift) & (_bins(shift) - 1)
                 rows[index] += torch.bincount(digits.cpu(), minlength=_NUM_BINS) * self._cost(table)
         return torch.stack(rows)
 
@@ -222,8 +226,13 @@ class _Search:
     def ties(self) -> Tensor:
         """``[G]`` cost of this rank's rows at the threshold."""
         costs = [
-            sum(int(self._is_tied(table, key, index).sum()) * self._cost(table) for table, key in pairs)
-            for index, pairs in enumerate(self._pairs())
+            0
+            if bool(self._takes_all[index])
+            else sum(
+                int((self._under[index][number] == self._prefix[index].item()).sum()) * self._cost(table)
+                for number, table in enumerate(group)
+            )
+            for index, group in enumerate(self._groups)
         ]
         return torch.tensor(costs, dtype=torch.int64)
 
@@ -233,11 +242,12 @@ class _Search:
         for index, pairs in enumerate(self._pairs()):
             left = int(self._remaining[index] - spent_before[index])
             for table, key in pairs:
-                chosen = table.is_due | (key > self._prefix[index])
+                threshold = self._prefix[index].item()
+                chosen = table.is_due | (key > threshold)
                 if bool(self._takes_all[index]):
                     chosen = torch.ones_like(table.is_due)
                 else:
-                    tied = self._is_tied(table, key, index).nonzero().flatten()
+                    tied = (~table.is_due & (key == threshold)).nonzero().flatten()
                     fitting = tied[: max(0, left // self._cost(table))]
                     chosen[fitting] = True
                     left -= len(tied) * self._cost(table)
@@ -250,14 +260,14 @@ class _Search:
     def _cost(self, table: Candidates) -> int:
         return table.row_bytes if self._top_k.num_bytes is not None else 1
 
-    def _is_under_prefix(self, key: Tensor, index: int, shift: int) -> Tensor:
+    def _narrowed(self, index: int, number: int, shift: int) -> Tensor:
+        """The keys of a table under the digits above ``shift``; the others are not asked for again."""
+        keys = self._under[index][number]
         bits = shift + _bins(shift).bit_length() - 1
-        return (key >> bits) == (self._prefix[index] >> bits).item()
-
-    def _is_tied(self, table: Candidates, key: Tensor, index: int) -> Tensor:
-        if bool(self._takes_all[index]):
-            return torch.zeros_like(table.is_due)
-        return ~table.is_due & (key == self._prefix[index].item())
+        if bits < _KEY_BITS:
+            keys = keys[(keys >> bits) == (self._prefix[index] >> bits).item()]
+            self._under[index][number] = keys
+        return keys
 
 
 def _bins(shift: int) -> int:
@@ -271,4 +281,6 @@ def _ordered_keys(scores: Tensor) -> Tensor:
     As integers, the bits of positive floats are ordered as they are, those of negative ones the other way round.
     """
     bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0 makes the two zeros one
+    if not bool((bits < 0).any()):
+        return bits.add_(1 << 31)
     return torch.where(bits >= 0, bits, -(1 << 31) - bits) + (1 << 31)

@@ -5,7 +5,7 @@ Letters: ``N`` rows, ``D`` columns of the shard, ``S`` column ranges of the shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +38,28 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
     if not views:
         return torch.empty(0, 0, dtype=shard.spec.table.dtype, device=shard.device)
     return _side_by_side([view.clone() if ids is None else take_rows(view, ids) for view in views])
+
+
+def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Rows, a few at a time, in the same memory again and again: use each chunk before the next.
+
+    Args:
+        shard: where from; the rank holds something of the table.
+        ids: ``[N]`` int64 local ids.
+        num_rows: of a chunk, at most.
+
+    Yields:
+        Which of the ids, and their rows as :func:`read_rows` gives them.
+    """
+    views = column_views(shard)
+    held = [view.new_empty(min(num_rows, len(ids)), view.shape[1]) for view in views]
+    for begin in range(0, len(ids), num_rows):
+        chunk = ids[begin : begin + num_rows]
+        taken = [
+            torch.index_select(view, 0, chunk, out=memory[: len(chunk)])
+            for view, memory in zip(views, held, strict=True)
+        ]
+        yield slice(begin, begin + len(chunk)), _side_by_side(taken)
 
 
 def num_optimizer_states(shard: LocalShard) -> int:
