@@ -56,7 +56,7 @@ class Values:
         else:
             first = int(self.places[0])
             values = self.rows.read(first, int(self.places[-1]) + 1).index_select(0, self.places - first)
-        return values[:, self.columns[0] : self.columns[1]]
+        return values if self.columns == (0, values.shape[1]) else values[:, self.columns[0] : self.columns[1]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

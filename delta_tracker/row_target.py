@@ -124,6 +124,8 @@ class TensorTarget(RowTarget):
         self.dim = dim
         self.dtype = dtype
         self.regions = tuple(Region(each.rows, each.columns, each.memory.detach()) for each in regions)
+        devices = {region.memory.device for region in self.regions}
+        self._device = devices.pop() if len(devices) == 1 else None
         held = [edge for region in self.regions for edge in region.rows]
         self.rows = (min(held, default=0), max(held, default=0))
         self.columns = tuple(sorted({region.columns for region in self.regions}))
@@ -143,17 +145,18 @@ class TensorTarget(RowTarget):
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
         """The values on the table's device, if it is all on one."""
-        devices = {region.memory.device for region in self.regions}
-        return values.to(devices.pop()) if len(devices) == 1 else values
+        return values if self._device is None or values.device == self._device else values.to(self._device)
 
-    @torch.no_grad()
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
         """Write rows in place; see :meth:`RowTarget.write`."""
         first, end = columns
         for region in self.regions:
             start, stop = region.columns
             if start <= first and end <= stop:
-                write_rows(region.memory[:, first - start : end - start], region.rows, ids, values)
+                # A view costs as much as some rows, and no_grad() does: the regions are detached.
+                is_whole = columns == region.columns
+                memory = region.memory if is_whole else region.memory[:, first - start : end - start]
+                write_rows(memory, region.rows, ids, values)
         self.finish()
 
     def finish(self) -> None:
