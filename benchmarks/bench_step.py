@@ -51,8 +51,9 @@ _NOTES = (
         " before or after it, and the read's share."
     ),
     (
-        "In the tracker: what its own clock says of a step's recording, on the average, and the read's share; and what"
-        " part that is of a step without tracker. What it does to the caches of others is not in it."
+        "In the tracker: what its metric of recording says of a step, on the average, and the read's share; and what"
+        " part that is of a step without tracker. Finding the ids of a lookup, calling the hooks, and what the tracker"
+        " does to the caches of others are not in it."
     ),
     "TorchRec's tracker refuses EMBEDDING mode for an EmbeddingBagCollection, and has no top-k.",
     "Syncs: how often recording one batch would wait for the device.",

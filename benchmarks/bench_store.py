@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
 from benchmarks.stores import Found, Ours, Store, Theirs, assert_same, lookups
 from benchmarks.workloads import uniform_ids, zipf_ids
+from delta_tracker.row_memory import MEMORY
 
 _DIM = 64
 _FRACTIONS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5)
@@ -191,6 +192,7 @@ class _Embeddings:
     def peak(self) -> Figures:
         """How much memory it takes."""
         store, rows = self._start()
+        MEMORY.give_back()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = _peak()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,41 +17,43 @@ if TYPE_CHECKING:
 
 _LARGE_BYTES = 4 << 20  # from here on numpy asks for huge pages, and new memory costs more than what is written to it
 _MAX_BYTES = 1 << 30
-_SPARE = 4  # a buffer is used again for a quarter of its size or more
 _ROUNDS = 4
 
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
     memory: NDArray[np.uint8]
-    num_references: int = 0  # when nobody else has any
+    loan: weakref.ref[NDArray[np.uint8]] | None = None
     last_request: int = 0
 
     @property
     def is_free(self) -> bool:
-        """Whether neither an array nor a tensor refers to the memory."""
-        return sys.getrefcount(self.memory) == self.num_references
+        """Whether nobody holds the memory."""
+        return self.loan is None or self.loan() is None
 
 
 class RowMemory:
     """Lends memory on the CPU, and lends it again once it is free.
 
     New memory costs more than to copy rows into it: the first touch of 256 MB takes 17 ms of processor time in huge
-    pages and 110 to 180 in small ones, the copy 15. A borrower gives nothing back: memory is free when no array and no
-    tensor refers to it. What is lent is never set. For several threads.
+    pages and 110 to 180 in small ones, the copy 15. A borrower gives nothing back: memory is free when the array that
+    was lent is gone, which every view and tensor of it holds. What is lent is never set. For several threads, for
+    signal handlers and forked processes: who finds it busy gets new memory.
 
-    Memory: of all that it has lent, in use or free, 1 GiB at most is ever lent again; the rest goes back to the system
-    when it is free. So does what was passed over in four requests for each buffer that is held, which is four reads
-    where all reads are alike.
+    Memory: 1 GiB of free memory at most; what is in use has up to half as much again as was asked for. What was passed
+    over in four requests for each buffer goes back to the system, which is four reads where all reads are alike.
 
     Args:
-        max_bytes: how much is kept at most.
+        max_bytes: how much free memory is kept at most.
 
     Example:
         >>> memory = RowMemory()
         >>> rows = memory.lend(8 << 20)
         >>> rows.shape
         (8388608,)
+        >>> del rows
+        >>> memory.free_bytes >= 8 << 20
+        True
     """
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
@@ -61,35 +63,60 @@ class RowMemory:
         self._num_requests = 0
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that are kept, lent ones included."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
+    def free_bytes(self) -> int:
+        """Bytes that are kept and nobody uses."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers if buffer.is_free)
 
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
         """An array of bytes that nobody else has, at an address that suits every dtype."""
-        if not _LARGE_BYTES <= num_bytes <= self._max_bytes:
+        if num_bytes < _LARGE_BYTES or not self._lock.acquire(blocking=False):
             return np.empty(num_bytes, dtype=np.uint8)
-        with self._lock:
+        try:
             self._num_requests += 1
-            oldest = self._num_requests - _ROUNDS * len(self._buffers)
-            self._buffers = [each for each in self._buffers if each.last_request > oldest or not each.is_free]
+            self._trim()
             fitting = [
-                each for each in self._buffers if num_bytes <= each.memory.nbytes <= _SPARE * num_bytes and each.is_free
+                each for each in self._buffers if num_bytes <= each.memory.nbytes <= num_bytes * 3 // 2 and each.is_free
             ]
-            buffer = min(fitting, key=lambda each: each.memory.nbytes) if fitting else self._new(num_bytes)
+            if fitting:
+                buffer = min(fitting, key=lambda each: each.memory.nbytes)
+            else:  # with room for some more rows next time; what is not touched is not provided
+                buffer = _Buffer(np.empty(num_bytes + num_bytes // 8, dtype=np.uint8))
+                self._buffers.append(buffer)
+            # Not a slice: the views of that would hold the buffer itself, and nothing would tell that they exist.
+            loan = np.frombuffer(buffer.memory.data[:num_bytes], dtype=np.uint8)
+            buffer.loan = weakref.ref(loan, self._returned)
             buffer.last_request = self._num_requests
-            return buffer.memory[:num_bytes]
+            return loan
+        finally:
+            self._lock.release()
 
-    def _new(self, num_bytes: int) -> _Buffer:
-        size = min(num_bytes + num_bytes // _SPARE, self._max_bytes)  # some more rows next time fit too
-        buffer = _Buffer(np.empty(size, dtype=np.uint8))  # what is not touched is not provided
-        buffer.num_references = sys.getrefcount(buffer.memory)
-        if self.num_bytes + size <= self._max_bytes:
-            self._buffers.append(buffer)
-        return buffer
+    def give_back(self) -> None:
+        """Let the system have all that is free."""
+        with self._lock:
+            self._buffers = [each for each in self._buffers if not each.is_free]
+
+    def _returned(self, _loan: object) -> None:
+        if self._lock.acquire(blocking=False):  # otherwise the next request will
+            try:
+                self._trim()
+            finally:
+                self._lock.release()
+
+    def _trim(self) -> None:
+        """Keep no more free memory than is wanted."""
+        oldest = self._num_requests - _ROUNDS * len(self._buffers)
+        room, kept = self._max_bytes, []
+        for buffer in sorted(self._buffers, key=lambda each: -each.last_request):
+            if buffer.is_free:
+                room -= buffer.memory.nbytes
+                if room < 0 or buffer.last_request <= oldest:
+                    continue
+            kept.append(buffer)
+        self._buffers = kept
 
 
-_MEMORY = RowMemory()
+MEMORY = RowMemory()
+"""This process's."""
 
 
 def new_rows(num_rows: int, like: Tensor) -> Tensor:
@@ -100,5 +127,5 @@ def new_rows(num_rows: int, like: Tensor) -> Tensor:
     num_bytes = num_rows * math.prod(like.shape[1:]) * like.element_size()
     if like.device.type != "cpu" or num_bytes < _LARGE_BYTES:
         return like.new_empty((num_rows, *like.shape[1:]))
-    memory = torch.from_numpy(_MEMORY.lend(num_bytes))
+    memory = torch.from_numpy(MEMORY.lend(num_bytes))
     return memory.view(like.dtype).view(num_rows, *like.shape[1:])

@@ -162,7 +162,8 @@ class TensorTarget(RowTarget):
     def finish(self) -> None:
         """Tell whoever keeps copies of rows that these have changed."""
         if self._written is not None:
-            self._written()
+            with torch.no_grad():
+                self._written()
 
 
 def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> None:

@@ -17,6 +17,7 @@ from delta_tracker.errors import DetachedError, InvalidArgumentError
 from delta_tracker.pending import PendingRows
 from delta_tracker.reader import DeltaReader
 from delta_tracker.recorder import LookupRecorder
+from delta_tracker.row_memory import MEMORY
 from delta_tracker.selection import TopK
 from delta_tracker.sharding.discover import LocalShard, discover
 from delta_tracker.sharding.hooks import KernelHook, Watcher
@@ -288,6 +289,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
     def detach(self) -> None:
         """Remove every hook; afterwards reads raise :class:`DetachedError`. Calling it again does nothing."""
+        MEMORY.give_back()
         self._remove_hooks()
         self._is_attached = False
 

@@ -346,8 +346,35 @@ def test_few_rows_of_many_take_the_memory_of_their_ids() -> None:
 @_needs_numba
 def test_numba_lets_other_threads_run() -> None:
     loops = numba_rows.load_loops()
-    for name in ("mark", "mark_new", "clear", "contains", "absorb", "unpack", "count_before", "rank"):
+    names = [
+        "mark",
+        "mark_octets",
+        "mark_new",
+        "summarize",
+        "clear",
+        "contains",
+        "absorb",
+        "unpack",
+        "count_before",
+        "rank",
+    ]
+    for name in names:
         assert getattr(loops, name).targetoptions["nogil"], name
+
+
+@_needs_numba
+def test_a_scan_writes_no_further_than_it_may() -> None:
+    loops = numba_rows.load_loops()
+    generator = np.random.default_rng(0)
+    for density in (0.001, 0.1, 0.5, 0.99, 1.0):
+        bits = (generator.random(128 * 64) < density).astype(np.uint8)
+        words = np.packbits(bits, bitorder="little").view(np.int64)
+        summary = np.zeros(1, dtype=np.int64)
+        count = loops.summarize(words, summary)
+        rows = np.full(count + loops.SPARE + 64, -7, dtype=np.int64)
+        loops.unpack(words, summary, rows)
+        assert rows[:count].tolist() == bits.nonzero()[0].tolist()
+        assert (rows[count + loops.SPARE :] == -7).all()
 
 
 @_needs_numba

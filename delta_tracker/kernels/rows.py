@@ -49,7 +49,7 @@ class RowSet(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes held, summaries included; the same from the first call to the last."""
+        """Bytes held now, summaries included."""
 
     def mark(self, ids: Tensor) -> None:
         """Add rows.

@@ -137,10 +137,11 @@ class Stat:
         Raises:
             InvalidArgumentError: if other labels are given than the stat has.
         """
-        try:  # whether the labels are text, in the order of the definition
-            return self._cells[tuple(labels.items())]  # type: ignore[arg-type]
-        except (KeyError, TypeError):  # the latter for what cannot be a key
-            key = order_labels(self.name, self.definition.labels, labels)
+        if set(map(type, labels.values())) == {str}:  # it is found then, where the order is that of the definition
+            found = self._cells.get(tuple(labels.items()))  # type: ignore[arg-type]
+            if found is not None:
+                return found
+        key = order_labels(self.name, self.definition.labels, labels)
         found = self._cells.get(key)
         return self._make(key) if found is None else found
 

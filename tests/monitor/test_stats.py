@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from datetime import timedelta
 
 import pytest
@@ -354,3 +355,13 @@ def test_windows_that_nobody_collects_are_bounded_and_counted(monitor) -> None:
     assert len(_windows(batch, "s")) == 1024
     lost = [t.figures.total for t in monitor.collect().totals if t.definition.name == "delta_tracker_lost_windows"]
     assert lost == [6]
+
+
+def test_a_label_has_the_cell_of_its_text(monitor) -> None:
+    class Kinds(str, enum.Enum):  # noqa: UP042  not StrEnum, whose text is its value
+        DELTA = "delta"
+
+    stat = monitor.counter("kinds", labels=["kind"])
+    stat.cell(kind="delta").add(1)
+    assert stat.cell(kind=Kinds.DELTA) is stat.cell(kind=str(Kinds.DELTA)) is not stat.cell(kind="delta")
+    assert stat.cell(kind=[1]) is stat.cell(kind="[1]")
