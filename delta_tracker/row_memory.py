@@ -91,9 +91,12 @@ class RowMemory:
             self._lock.release()
 
     def give_back(self) -> None:
-        """Let the system have all that is free."""
-        with self._lock:
-            self._buffers = [each for each in self._buffers if not each.is_free]
+        """Let the system have all that is free; nothing while somebody borrows, for whom it would have to wait."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._buffers = [each for each in self._buffers if not each.is_free]
+            finally:
+                self._lock.release()
 
     def _returned(self, _loan: object) -> None:
         if self._lock.acquire(blocking=False):  # otherwise the next request will

@@ -109,6 +109,7 @@ def test_who_finds_it_busy_gets_new_memory() -> None:
     memory = RowMemory()
     with memory._lock:  # as a signal handler does that interrupts a request, and a process that was forked in one
         assert len(memory.lend(_LARGE)) == _LARGE
+        memory.give_back()
     assert memory.free_bytes == 0
 
 
