@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 CODE := delta_tracker benchmarks examples tests
 
-.PHONY: help demo test test-matrix test-no-extras bench docs lint types format clean
+.PHONY: help demo test test-matrix test-no-extras test-reverts bench docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: $(VENV)/.installed  ## run the tests
 
 test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional package were installed
 	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest -n 2 tests/monitor
+
+test-reverts: $(VENV)/.installed  ## take each fix out of a copy and see that a test fails; ARGS selects some by word
+	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
