@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from delta_tracker.monitor.state import KEY, load, state_dict
 from delta_tracker.monitor.syncs import SyncError, find_syncs
 from delta_tracker.monitor.torchmetric import TorchMetric
 from delta_tracker.sharding.hooks import Watcher
+from tests.collectives import watch_collectives
 from tests.models import Spec, Table, batch, shard
 
 
@@ -65,6 +67,88 @@ def merged(rank: int, world_size: int) -> dict[str, Any]:
         **{f"metric {name}": float(metric.merge_ranks()) for name, metric in metrics.items()},
         "exact cat": float(exact.compute()),
     }
+
+
+class Total(torchmetrics.Metric):
+    """A sum of integers, and all of them if asked to keep them."""
+
+    def __init__(self, *, keeps: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
+        self._keeps = keeps
+        if keeps:
+            self.add_state("pairs", [], dist_reduce_fx="cat")
+
+    def update(self, value: torch.Tensor) -> None:
+        self.total += value.sum()
+        if self._keeps:
+            self.pairs.append(value)
+
+    def compute(self) -> torch.Tensor | dict[str, torch.Tensor]:
+        if not self._keeps:
+            return self.total
+        pairs = torch.cat(self.pairs)
+        return {"total": self.total, "first": pairs[:, 0].max(), "columns": torch.tensor(pairs.shape[1])}
+
+
+_BEYOND_FLOATS = 2**53 + 1
+
+
+def metrics_during_training(rank: int, world_size: int) -> dict[str, Any]:
+    """Collect all the time while the main thread trains with collectives, with metrics that would synchronize."""
+    group = dist.new_group(backend="gloo")
+    gathered: list[str] = []
+
+    def gather(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        gathered.append(threading.current_thread().name)
+        return [state] * world_size
+
+    options: dict[str, dict[str, Any]] = {
+        "default": {},
+        "group": {"process_group": group},
+        "function": {"dist_sync_fn": gather, "distributed_available_fn": lambda: True},
+        "every step": {"dist_sync_on_step": True, "compute_with_cache": False},
+    }
+    monitor = Monitor()
+    metrics = {
+        name: TorchMetric(f"m{place}", Total(**each), monitor=monitor)
+        for place, (name, each) in enumerate(options.items())
+    }
+    monitor.start(interval=timedelta(milliseconds=5), system=False)
+    try:
+        with watch_collectives() as started:
+            for _ in range(300):
+                for metric in metrics.values():
+                    metric.update(torch.tensor(1))
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                assert total == world_size
+            for metric in metrics.values():
+                metric.update(torch.tensor(_BEYOND_FLOATS - 300))
+            assert monitor.flush()
+            assert monitor.flush()
+            num_before = len(started)
+            merged = {name: int(metric.merge_ranks()) for name, metric in metrics.items()}
+    finally:
+        monitor.stop()
+    assert not gathered
+    totals = {each.definition.name: each.figures for each in monitor.collect().totals}
+    return {
+        "merged": merged,
+        "own": {name: totals[metric.name].last for name, metric in metrics.items()},
+        "readings": min(totals[metric.name].count for metric in metrics.values()),
+        "errors": sum(cell.collect_total() for cell in monitor.metrics.outlet_errors.cells),
+        "collectives": len(started) - num_before,
+    }
+
+
+def metrics_of_unequal_ranks(rank: int, world_size: int) -> dict[str, float]:
+    """Merge integers in rows of two, which only one rank has; the others do not know their dtype or shape."""
+    metric = TorchMetric("m", Total(keeps=True), monitor=Monitor())
+    if rank == 1:
+        metric.update(torch.tensor([[_BEYOND_FLOATS, 0], [7, -7]]))
+    merged = metric.merge_ranks()
+    return {name: value.item() for name, value in merged.items()}
 
 
 def recording_syncs_unpadded(rank: int, world_size: int) -> list[str]:

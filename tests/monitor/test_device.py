@@ -341,3 +341,38 @@ def test_merged_over_ranks(two_ranks: RankPool) -> None:
     assert answers[0]["metric max"] == 8.0
     assert answers[0]["metric mean"] == pytest.approx(5.5)
     assert answers[0]["metric cat"] == pytest.approx(answers[0]["exact cat"])
+
+
+@pytest.mark.xfail(strict=True, reason="a metric synchronizes in the collector's thread")
+def test_a_metric_starts_no_collective_in_the_collector(two_ranks: RankPool) -> None:
+    """It would meet those of training, in another order on every rank."""
+    answers = two_ranks.run(f"{_CASES}:metrics_during_training")
+    for answer in answers:
+        assert set(answer["own"].values()) == {2**53 + 1}
+        assert set(answer["merged"].values()) == {2 * (2**53 + 1)}
+        assert answer["errors"] == 0
+        assert answer["readings"] > 1
+        assert answer["collectives"] == 2 * len(answer["merged"])
+
+
+@pytest.mark.xfail(strict=True, reason="states are merged as float64, in the shape and dtype of this rank")
+def test_states_that_only_one_rank_has_are_merged_exactly(two_ranks: RankPool) -> None:
+    for answer in two_ranks.run(f"{_CASES}:metrics_of_unequal_ranks"):
+        assert answer == {"total": 2**53 + 1 + 7 - 7, "first": 2**53 + 1, "columns": 2}
+
+
+@pytest.mark.xfail(strict=True, reason="a metric with metrics inside is read as if it had none")
+@pytest.mark.parametrize(
+    "metric",
+    [
+        torchmetrics.MinMaxMetric(torchmetrics.SumMetric()),
+        torchmetrics.SumMetric() + torchmetrics.SumMetric(),
+        torchmetrics.MetricCollection([torchmetrics.SumMetric()]),
+        torch.nn.Linear(1, 1),
+    ],
+    ids=lambda metric: type(metric).__name__,
+)
+def test_metrics_whose_states_are_elsewhere_are_refused(monitor, metric) -> None:
+    with pytest.raises(InvalidArgumentError, match="metric"):
+        TorchMetric("m", metric, monitor=monitor)
+    assert not monitor.find("m")
