@@ -343,7 +343,6 @@ def test_merged_over_ranks(two_ranks: RankPool) -> None:
     assert answers[0]["metric cat"] == pytest.approx(answers[0]["exact cat"])
 
 
-@pytest.mark.xfail(strict=True, reason="a metric synchronizes in the collector's thread")
 def test_a_metric_starts_no_collective_in_the_collector(two_ranks: RankPool) -> None:
     """It would meet those of training, in another order on every rank."""
     answers = two_ranks.run(f"{_CASES}:metrics_during_training")
@@ -355,13 +354,11 @@ def test_a_metric_starts_no_collective_in_the_collector(two_ranks: RankPool) -> 
         assert answer["collectives"] == 2 * len(answer["merged"])
 
 
-@pytest.mark.xfail(strict=True, reason="states are merged as float64, in the shape and dtype of this rank")
 def test_states_that_only_one_rank_has_are_merged_exactly(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_CASES}:metrics_of_unequal_ranks"):
         assert answer == {"total": 2**53 + 1 + 7 - 7, "first": 2**53 + 1, "columns": 2}
 
 
-@pytest.mark.xfail(strict=True, reason="a metric with metrics inside is read as if it had none")
 @pytest.mark.parametrize(
     "metric",
     [
