@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from delta_tracker.errors import (
@@ -17,6 +18,7 @@ from delta_tracker.errors import (
     TableMismatchError,
 )
 from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify import Hints, Notifier
 
 _logger = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ _logger = logging.getLogger(__name__)
 _GAP_CHECK_SECONDS = 5.0
 _MAX_BACK_OFF_SECONDS = 5.0
 _NO_STREAM_SECONDS = 0.5
+_LOCK_SECONDS = 0.1  # how long waiting for the lock takes to see that it is to stop
 # No later version changes what the model is.
 _FINAL = (TableMismatchError, DenseMismatchError)
 
@@ -79,11 +82,11 @@ class Follower:
                 raise InvalidArgumentError("follow()", "already following", "Call stop() first")
             self._stop.clear()
             self.error = None
-            self._thread = threading.Thread(target=self._run, args=(poll_seconds,), name="predictor", daemon=True)
+            self._thread = threading.Thread(target=self._follow, args=(poll_seconds,), name="predictor", daemon=True)
             self._thread.start()
 
     def stop(self, *, raises: bool = True) -> None:
-        """End the thread after the version that it is applying; raises what ended it before, or holds it up."""
+        """End the thread at its next piece or request; raises what ended it before, or holds it up."""
         with self._control:
             thread, self._thread = self._thread, None
             if thread is None:
@@ -108,6 +111,11 @@ class Follower:
             return None
         return count, max(0.0, time.time() - created) if count else 0.0
 
+    def _follow(self, poll_seconds: float) -> None:
+        """Run until stopped. A version that is cut short is read again by the next advance, as after a fault."""
+        with interruptible(self._stop), suppress(Interrupted):
+            self._run(poll_seconds)
+
     def _run(self, poll_seconds: float) -> None:
         gap_check = time.monotonic() + _GAP_CHECK_SECONDS
         pause = poll_seconds
@@ -115,7 +123,7 @@ class Follower:
             # What a listing found stays found until another listing says otherwise.
             looks_for_gap = self.error is not None or time.monotonic() >= gap_check
             try:
-                with self._lock:
+                with self._held_lock():
                     has_moved = self._advance(looks_for_gap=looks_for_gap)
             except NoSnapshotError:
                 # No hint can come of a stream whose id is not known.
@@ -142,6 +150,15 @@ class Follower:
                 self._stop.wait(pause)
             else:
                 self._hints.wait(place.stream, place.link.version, pause)
+
+    @contextmanager
+    def _held_lock(self) -> Iterator[None]:
+        while not self._lock.acquire(timeout=_LOCK_SECONDS):
+            check()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _note(self, error: Exception) -> None:
         if str(error) != str(self.error) and not isinstance(error, HeldVersionError):

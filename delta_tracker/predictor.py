@@ -204,7 +204,12 @@ class Predictor:
         self._follower.start(poll_seconds)
 
     def stop(self) -> None:
-        """End :meth:`follow` after the version that it is applying; raises what ended it before, or holds it up now.
+        """End :meth:`follow` within about a second; raises what ended it before, or holds it up now.
+
+        It waits for no store: a request that hangs is abandoned. A version whose parts are still being read is not
+        applied. Of one whose rows are being written all are written, unless its parts have to be read again, being
+        larger than 256 MiB together; until the next call applies it whole, ``reading()`` then says that it is being
+        applied.
 
         Raises:
             InvalidArgumentError: inside :meth:`reading`, for whose end the version may be waiting.

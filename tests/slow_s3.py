@@ -82,10 +82,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         self.state.closed.wait()
 
-    def do_HEAD(self) -> None:  # noqa: N802  http.server's name
+    def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_GET(self) -> None:  # noqa: N802  http.server's name
+    def do_GET(self) -> None:
         name, state = self._name(), self.state
         state.asked.append(f"{self.command} {name}")
         if state.is_hanging:

@@ -97,6 +97,7 @@ _ORDER = [
     "checkpoint.dcp",
     "stream.address",
     "stream.files",
+    "stream.interruption",
     "stream.storage",
     "stream.notify",
     "stream.redis",

@@ -16,7 +16,7 @@ from delta_tracker.cli.output import Output
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.manifest import Manifest
-from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.storage import Storage, Transfer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,9 +41,16 @@ class MeteredStorage(Storage):
 
     on_read: Callable[[int], None] | None = None
 
-    def read(self, name: str, *, max_bytes: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8] | None:
+    def read(
+        self,
+        name: str,
+        *,
+        max_bytes: int,
+        out: NDArray[np.uint8] | None = None,
+        transfer: Transfer | None = None,
+    ) -> NDArray[np.uint8] | None:
         """See :meth:`Storage.read`."""
-        return self._told(super().read(name, max_bytes=max_bytes, out=out))
+        return self._told(super().read(name, max_bytes=max_bytes, out=out, transfer=transfer))
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
         """See :meth:`Storage.read_range`."""

@@ -15,6 +15,8 @@ _SCHEMES = ("file", "memory", "s3", "gs", "az")
 # obstore's own limit is three minutes; nobody waits that long for an answer of a store that does not give one.
 _MAX_RETRIES = 6  # some five seconds
 _RETRY_TIMEOUT = timedelta(seconds=30)
+# A request may take as long as it brings bytes; obstore's own limit is 30 seconds for all of them.
+_CLIENT_DEFAULTS = {"timeout": "365days", "read_timeout": "30s"}
 # These belong to the HTTP client. obstore takes them apart from the settings of the store, and panics if it does not.
 _CLIENT_OPTIONS = frozenset(
     {
@@ -55,6 +57,11 @@ def local_directory(url: object) -> Path | None:
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
+def is_remote(url: str) -> bool:
+    """Whether the objects of a url are reached over a network."""
+    return _split(url).scheme not in ("file", "memory")
+
+
 def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
     """What obstore's ``from_url`` takes beside the url. No error shows the value of an option: it may be a secret.
 
@@ -66,7 +73,7 @@ def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
         if options is not None:
             raise InvalidArgumentError("options", sorted(options), f"Leave them out: a {scheme}:// store has none")
         return {}
-    client: dict[str, str] = {}
+    client: dict[str, str] = dict(_CLIENT_DEFAULTS)
     store: dict[str, str] = {}
     for key, value in (options or {}).items():
         if not (_is_text(key) and _is_text(value)):

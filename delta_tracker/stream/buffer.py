@@ -5,15 +5,27 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from delta_tracker.stream.manifest import Part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ALIGNMENT = 64
 _SPARE = 4  # how many times the last version's bytes are kept at most
+
+
+class PartSource(Protocol):
+    """The bytes of a part, which are read and checked as they are needed."""
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return the bytes ``[begin, end)``, which may not be checked before :meth:`finish`."""
+
+    def finish(self) -> None:
+        """Read the rest and compare the part with its record. A call after an error resumes."""
 
 
 class PartBuffer:
@@ -26,7 +38,17 @@ class PartBuffer:
     """
 
     def __init__(self) -> None:
+        self._begun: tuple[tuple[Part, ...], list[PartSource]] | None = None
         self._renew(0)
+
+    def keep(self, parts: Sequence[Part], sources: list[PartSource]) -> None:
+        """Keep what was read of the parts of a version when an error interrupted it."""
+        self._begun = tuple(parts), sources
+
+    def begun(self, parts: Sequence[Part]) -> list[PartSource] | None:
+        """Take back what was kept of exactly these parts, None if nothing was; what was kept of others is dropped."""
+        kept, self._begun = self._begun, None
+        return kept[1] if kept is not None and kept[0] == tuple(parts) else None
 
     def lend(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
         """An array of each of these sizes in bytes, at addresses that suit every dtype."""

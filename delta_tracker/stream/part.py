@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from delta_tracker.errors import CorruptPartError, MalformedError
-from delta_tracker.stream.buffer import PartBuffer
+from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
+from delta_tracker.stream.buffer import PartBuffer, PartSource
 from delta_tracker.stream.codec import ALIGNMENT, SIZE_BYTES, dense_key
 from delta_tracker.stream.encoding import decode_rows, unpack_ids
+from delta_tracker.stream.interruption import Interrupted, check
 from delta_tracker.stream.manifest import DTYPE_NAMES, Block, Manifest, Part
 from delta_tracker.stream.parse import load_json, reason_of
-from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.storage import Storage, Transfer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,8 +30,6 @@ MEMORY_BYTES = 256 << 20
 _PIECE_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
-
-_Read = Callable[[int, int], "NDArray[np.uint8]"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +75,7 @@ class PartReader:
         manifest: that manifest.
         memory_bytes: size above which it is not held in memory.
         out: the memory that it is held in, for as many bytes; new memory without it.
+        source: its bytes, if reading them has begun already.
 
     Raises:
         CorruptPartError: if the bytes are not exactly what the record says.
@@ -90,13 +90,16 @@ class PartReader:
         *,
         memory_bytes: int = MEMORY_BYTES,
         out: NDArray[np.uint8] | None = None,
+        source: PartSource | None = None,
     ) -> None:
         self.part = part
         self._specs = manifest.dense
-        is_held = part.num_bytes <= memory_bytes
-        self._read = _in_memory(storage, part, out) if is_held else _Pieces(storage, part).read
+        source = source or _source(storage, part, memory_bytes, out)
+        self._read = source.read
         try:
+            # The header first: it refuses most of what is no part before the rest of a large one is read.
             self._spans = self._layout()
+            source.finish()
             self._ids = [self._checked_ids(index, block) for index, block in enumerate(part.blocks)]
             self._check_flags()
         except _FAULTS as error:
@@ -216,42 +219,76 @@ def _length(value: Any) -> int:  # noqa: ANN401  untrusted JSON
     return value
 
 
-def _in_memory(storage: Storage, part: Part, out: NDArray[np.uint8] | None) -> _Read:
-    """Read all of a part at once."""
-    try:
-        data = storage.read(part.name, max_bytes=part.num_bytes, out=out)
-    except MalformedError as error:
-        raise CorruptPartError(part.name, error.reason) from error
-    if data is None:
-        raise CorruptPartError(part.name, "it does not exist")
-    if len(data) != part.num_bytes:
-        raise CorruptPartError(part.name, f"it has {len(data)} bytes instead of {part.num_bytes}")
-    if xxhash.xxh3_128_hexdigest(data.data) != part.xxh3:
-        raise CorruptPartError(part.name, f"its xxh3 is not {part.xxh3}")
-    return lambda begin, end: data[begin:end]
+def _source(storage: Storage, part: Part, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
+    return _InMemory(storage, part, out) if part.num_bytes <= memory_bytes else _Pieces(storage, part)
+
+
+class _InMemory:
+    """A part that is read at once. After an error it is resumed where it stopped."""
+
+    def __init__(self, storage: Storage, part: Part, out: NDArray[np.uint8] | None) -> None:
+        self._storage = storage
+        self._part = part
+        self._out = out
+        self._transfer = Transfer()
+        self._data: NDArray[np.uint8] | None = None
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        if self._data is None:
+            self._data = self._checked()
+        return self._data[begin:end]
+
+    def finish(self) -> None:
+        self.read(0, 0)
+
+    def _checked(self) -> NDArray[np.uint8]:
+        part = self._part
+        try:
+            data = self._storage.read(part.name, max_bytes=part.num_bytes, out=self._out, transfer=self._transfer)
+        except MalformedError as error:
+            raise CorruptPartError(part.name, error.reason) from error
+        _check_size(part, None if data is None else len(data))
+        assert data is not None, "it has a size"
+        if xxhash.xxh3_128_hexdigest(data.data) != part.xxh3:
+            raise CorruptPartError(part.name, f"its xxh3 is not {part.xxh3}")
+        return data
 
 
 class _Pieces:
-    """A part that is read once for its hash; then again as it is asked for, each piece compared with what it was."""
+    """A part that is read once for its hash; then again as it is asked for, each piece compared with what it was.
+
+    After an error hashing is resumed where it stopped.
+    """
 
     def __init__(self, storage: Storage, part: Part) -> None:
         self._storage = storage
         self._part = part
-        size = storage.size(part.name)
-        if size != part.num_bytes:
-            found = "it does not exist" if size is None else f"it has {size} bytes instead of {part.num_bytes}"
-            raise CorruptPartError(part.name, found)
-        whole = xxhash.xxh3_128()
+        self._whole = xxhash.xxh3_128()
         self._digests: list[bytes] = []
-        for number in range(-(-part.num_bytes // _PIECE_BYTES)):
-            piece = self._fetch(number)
-            whole.update(piece.data)
-            self._digests.append(xxhash.xxh3_128_digest(piece.data))
-        if whole.hexdigest() != part.xxh3:
-            raise CorruptPartError(part.name, f"its xxh3 is not {part.xxh3}")
+        self._is_checked = False
         self._held: tuple[int, NDArray[np.uint8]] | None = None  # the piece that was read last
 
+    def finish(self) -> None:
+        if self._is_checked:
+            return
+        self._hash(self._part.num_bytes)
+        if self._whole.hexdigest() != self._part.xxh3:
+            raise CorruptPartError(self._part.name, f"its xxh3 is not {self._part.xxh3}")
+        self._is_checked = True
+
+    def _hash(self, end: int) -> None:
+        """Hash the pieces up to a byte, the size first."""
+        if not self._digests:
+            _check_size(self._part, self._storage.size(self._part.name))
+        while len(self._digests) * _PIECE_BYTES < end:
+            number = len(self._digests)
+            piece = self._fetch(number)
+            self._whole.update(piece.data)
+            self._digests.append(xxhash.xxh3_128_digest(piece.data))
+            self._held = number, piece
+
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        self._hash(end)
         pieces = []
         while begin < end:
             number, offset = divmod(begin, _PIECE_BYTES)
@@ -271,6 +308,7 @@ class _Pieces:
         return piece
 
     def _fetch(self, number: int) -> NDArray[np.uint8]:
+        check()
         begin = number * _PIECE_BYTES
         end = min(begin + _PIECE_BYTES, self._part.num_bytes)
         data = self._storage.read_range(self._part.name, begin, end)
@@ -279,26 +317,44 @@ class _Pieces:
         return data
 
 
+def _check_size(part: Part, size: int | None) -> None:
+    if size != part.num_bytes:
+        found = "it does not exist" if size is None else f"it has {size} bytes instead of {part.num_bytes}"
+        raise CorruptPartError(part.name, found)
+
+
 def read_parts(
     storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMORY_BYTES, buffer: PartBuffer | None = None
 ) -> list[PartReader]:
     """All parts of a version, checked; together at most ``memory_bytes`` of them are held, in ``buffer`` if given.
 
+    What was read of them before a :class:`StorageError` is kept in ``buffer``, and the next call goes on from there.
+
     Raises:
         CorruptPartError, StorageError: as :class:`PartReader`.
     """
+    sources = None if buffer is None else buffer.begun(manifest.parts)
+    if sources is None:
+        sources = _sources(storage, manifest.parts, memory_bytes, buffer)
+    try:
+        return [
+            PartReader(storage, part, manifest, source=source)
+            for part, source in zip(manifest.parts, sources, strict=True)
+        ]
+    except (StorageError, Interrupted):
+        if buffer is not None:
+            buffer.keep(manifest.parts, sources)
+        raise
+
+
+def _sources(storage: Storage, parts: Sequence[Part], memory_bytes: int, buffer: PartBuffer | None) -> list[PartSource]:
     limits, left = [], memory_bytes
-    for part in manifest.parts:
+    for part in parts:
         limits.append(left)
         left -= part.num_bytes if part.num_bytes <= left else 0
-    held = [
-        part.num_bytes if part.num_bytes <= limit else 0 for part, limit in zip(manifest.parts, limits, strict=True)
-    ]
+    held = [part.num_bytes if part.num_bytes <= limit else 0 for part, limit in zip(parts, limits, strict=True)]
     outs = [None] * len(held) if buffer is None else buffer.lend(held)
-    return [
-        PartReader(storage, part, manifest, memory_bytes=limit, out=out)
-        for part, limit, out in zip(manifest.parts, limits, outs, strict=True)
-    ]
+    return [_source(storage, part, limit, out) for part, limit, out in zip(parts, limits, outs, strict=True)]
 
 
 def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:

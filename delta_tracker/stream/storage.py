@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import obstore
@@ -17,16 +19,23 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError,
 from obstore.store import LocalStore, from_url
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError, UnsafeStoreError
-from delta_tracker.stream.address import check_name, connection, local_directory
+from delta_tracker.stream.address import check_name, connection, is_remote, local_directory
 from delta_tracker.stream.files import CHUNK_BYTES, make_directory, pieces, write_file
+from delta_tracker.stream.interruption import answer, check, checked
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from obstore import BytesStream, GetOptions, GetResult, ListStream, ObjectMeta
     from obstore.store import ObjectStore
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 # A multipart upload has at most 10,000 parts, so this bounds an object at 80 GB. Parts under way are held in memory.
 _UPLOAD_BYTES = 8 << 20
 _UPLOADS = 4
+# What an interrupted download loses at most. Smaller chunks cost time, larger ones save none.
+_DOWNLOAD_BYTES = 256 << 10
 _PAGE_OBJECTS = 1000  # what a remote store returns per request
 
 
@@ -37,6 +46,21 @@ class StoredObject:
     name: str
     num_bytes: int
     modified: float
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """What has arrived of an object that is read from a remote store.
+
+    Attributes:
+        out: memory for all bytes that are read, once the object's size is known.
+        num_bytes: how many of them have arrived, from the first one on.
+        source: size, ETag and time of the object that they are from.
+    """
+
+    out: NDArray[np.uint8] | None = None
+    num_bytes: int = 0
+    source: tuple[int, str | None, datetime] | None = None
 
 
 class Storage:
@@ -54,7 +78,9 @@ class Storage:
             makes it, so that a reader may start before the writer.
         fsync: False leaves it to the system when local objects reach the disk: a lost machine may lose them.
         options: settings of a remote store by obstore's names, such as ``endpoint``, ``region``, ``access_key_id``,
-            ``secret_access_key``, ``allow_http`` or ``timeout``; all values are strings.
+            ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A request fails after
+            ``read_timeout`` without a byte, 30s by default. ``timeout`` limits its whole time; there is no such limit
+            by default.
 
     Raises:
         InvalidArgumentError: for a url of another scheme, or options that the store does not have.
@@ -69,6 +95,7 @@ class Storage:
             raise InvalidArgumentError("fsync", fsync, "Leave it out: only a local directory is synced")
         self.url = url
         self._fsync = fsync
+        self._is_remote = is_remote(url)
         self._settings = connection(url, options)
         with self._translated():
             if self._directory is not None and create:
@@ -92,9 +119,9 @@ class Storage:
         check_name("name", name)
         with self._translated():
             if self._directory is None:
-                self._upload(name, _chunks(buffers))
+                self._upload(name, checked(_chunks(buffers)))
             else:
-                self._write_file(name, buffers, overwrite=True)
+                self._write_file(name, checked(buffers), overwrite=True)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless one of that name exists; False if it does. Of racing writers exactly one wins.
@@ -107,7 +134,7 @@ class Storage:
             if self._directory is not None:
                 return self._write_file(name, [memoryview(data)], overwrite=False)
             try:
-                obstore.put(self._open_store(), name, data, mode="create")
+                self._put(name, data, mode="create")
             except AlreadyExistsError:
                 return False
             return True
@@ -121,28 +148,38 @@ class Storage:
         check_name("name", name)
         with self._translated():
             if self._directory is None:
-                obstore.put(self._open_store(), name, data, use_multipart=False)
+                self._put(name, data, use_multipart=False)
             else:
                 self._write_file(name, [memoryview(data)], overwrite=True)
 
-    def read(self, name: str, *, max_bytes: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8] | None:
+    def read(
+        self,
+        name: str,
+        *,
+        max_bytes: int,
+        out: NDArray[np.uint8] | None = None,
+        transfer: Transfer | None = None,
+    ) -> NDArray[np.uint8] | None:
         """The bytes of an object, None if there is none.
 
         Args:
             name: its name.
             max_bytes: how many bytes it may have.
             out: memory for so many bytes, whose beginning is then returned; without it the memory is new.
+            transfer: keeps what arrives before a :class:`StorageError`. A call with the transfer of a call that failed
+                asks for the rest only. Local files are read from their beginning.
 
         Raises:
             MalformedError: if it has more than ``max_bytes``; nothing was allocated for them.
-            StorageError: if it cannot be read.
+            StorageError: if it cannot be read, or has changed since the call that failed; the next call begins anew
+                then.
         """
         check_name("name", name)
         if out is not None and len(out) < max_bytes:
             raise InvalidArgumentError("out", len(out), f"Pass an array of {max_bytes} bytes")
         with self._translated():
             if self._directory is None:
-                return self._download(name, max_bytes=max_bytes, out=out)
+                return self._download(name, max_bytes=max_bytes, out=out, transfer=transfer)
             return self._read_file(name, max_bytes=max_bytes, out=out)
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
@@ -175,7 +212,8 @@ class Storage:
         with self._translated():
             try:
                 if self._directory is None:
-                    return obstore.head(self._open_store(), name)["size"]
+                    store = self._open_store()
+                    return self._ask(lambda: obstore.head(store, name), lambda: obstore.head_async(store, name))["size"]
                 self._find_store()
                 status = (self._directory / name).stat()
             except (FileNotFoundError, NotADirectoryError):
@@ -192,7 +230,8 @@ class Storage:
         with self._translated():
             try:
                 if self._directory is None:
-                    obstore.delete(self._open_store(), name)
+                    store = self._open_store()
+                    self._ask(lambda: obstore.delete(store, name), lambda: obstore.delete_async(store, name))
                 elif self._find_store() is not None:
                     (self._directory / name).unlink()
             except (FileNotFoundError, NotADirectoryError):
@@ -212,7 +251,8 @@ class Storage:
             if store is None:
                 return []
             pages = obstore.list(store, prefix, offset=after, chunk_size=_PAGE_OBJECTS)
-            metas = sorted(itertools.chain.from_iterable(pages), key=lambda meta: meta["path"])
+            found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
+            metas = sorted(found, key=lambda meta: meta["path"])
             return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in metas]
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
@@ -273,6 +313,18 @@ class Storage:
             parts = itertools.chain((first, second), chunks)
             obstore.put(store, name, parts, chunk_size=_UPLOAD_BYTES, max_concurrency=_UPLOADS)
 
+    def _put(self, name: str, data: bytes, **options: Any) -> None:  # noqa: ANN401  obstore's
+        """Write a small object to a remote store."""
+        store = self._open_store()
+        self._ask(
+            lambda: obstore.put(store, name, data, **options),
+            lambda: obstore.put_async(store, name, data, **options),
+        )
+
+    def _ask(self, blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
+        """The answer to a request; one that leaves this machine may be abandoned."""
+        return answer(blocking, request) if self._is_remote else blocking()
+
     def _download(
         self,
         name: str,
@@ -281,23 +333,59 @@ class Storage:
         *,
         max_bytes: int | None = None,
         out: NDArray[np.uint8] | None = None,
+        transfer: Transfer | None = None,
     ) -> NDArray[np.uint8] | None:
+        """Read from a remote store, in several requests if one ends early.
+
+        A request for the rest follows as long as each brings some bytes, so that a slow store is no failure.
+        """
+        transfer = Transfer() if transfer is None else transfer
+        while transfer.out is None or transfer.num_bytes < len(transfer.out):
+            before = transfer.num_bytes
+            try:
+                result = self._request(name, begin + transfer.num_bytes, end)
+                found = result.meta["size"], result.meta["e_tag"], result.meta["last_modified"]
+                if transfer.source not in (None, found):
+                    transfer.out, transfer.num_bytes, transfer.source = None, 0, None
+                    raise StorageError(self.url, f"{name} changed while it was read")
+                if transfer.out is None:
+                    transfer.out = self._allocate(name, found[0], begin, end, max_bytes, out)
+                    transfer.source = found
+                self._fill(name, result, transfer, begin)
+            except FileNotFoundError:
+                return None
+            except (BaseError, OSError) as error:
+                if transfer.num_bytes <= before:
+                    raise
+                _logger.info("resuming %s at byte %d: %s", name, begin + transfer.num_bytes, type(error).__name__)
+        return transfer.out
+
+    def _request(self, name: str, begin: int, end: int | None) -> GetResult:
+        """Ask for an object from a byte on."""
         store = self._open_store()
-        try:
-            answer = obstore.get(store, name, options={} if end is None else {"range": (begin, end)})
-        except FileNotFoundError:
-            return None
-        num_bytes = answer.meta["size"]
-        data = self._allocate(name, num_bytes, begin, end, max_bytes, out)
-        filled = 0
-        for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
-            if filled + len(chunk) > len(data):
-                raise StorageError(self.url, f"{name} sent more than the {len(data)} bytes that it announced")
-            data[filled : filled + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
-            filled += len(chunk)
-        if filled != len(data):
-            raise self._too_short(name, begin + filled, begin + len(data))
-        return data
+        options: GetOptions = {}
+        if end is not None:
+            options = {"range": (begin, end)}
+        elif begin:
+            options = {"range": {"offset": begin}}
+        return self._ask(
+            lambda: obstore.get(store, name, options=options),
+            lambda: obstore.get_async(store, name, options=options),
+        )
+
+    def _fill(self, name: str, result: GetResult, transfer: Transfer, begin: int) -> None:
+        """Copy an answer to where the bytes before it end."""
+        out = transfer.out
+        assert out is not None, "allocated"
+        stream = result.stream(min_chunk_size=_DOWNLOAD_BYTES)
+        while (chunk := self._ask(lambda: next(stream, None), lambda: _next(stream))) is not None:
+            filled = transfer.num_bytes + len(chunk)
+            if filled > len(out):
+                raise StorageError(self.url, f"{name} sent more than the {len(out)} bytes that it announced")
+            out[transfer.num_bytes : filled] = np.frombuffer(chunk, dtype=np.uint8)
+            transfer.num_bytes = filled
+        if transfer.num_bytes != len(out):
+            raise self._too_short(name, begin + transfer.num_bytes, begin + len(out))
 
     def _read_file(
         self,
@@ -326,7 +414,8 @@ class Storage:
             view = data.data
             filled = 0
             while filled < len(data):
-                count = os.preadv(descriptor, [view[filled:]], begin + filled)
+                check()
+                count = os.preadv(descriptor, [view[filled : filled + CHUNK_BYTES]], begin + filled)
                 if count == 0:
                     raise self._too_short(name, begin + filled, begin + len(data))
                 filled += count
@@ -387,3 +476,16 @@ def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
             chunk = bytearray(piece[room:])
     if chunk:
         yield bytes(chunk)
+
+
+async def _next(stream: BytesStream) -> bytes | None:
+    """The next chunk of an object, None at its end."""
+    try:
+        return await anext(stream)
+    except StopAsyncIteration:
+        return None
+
+
+async def _collected(pages: ListStream[Sequence[ObjectMeta]]) -> list[ObjectMeta]:
+    """The objects of all pages of a listing."""
+    return [meta async for page in pages for meta in page]

@@ -1,0 +1,107 @@
+"""Stop flags of background threads, which every read of a store checks.
+
+The flag belongs to a thread, so that it does not have to be passed through every call between a thread's loop and the
+store. A thread without a flag is never interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# How long a request that is waited for delays the end of its thread.
+_SLICE_SECONDS = 0.05
+_CANCEL_SECONDS = 1.0
+
+
+class Interrupted(BaseException):
+    """The stop flag of this thread is set. No :class:`Exception`: code that handles failures must not handle it."""
+
+
+class _Scope:
+    """The stop flag of a thread, and the event loop in which it waits for requests."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self._loop = asyncio.SelectorEventLoop()
+
+    def check(self) -> None:
+        if self._stop.is_set():
+            raise Interrupted
+
+    def checked(self, items: Iterable[T]) -> Iterator[T]:
+        for item in items:
+            self.check()
+            yield item
+
+    def wait(self, request: Callable[[], Awaitable[T]]) -> T:
+        self.check()
+        return self._loop.run_until_complete(self._result(request))
+
+    def close(self) -> None:
+        self._loop.close()
+
+    async def _result(self, request: Callable[[], Awaitable[T]]) -> T:
+        task = asyncio.ensure_future(request())
+        while not (await asyncio.wait({task}, timeout=_SLICE_SECONDS))[0]:
+            if self._stop.is_set():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_CANCEL_SECONDS)
+                if task.done() and not task.cancelled():
+                    task.exception()  # otherwise asyncio logs that it was never retrieved
+                raise Interrupted
+        return task.result()
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def interruptible(stop: threading.Event) -> Iterator[None]:
+    """Raise :class:`Interrupted` from the calls of this thread inside the block once ``stop`` is set.
+
+    Requests to a remote store are abandoned within a fraction of a second, local files between two pieces.
+    """
+    scope = _Scope(stop)
+    before, _thread.scope = _scope(), scope
+    try:
+        yield
+    finally:
+        _thread.scope = before
+        scope.close()
+
+
+def check() -> None:
+    """Raise :class:`Interrupted` if the stop flag of this thread is set."""
+    scope = _scope()
+    if scope is not None:
+        scope.check()
+
+
+def checked(items: Iterable[T]) -> Iterator[T]:
+    """Yield ``items``, and check the stop flag of the calling thread before each, also if another thread iterates."""
+    scope = _scope()
+    return iter(items) if scope is None else scope.checked(items)
+
+
+def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
+    """Return the answer to a request; one that is not there when the stop flag is set is abandoned.
+
+    Args:
+        blocking: sends the request and waits, for a thread that cannot be interrupted.
+        request: sends the same request and returns an awaitable, which can be cancelled.
+
+    Raises:
+        Interrupted: if the stop flag of this thread is set.
+    """
+    scope = _scope()
+    return blocking() if scope is None else scope.wait(request)
+
+
+def _scope() -> _Scope | None:
+    return getattr(_thread, "scope", None)
