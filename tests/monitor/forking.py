@@ -1,0 +1,136 @@
+"""Forks while a collector delivers all the time: ``python -m tests.monitor.forking FOLDER FORKS``.
+
+No child may wait for what a thread of the parent held, and none may write what the parent has written. Prints how many
+children were forked, hung and failed, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+from delta_tracker.monitor import Monitor
+from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
+from delta_tracker.monitor.sinks.jsonl import JsonlSink
+from delta_tracker.monitor.sinks.logs import LoggingSink
+from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, PrometheusSink
+from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.source import Source
+
+_HANG_SECONDS = 8
+_MOST_HANGS = 2  # each costs its time
+_NUM_THREADS = 2
+
+
+class _Unforgetting(Sink):
+    """Cannot let go in a child."""
+
+    def deliver(self, batch) -> None:
+        del batch
+
+    def forget(self) -> None:
+        raise RuntimeError("on purpose")
+
+
+class _Unforgiving(Source):
+    """Raises in a child."""
+
+    name = "unforgiving"
+
+    def read(self, *, is_last) -> None:
+        del is_last
+
+    def after_fork(self) -> None:
+        raise RuntimeError("on purpose")
+
+
+def main(folder: Path, num_forks: int) -> None:
+    random.seed(0)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    handler = logging.FileHandler(folder / "log", encoding="utf-8")
+    logging.getLogger("delta_tracker.monitor").addHandler(handler)
+    logging.getLogger("delta_tracker.monitor").propagate = False
+    monitor = Monitor(capacity=1024)
+    counter = monitor.counter("records")
+    monitor.add_source(_Unforgiving())
+    sinks = [
+        _Unforgetting(),
+        JsonlSink(folder / "lines", totals=True),
+        ChromeTraceSink(folder / "trace"),
+        LoggingSink(),
+        PrometheusFileSink(folder / "metrics.prom"),
+        PrometheusSink(0),
+    ]
+    monitor.start(sinks, interval=timedelta(milliseconds=1), system=False)
+    is_over = threading.Event()
+
+    def record(thread: int) -> None:
+        number = 0
+        while not is_over.is_set():
+            with monitor.span("busy", thread=thread, number=number, text="x" * 200):
+                counter.add()
+            number += 1
+            time.sleep(0.0002)
+
+    threads = [threading.Thread(target=record, args=(number,)) for number in range(_NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    num_hung = num_failed = num_done = 0
+    while num_done < num_forks and num_hung < _MOST_HANGS:
+        time.sleep(random.random() * 0.005)
+        child = os.fork()
+        if child == 0:
+            _live_as_child(monitor, counter, ends_normally=num_done % 25 == 0)
+        num_done += 1
+        status = _status_of(child)
+        num_hung += status is None
+        num_failed += status not in (None, 0)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    is_stopped = monitor.stop(timedelta(seconds=30))
+    total = sum(cell.collect_total() for cell in counter.cells)
+    figures = {"forked": num_done, "hung": num_hung, "failed": num_failed, "stopped": is_stopped, "records": total}
+    print(json.dumps(figures))
+
+
+def _live_as_child(monitor: Monitor, counter, *, ends_normally: bool) -> None:
+    """Record and collect in a child that begins empty."""
+    status = 1
+    try:
+        counter.add()
+        batch = monitor.collect()
+        totals = {each.definition.name: each.figures.total for each in batch.totals}
+        num_errors = sum(cell.collect_total() for cell in monitor.metrics.outlet_errors.cells)
+        status = 0 if totals["records"] == 1 and num_errors == 2 and not monitor.events.recent else 2
+    finally:
+        if not (ends_normally and status == 0):
+            os._exit(status)
+    # The interpreter ends as that of any program does: files that it holds are closed.
+    raise SystemExit(0)
+
+
+def _status_of(child: int) -> int | None:
+    """The exit status of a child, None if it hung and was killed."""
+    deadline = time.monotonic() + _HANG_SECONDS
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
