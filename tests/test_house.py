@@ -43,6 +43,7 @@ _ORDER = [
     "monitor.report",
     "monitor.state",
     "monitor.nvml",
+    "monitor.sinks.appended_file",
     "monitor.sinks.jsonl",
     "monitor.sinks.logs",
     "monitor.sinks.chrome_trace",

@@ -76,12 +76,15 @@ class Collector:
         self._thread: threading.Thread | None = None
 
     def after_fork(self) -> None:
-        """Have the sinks let go of what the parent uses, then forget them."""
+        """Have the sinks let go of what the parent uses, then forget them. What raises is counted.
+
+        Nothing is logged: a thread of the parent may have held the lock of the stream that logs are written to.
+        """
         for sink in self.sinks:
             try:
                 sink.forget()
-            except Exception:
-                _logger.exception("monitor: %s could not let go in a forked child", sink.name)
+            except Exception:  # noqa: BLE001  it is the user's code; it is counted
+                self._metrics.outlet_errors.cell(outlet=sink.name).add(1)
         self.reset()
 
     @property

@@ -269,9 +269,11 @@ class Monitor:
         """Begin empty and stopped; called in forked children."""
         renew_ids()
         atexit.unregister(self.stop)
-        self.registry.reset()
+        failed = self.registry.reset()
         self.events.reset()
         self._collector.after_fork()
+        for source in failed:
+            self.metrics.outlet_errors.cell(outlet=source.name).add(1)
 
     def _define(self, definition: Definition, settings: dict[str, Any]) -> Stat:
         protect(self)

@@ -126,13 +126,23 @@ class Registry:
         with self._lock:
             return list(self._sources.values())
 
-    def reset(self) -> None:
-        """Forget all records, and locks that another thread may hold; for a process that was forked."""
+    def reset(self) -> list[Source]:
+        """Forget all records, and locks that another thread may hold; for a process that was forked.
+
+        Returns:
+            The sources that raised in the child, which are forgotten.
+        """
         self._lock = threading.RLock()
         for stat in self._stats.values():
             stat.reset()
-        for source in self._sources.values():
-            source.after_fork()
+        failed = []
+        for source in list(self._sources.values()):
+            try:
+                source.after_fork()
+            except Exception:  # noqa: BLE001  it is the user's code; the caller counts it
+                failed.append(source)
+                del self._sources[source.name]
+        return failed
 
     def _policy(self, name: str) -> Policy:
         policy = self._defaults[exposed(name)]

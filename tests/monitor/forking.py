@@ -6,6 +6,8 @@ children were forked, hung and failed, as JSON.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -41,6 +43,28 @@ class _Unforgetting(Sink):
         raise RuntimeError("on purpose")
 
 
+def _open_slow_pipe(path: Path) -> None:
+    """Make a named pipe that is read slowly, so that who writes to it is in the middle of a write most of the time."""
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+
+    def read() -> None:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                os.read(reader, 4096)
+            time.sleep(0.001)
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+class _Handler(logging.Handler):
+    """Has no file with a buffer: at its end a child would wait for that one's lock, in logging itself."""
+
+    def emit(self, record) -> None:
+        self.format(record)
+
+
 class _Unforgiving(Source):
     """Raises in a child."""
 
@@ -56,14 +80,15 @@ class _Unforgiving(Source):
 def main(folder: Path, num_forks: int) -> None:
     random.seed(0)
     warnings.simplefilter("ignore", DeprecationWarning)
-    handler = logging.FileHandler(folder / "log", encoding="utf-8")
-    logging.getLogger("delta_tracker.monitor").addHandler(handler)
+    logging.getLogger("delta_tracker.monitor").addHandler(_Handler())
     logging.getLogger("delta_tracker.monitor").propagate = False
     monitor = Monitor(capacity=1024)
     counter = monitor.counter("records")
     monitor.add_source(_Unforgiving())
+    _open_slow_pipe(folder / "pipe")
     sinks = [
         _Unforgetting(),
+        JsonlSink(folder / "pipe"),
         JsonlSink(folder / "lines", totals=True),
         ChromeTraceSink(folder / "trace"),
         LoggingSink(),

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TextIO
 
 from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.event import Event, Phase, json_value
+from delta_tracker.monitor.sinks.appended_file import AppendedFile
 from delta_tracker.monitor.sinks.sink import Sink
 
 _US = 1e-3
@@ -29,29 +29,25 @@ class ChromeTraceSink(Sink):
 
     def __init__(self, path: str | Path) -> None:
         self._pid = os.getpid()
-        self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  until it is closed
-        self._file.write("[\n")
+        self._file = AppendedFile(path, replace=True)
+        self._file.append("[\n")
 
     def deliver(self, batch: Batch) -> None:
-        """Append and flush."""
-        assert self._file is not None, "not called after close"
+        """Append at once, or nothing where the disk is full."""
         lines = [self._event(event) for event in batch.events]
         lines += [self._curve(report) for report in batch.windows if report.values]
-        self._file.writelines(json.dumps(line, allow_nan=False) + ",\n" for line in lines)
-        self._file.flush()
+        self._file.append("".join(json.dumps(line, allow_nan=False) + ",\n" for line in lines))
 
     def close(self) -> None:
         """End the array and close the file."""
-        if self._file is not None:
-            self._file.write("{}]\n")
+        try:
+            self._file.append("{}]\n")
+        finally:
             self._file.close()
-            self._file = None
 
     def forget(self) -> None:
-        """Leave the file to the parent: everything was flushed, so that closing writes nothing."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Leave the file to the parent."""
+        self._file.close()
 
     def _event(self, event: Event) -> dict[str, object]:
         line: dict[str, object] = {

@@ -6,17 +6,17 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
 
 from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
 from delta_tracker.monitor.event import Event, json_value
+from delta_tracker.monitor.sinks.appended_file import AppendedFile
 from delta_tracker.monitor.sinks.sink import Sink
 
 _S = 1e-9
 
 
 class JsonlSink(Sink):
-    """Appends to a file; each batch is written and flushed at once.
+    """Appends to a file; each batch is written at once, or not at all where the disk is full.
 
     A line is an object with ``kind`` ("window", "total" or "event"), ``time`` in seconds since the epoch, and the rest
     by name. A figure without data is absent; a number that is not finite stands as text.
@@ -27,30 +27,25 @@ class JsonlSink(Sink):
     """
 
     def __init__(self, path: str | Path, *, totals: bool = False) -> None:
-        self._path = Path(path)
         self._totals = totals
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO | None = self._path.open("a", encoding="utf-8")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = AppendedFile(path)
 
     def deliver(self, batch: Batch) -> None:
         """Append the batch's lines."""
-        assert self._file is not None, "not called after close"
         lines = [window_line(report, batch.attributes) for report in batch.windows]
         if self._totals:
             lines += [total_line(report, batch) for report in batch.totals]
         lines += [event_line(event, batch.attributes) for event in batch.events]
-        self._file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-        self._file.flush()
+        self._file.append("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
     def forget(self) -> None:
-        """Leave the file to the parent: every batch was flushed, so that closing writes nothing."""
-        self.close()
+        """Leave the file to the parent."""
+        self._file.close()
 
 
 def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str, object]:
