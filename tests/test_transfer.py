@@ -18,7 +18,9 @@ from delta_tracker.errors import CorruptPartError, StorageError
 from delta_tracker.stream.codec import Rows
 from delta_tracker.stream.encoding import Encoding
 from delta_tracker.stream.manifest import Block, Manifest
+from delta_tracker.stream.retention import Retention
 from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.upkeep import Upkeep
 from delta_tracker.types import TableSpec
 from tests.serving import eventually
 from tests.slow_s3 import SlowS3, slow_s3
@@ -253,3 +255,20 @@ def test_stop_does_not_wait_for_a_huge_part(tmp_path: Path) -> None:
     time.sleep(0.3)
     assert predictor.error is None, "it is being hashed"
     returns_promptly(predictor.stop, lambda: os.truncate(path, 0))
+
+
+# Closing
+
+
+@pytest.mark.xfail(strict=True, reason="close() waits for the pass, however long it hangs")
+def test_closing_does_not_wait_for_upkeep_that_hangs(server: SlowS3, writer: Writer) -> None:
+    version = writer.snapshot().version
+    storage = server.storage(read_timeout="20s", timeout="20s")
+    upkeep = Upkeep(storage, Retention(versions=1), retain_every=1, compact_every=2, close_seconds=0.2)
+    server.is_hanging = True
+    upkeep.after(version)
+    eventually(lambda: len(server.asked) > 0)
+    returns_promptly(upkeep.close, server.closed.set)
+    assert upkeep.error is None
+    upkeep.after(version + 10)
+    assert "upkeep" not in {thread.name for thread in threading.enumerate()}
