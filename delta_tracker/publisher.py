@@ -229,7 +229,8 @@ class Publisher:
     def close(self) -> None:
         """Finish what is under way, release the consumer and leave the ranks' group; every rank calls it.
 
-        The stream stays claimed. A version that fails now is logged, and its rows stay pending.
+        The stream stays claimed. A version that fails now is logged, and its rows stay pending. A retention or
+        compaction that takes more than 10 seconds longer is ended; a later one does its work.
 
         Raises:
             InvalidArgumentError: from another thread than the one that built it; nothing was closed.

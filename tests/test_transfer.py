@@ -260,7 +260,6 @@ def test_stop_does_not_wait_for_a_huge_part(tmp_path: Path) -> None:
 # Closing
 
 
-@pytest.mark.xfail(strict=True, reason="close() waits for the pass, however long it hangs")
 def test_closing_does_not_wait_for_upkeep_that_hangs(server: SlowS3, writer: Writer) -> None:
     version = writer.snapshot().version
     storage = server.storage(read_timeout="20s", timeout="20s")

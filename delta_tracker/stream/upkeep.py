@@ -7,6 +7,7 @@ import threading
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.stream.compaction import DEFAULT_MAX_BYTES, check_bounds, compact
+from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.retention import Retention, retain
 from delta_tracker.stream.storage import Storage
@@ -27,6 +28,7 @@ class Upkeep:
         retain_every: remove after so many versions. A pass reads every entry of the log.
         fold: as for :func:`~delta_tracker.stream.compaction.compact`.
         max_bytes: as there; that much memory a pass takes beside the publisher.
+        close_seconds: how long :meth:`close` lets the pass that is under way run.
 
     Raises:
         InvalidArgumentError: for a bound that is none.
@@ -41,9 +43,12 @@ class Upkeep:
         retain_every: int = 16,
         fold: float = 0.5,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        close_seconds: float = 10.0,
     ) -> None:
         if type(retain_every) is not int or retain_every < 1:
             raise InvalidArgumentError("retain_every", retain_every, "Pass an integer of 1 or more")
+        if not 0 <= close_seconds < threading.TIMEOUT_MAX:
+            raise InvalidArgumentError("close_seconds", close_seconds, "Pass seconds, 0 or more")
         check_bounds(fold, max_bytes, 2 if compact_every is None else compact_every, name="compact_every")
         self._log = StreamLog(storage)
         self._retention = retention
@@ -51,6 +56,8 @@ class Upkeep:
         self._retain_every = retain_every
         self._fold = fold
         self._max_bytes = max_bytes
+        self._close_seconds = close_seconds
+        self._stop = threading.Event()
         self._compacted: int | None = None  # the version of the last pass of each kind, the first one to begin with
         self._retained: int | None = None
         self._thread: threading.Thread | None = None
@@ -84,21 +91,34 @@ class Upkeep:
             self._thread = thread
 
     def close(self) -> None:
-        """Wait for the pass that is under way; no other begins."""
+        """Let the pass that is under way run for ``close_seconds``, then end it; no other begins.
+
+        A pass that is ended leaves the stream as readers and later passes can use it, and at most some parts that no
+        entry names, for a later retention. It ends between two requests or pieces; a request that reads is abandoned.
+        """
         self._is_closed = True
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self._close_seconds)
+            if self._thread.is_alive():
+                self._stop.set()
+                self._thread.join()
 
     def _run(self, compacts: bool, retains: bool) -> None:  # noqa: FBT001  positions of a thread's arguments
         try:
-            if compacts:
-                compact(self._log, fold=self._fold, max_bytes=self._max_bytes)
-            if retains and self._retention is not None:
-                retain(self._log, self._retention)
+            with interruptible(self._stop):
+                self._pass(compacts=compacts, retains=retains)
+        except Interrupted:
+            _logger.info("the upkeep of %s was ended by close()", self._log.storage.url)
         except Exception as error:  # noqa: BLE001  upkeep must never reach training; logged and kept
             self._fail(error)
         else:
             self._error = None
+
+    def _pass(self, *, compacts: bool, retains: bool) -> None:
+        if compacts:
+            compact(self._log, fold=self._fold, max_bytes=self._max_bytes)
+        if retains and self._retention is not None:
+            retain(self._log, self._retention)
 
     def _fail(self, error: Exception) -> None:
         if str(error) != str(self._error):
