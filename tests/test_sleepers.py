@@ -1,0 +1,107 @@
+"""Publishers that sleep in the middle of an operation, while others claim, publish and remove old versions."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+
+from delta_tracker.errors import FencedError
+from delta_tracker.stream.retention import Retention, retain
+from tests.histories import Clock, ClockedStorage, History
+from tests.serving import Follower
+
+
+class Killed(BaseException):
+    """The process of a publisher is gone: no handler of it runs."""
+
+
+class Mortal(ClockedStorage):
+    """A store whose writer is killed right after it creates an entry."""
+
+    dies = False
+
+    def create(self, name: str, data: bytes) -> bool:
+        created = super().create(name, data)
+        if self.dies and created:
+            raise Killed
+        return created
+
+
+def fork(history: History) -> History:
+    """The same publisher in another process, which does not know what happens from here on."""
+    sleeper = copy.copy(history)
+    sleeper.held, sleeper.states, sleeper.state = copy.copy(history.held), dict(history.states), dict(history.state)
+    return sleeper
+
+
+def go_on(history: History, clock: Clock) -> None:
+    """Another publisher takes the stream over; what it supersedes is removed."""
+    history.claim()
+    history.snapshot()
+    history.delta()
+    clock.seconds += 1000
+    retain(history.storage, Retention(versions=1), clock)
+
+
+def assert_reads_the_history(follower: Follower, history: History) -> None:
+    """Version by version: each holds the rows that the publisher of the log wrote under its name."""
+    for _ in range(10):
+        assert follower.sync(1) is None
+    assert follower.predictor.version == history.version
+
+
+@pytest.mark.xfail(strict=True, reason="retention frees the names of a fenced publisher")
+@pytest.mark.parametrize("is_answer_lost", [False, True])
+def test_what_a_fenced_publisher_leaves_when_it_is_killed_is_never_served(is_answer_lost: bool) -> None:
+    clock = Clock()
+    with clock.of_the_log():
+        storage = Mortal(clock)
+        history = History(storage, 4)
+        slow = Follower(history)
+        if is_answer_lost:  # its newest version is in the log, and it does not know
+            before = copy.copy(history.held)
+            history.delta(2)
+            assert slow.sync() is None
+            sleeper = fork(history)
+            sleeper.held = before
+        else:
+            assert slow.sync() is None
+            sleeper = fork(history)
+        late = Follower(history)
+        assert late.sync(1) is None
+        go_on(history, clock)
+        storage.dies = True
+        with contextlib.suppress(Killed, FencedError):  # fenced if it could not create an entry
+            sleeper.delta(3)
+        storage.dies = False
+        for follower in (slow, late):
+            assert_reads_the_history(follower, history)
+
+
+@pytest.mark.xfail(strict=True, reason="a reader takes a claim that was never part of the log")
+def test_the_claim_of_a_publisher_that_is_killed_is_never_served() -> None:
+    clock = Clock()
+    with clock.of_the_log():
+        storage = Mortal(clock)
+        history = History(storage, 4)
+        slow = Follower(history)
+        assert slow.sync() is None
+        create = storage.create
+
+        def sleep(name: str, data: bytes) -> bool:
+            storage.create = create
+            history.delta(3)  # at the name that is about to be claimed
+            history.snapshot()
+            history.delta(3)
+            clock.seconds += 1000
+            retain(storage, Retention(versions=1), clock)
+            storage.dies = True
+            return create(name, data)
+
+        storage.create = sleep
+        with pytest.raises(Killed):
+            history.log.claim()
+        storage.dies = False
+        assert_reads_the_history(slow, history)
