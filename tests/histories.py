@@ -220,7 +220,7 @@ class Reader:
         if manifest is None:
             if self.held is None or self.log.versions()[-1] == self.held.version:
                 return False
-            if self.log.read(self.held.version + 1) is None:  # not just committed: gone
+            if self._following(self.held.version) is None:  # not just committed: gone
                 self._resync()
             return True
         try:
@@ -232,7 +232,8 @@ class Reader:
                 else self.log.read_merged(Merged.of(manifest))
             )
             # Another compaction may have made a merged entry of the same name, with parts of its own.
-            assert there is None or there.xxh3 != manifest.xxh3, "a part went before its entry"
+            is_kept = manifest.merges is None and self.log.precedes_claim(manifest)  # without its parts
+            assert is_kept or there is None or there.xxh3 != manifest.xxh3, "a part went before its entry"
             self._resync()
             return True
         self.state, self.held = state, manifest
@@ -251,7 +252,8 @@ class Reader:
     def _following(self, version: int) -> Manifest | None:
         manifest = self.log.read(version + 1)
         assert manifest is None or manifest.parent == self.held.link
-        return manifest
+        is_late = manifest is not None and manifest.kind == "claim" and not self.log.is_committed(manifest)
+        return None if is_late else manifest
 
     def _resync(self) -> None:
         self.held, self.state = None, {}

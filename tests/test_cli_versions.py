@@ -24,6 +24,7 @@ from delta_tracker.stream.encoding import Encoding
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.manifest import Manifest
 from delta_tracker.stream.part import PartReader
+from delta_tracker.stream.retention import Retention, retain
 from delta_tracker.stream.storage import Storage
 from tests.commands import Cli, entry, flip, interrupted, make, path_of, url_of
 from tests.streams import FQN, Writer
@@ -133,6 +134,22 @@ def test_verify_passes_over_what_retention_takes_meanwhile(
     assert cli.json("verify", url_of(writer))["ok"]
     monkeypatch.undo()
     assert cli.json("verify", url_of(writer))["entries"] == 3  # what is left begins above version 0
+
+
+def test_claims_that_retention_keeps_are_no_damage(cli: Cli, writer: Writer) -> None:
+    again = Writer(writer.storage)
+    again.snapshot()
+    again.delta([1])
+    retain(again.storage, Retention(versions=1, grace_seconds=0.0))
+    assert StreamLog(again.storage).versions() == [0, 4, 5, 6, 7]
+    url = url_of(again)
+    assert cli.json("verify", url)["findings"] == []
+    assert cli.json("verify", url, "--quick")["findings"] == []
+    found = cli.json("inspect", url)
+    assert (found["findings"], found["log"]["strays"]) == ([], 1)
+    assert "1 entry: claims and the entries before them stay" in cli("inspect", url)
+    report = cli.json("report", url)
+    assert (report["faults"], report["versions"]["missing"]) == ([], 0)
 
 
 # diff

@@ -65,10 +65,10 @@ def assert_follows(history: History) -> None:
 def test_what_is_beyond_a_bound_goes(history: History, clock: Clock, bound: dict, first: int) -> None:
     before = {name: history.storage.size(name) for name in history.storage.names("parts")}
     retained = retain(history.storage, Retention(grace_seconds=0, **bound), clock)
-    assert versions(history) == list(range(first, 10))
+    assert versions(history) == sorted({0, *range(first, 10)})  # a claim stays
     assert set(history.storage.names("parts")) == named(history)
     gone = before.keys() - named(history)
-    assert retained == Retained(versions=first, num_bytes=sum(before[name] for name in gone))
+    assert retained == Retained(versions=max(0, first - 1), num_bytes=sum(before[name] for name in gone))
     assert_follows(history)
     assert retain(history.log, Retention(grace_seconds=0, **bound), clock) == Retained()
 
@@ -76,7 +76,7 @@ def test_what_is_beyond_a_bound_goes(history: History, clock: Clock, bound: dict
 def test_bytes_count_from_the_head(history: History, clock: Clock) -> None:
     sizes = [history.log.read(version).num_bytes for version in range(10)]
     retain(history.storage, Retention(grace_seconds=0, num_bytes=sum(sizes[4:])), clock)
-    assert versions(history) == list(range(4, 10))
+    assert versions(history) == [0, *range(4, 10)]
 
 
 def test_readers_of_the_snapshot_before_have_the_grace(history: History, clock: Clock) -> None:
@@ -84,11 +84,11 @@ def test_readers_of_the_snapshot_before_have_the_grace(history: History, clock: 
     reader.held, reader.state = history.log.read(1), history.states[1]
     retention = Retention(versions=1, grace_seconds=50)
     clock.seconds += 19  # the snapshot is 49 seconds old
-    assert retain(history.storage, retention, clock) == Retained(versions=1, num_bytes=0)  # the claim before version 1
+    assert retain(history.storage, retention, clock) == Retained()
     reader.sync(2)
     clock.seconds += 1
     assert retain(history.storage, retention, clock).versions == 5
-    assert versions(history) == [6, 7, 8, 9]
+    assert versions(history) == [0, 6, 7, 8, 9]
     reader.sync()
     assert (reader.resyncs, reader.held.version) == (1, 9)
 
@@ -102,10 +102,10 @@ def test_a_merged_snapshot_is_a_start_once_it_is_older_than_the_grace(history: H
     history.delta()
     assert (merged.kind, merged.version) == ("snapshot", 9)
     retain(history.storage, retention, clock)
-    assert versions(history) == list(range(6, 13))
+    assert versions(history) == [0, *range(6, 13)]
     clock.seconds += 50
     retain(history.storage, retention, clock)
-    assert versions(history) == [10, 11, 12]
+    assert versions(history) == [0, 10, 11, 12]
     assert history.log.merged() == [Merged(9, 0, "snapshot")]
     assert_follows(history)
     # The next one supersedes it when its own grace is over.
@@ -115,7 +115,7 @@ def test_a_merged_snapshot_is_a_start_once_it_is_older_than_the_grace(history: H
     clock.seconds += 50
     assert retain(history.storage, retention, clock).merged == 1
     assert [each.last for each in history.log.merged()] == [12]
-    assert versions(history) == [11, 12]  # the head and its parent
+    assert versions(history) == [0, 11, 12]  # the head and its parent
     assert set(history.storage.names("parts")) == named(history)
     assert_follows(history)
 
@@ -173,7 +173,7 @@ def test_a_part_that_a_later_version_names_stays(history: History, clock: Clock)
     again = history.log.read(3)
     history.held.commit(again)
     retain(history.storage, Retention(versions=1, grace_seconds=0), clock)
-    assert versions(history) == [6, 7, 8, 9, 10]
+    assert versions(history) == [0, 6, 7, 8, 9, 10]
     assert all(history.storage.size(part.name) == part.num_bytes for part in again.parts)
 
 
@@ -185,7 +185,45 @@ def test_a_clock_that_was_put_back_makes_no_gap(history: History, clock: Clock) 
     history.snapshot()
     history.delta()
     retain(history.storage, Retention(seconds=75, grace_seconds=0), clock)
-    assert versions(history) == list(range(2, 14))
+    assert versions(history) == [0, *range(2, 14)]
+
+
+def test_claims_and_the_entries_before_them_stay_without_parts(clock: Clock) -> None:
+    history = History(ClockedStorage(clock), 1)
+    clock.seconds += 10
+    for kind in ("delta", "claim", "claim", "delta", "delta", "claim", "snapshot", "delta"):
+        getattr(history, kind)()
+    storage = history.storage
+    sizes = {name: storage.size(name) for name in storage.names("parts")}
+    first = retain(storage, Retention(versions=1, grace_seconds=0), clock)
+    assert versions(history) == [0, 2, 3, 4, 6, 7, 8, 9]  # the claims 0, 3, 4 and 7
+    stays = {part.name for version in (8, 9) for part in history.log.read(version).parts}
+    assert set(storage.names("parts")) == stays
+    gone = sum(num_bytes for name, num_bytes in sizes.items() if name not in stays)
+    assert first == Retained(versions=2, num_bytes=gone)
+    assert retain(storage, Retention(versions=1, grace_seconds=0), clock) == Retained()
+    assert_follows(history)
+
+
+def test_parts_that_a_pass_left_of_an_entry_that_stays_go_with_the_next_one(clock: Clock) -> None:
+    history = History(ClockedStorage(clock), 1)
+    for kind in ("claim", "snapshot", "delta"):
+        getattr(history, kind)()
+    storage, delete = history.storage, history.storage.delete
+    (part,) = history.log.read(1).parts
+
+    def dies(name: str) -> None:
+        if name == part.name:
+            raise KeyboardInterrupt
+        delete(name)
+
+    storage.delete = dies
+    with pytest.raises(KeyboardInterrupt):
+        retain(storage, Retention(versions=1, grace_seconds=0), clock)
+    storage.delete = delete
+    assert storage.size(part.name) is not None
+    assert retain(storage, Retention(versions=1, grace_seconds=0), clock).num_bytes == part.num_bytes
+    assert storage.size(part.name) is None
 
 
 def test_orphans_go_by_the_clock_of_the_store(history: History, clock: Clock) -> None:
@@ -305,6 +343,7 @@ def test_who_sleeps_between_its_entry_and_its_answer_takes_nothing_back(clock: C
     """Its entry is part of the log, though its parent is gone when it wakes up."""
     history = History(ClockedStorage(clock), 5)
     storage, history.states[2] = history.storage, history.state
+    kept = [0, 1, 2, 3, 4, 5] if kind == "claim" else [0, 2, 3, 4, 5]  # a claim, and the entry before it
 
     def sleep(name: str) -> None:
         storage.wakes = lambda name: None
@@ -316,7 +355,7 @@ def test_who_sleeps_between_its_entry_and_its_answer_takes_nothing_back(clock: C
         other.delta()
         clock.seconds += 1000
         retain(storage, Retention(versions=4), clock)
-        assert history.log.versions() == [2, 3, 4, 5]
+        assert history.log.versions() == kept
 
     storage.wakes = sleep
     create = storage.create
@@ -331,7 +370,7 @@ def test_who_sleeps_between_its_entry_and_its_answer_takes_nothing_back(clock: C
         assert history.log.claim().head.version == 2
     else:
         getattr(history, kind)()
-    assert versions(history) == [2, 3, 4, 5]
+    assert versions(history) == kept
 
 
 def test_a_head_whose_parent_went_is_not_taken_back(clock: Clock) -> None:
@@ -340,9 +379,9 @@ def test_a_head_whose_parent_went_is_not_taken_back(clock: Clock) -> None:
     history.snapshot()
     clock.seconds += 1000
     retain(history.storage, Retention(versions=1), clock)
-    assert versions(history) == [1, 2]
+    assert versions(history) == [0, 1, 2]
     history.delta()
-    assert versions(history) == [1, 2, 3]
+    assert versions(history) == [0, 1, 2, 3]
 
 
 def test_the_claim_of_an_empty_store_that_fills_meanwhile_begins_no_second_stream(clock: Clock) -> None:
@@ -362,7 +401,7 @@ def test_the_claim_of_an_empty_store_that_fills_meanwhile_begins_no_second_strea
     storage.create = sleepy_create
     held = log.claim()
     assert (held.head.version, held.head.generation) == (4, 2)
-    assert log.versions() == [2, 3, 4]
+    assert log.versions() == [0, 2, 3, 4]
 
 
 def test_what_a_sleeper_left_below_the_log_goes(history: History, clock: Clock) -> None:
@@ -371,7 +410,7 @@ def test_what_a_sleeper_left_below_the_log_goes(history: History, clock: Clock) 
     retain(storage, Retention(versions=1, grace_seconds=0), clock)
     storage.create(entry_name(2), stray)
     assert retain(storage, Retention(grace_seconds=0), clock).versions == 1
-    assert versions(history) == [6, 7, 8, 9]
+    assert versions(history) == [0, 6, 7, 8, 9]
     assert_follows(history)
 
 
@@ -398,7 +437,7 @@ def test_two_passes_at_once_take_what_one_takes(history: History, clock: Clock, 
 
     storage.delete = interrupted
     retain(storage, retention, clock)
-    assert versions(history) == [6, 7, 8, 9]
+    assert versions(history) == [0, 6, 7, 8, 9]
     assert set(storage.names("parts")) == named(history)
     assert_follows(history)
 

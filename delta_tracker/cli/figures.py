@@ -134,7 +134,9 @@ def _read_rows(stream: Stream, movement: Movement, sizes: list[tuple[int, int]],
                     continue
                 movement.add(Contents(stream.storage, manifest))
             except (CorruptPartError, MalformedError) as error:
-                if stream.log.read(version) is not None:  # otherwise retention took its parts meanwhile
+                there = stream.log.read(version)
+                # Retention takes the parts of a version with its entry, or alone if the entry precedes a claim.
+                if there is not None and not stream.log.precedes_claim(there):
                     faults.append(f"version {version}: {error.problem}")
                 continue
             reading.first = version if reading.first is None else reading.first

@@ -94,7 +94,8 @@ class History:
         gaps: seconds from each version to the next.
         delays: seconds from each version's cut to its commit.
         newest: the newest entry, None before the first.
-        missing: versions that are gone between two that are there.
+        missing: versions that are gone between two that are there. Behind a claim they are not counted: retention
+            keeps the claim and removes what follows it.
         full_bytes: what the newest version would take as a full snapshot.
     """
 
@@ -116,7 +117,7 @@ class History:
 
     def add(self, manifest: Manifest) -> None:
         """Take in the next entry of the log."""
-        if self.newest is not None:
+        if self.newest is not None and self.newest.kind != "claim":
             self.missing += manifest.version - self.newest.version - 1
         self.newest = manifest
         if manifest.kind == "claim":

@@ -79,7 +79,9 @@ def _facts(url: str, found: Survey) -> Table:
         "new predictor": _start(found),
     }
     if found.num_strays:
-        lines["strays"] = f"{several(found.num_strays, 'entry', 'entries')} below a gap, which no reader meets"
+        lines["below a gap"] = (
+            f"{several(found.num_strays, 'entry', 'entries')}: claims and the entries before them stay"
+        )
     for name, line in lines.items():
         facts.add_row(name, cell(line))
     return facts

@@ -63,7 +63,7 @@ class Survey:
         now: Unix seconds.
         tables: those of the newest version that has any, by FQN.
         entries: from the first to the head, without gap; those that cannot be read are left out.
-        num_strays: entries below a gap: no reader comes across them.
+        num_strays: entries below a gap. New predictors do not read them; claims and the entries before them stay there.
         num_merged: merged entries.
         entry_bytes: bytes of the entries, merged ones too.
         num_parts: objects below ``parts``, named by an entry or not.

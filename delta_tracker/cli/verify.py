@@ -166,9 +166,16 @@ class _Check:
                 there = again()
                 if there is None or there.xxh3 != manifest.xxh3:
                     return  # retention took the version meanwhile
+                if self._is_without_parts(manifest, part):
+                    return
                 self._find(error.path, error.reason, manifest.version)
             self.num_parts += 1
             self.num_bytes += part.num_bytes
+
+    def _is_without_parts(self, manifest: Manifest, part: Part) -> bool:
+        """Whether it is an entry that retention keeps for the claim behind it, without its parts."""
+        log = self.stream.log
+        return manifest.version < self._start and log.storage.size(part.name) is None and log.precedes_claim(manifest)
 
     def _check_part(self, part: Part, manifest: Manifest) -> None:
         if not self.is_quick:

@@ -86,7 +86,9 @@ def compact(
             if _num_new(versions) >= min_versions:
                 return compaction.merge(versions)
     except CorruptPartError:
-        if all(_is_there(log, version) for version in (base, *versions)):
+        newest = log.newest_snapshot()
+        is_newest = newest is not None and newest.link == base.link
+        if is_newest and all(_is_there(log, version) for version in (base, *versions)):
             raise
         # Retention took a version meanwhile, because a newer snapshot stands in its place.
     return None

@@ -75,6 +75,7 @@ class StreamCursor:
         Raises:
             NoSnapshotError: if there is nothing to start from.
             StreamReplacedError: if the next entry does not follow the one that was applied.
+            MissingVersionError: if it is a claim that is not part of the log, which continues above it.
             MalformedError, StorageError: if it cannot be read.
         """
         if self.place is None:
@@ -82,6 +83,9 @@ class StreamCursor:
         manifest = self.log.read(self.place.link.version + 1)
         if manifest is not None and (manifest.stream, manifest.parent) != (self.place.stream, self.place.link):
             raise StreamReplacedError(self.log.storage.url, self.place.link.version)
+        if manifest is not None and manifest.kind == "claim" and not self.log.is_committed(manifest):
+            head = self.log.head() or manifest
+            raise MissingVersionError(manifest.version, head.version)
         return manifest
 
     def check_for_gap(self) -> None:
@@ -190,6 +194,8 @@ class StreamCursor:
         while not path or path[-1].kind != "snapshot":
             manifest = self._entry(version, link)
             if manifest is None or manifest.stream != head.stream:
+                raise MissingVersionError(version, head.version)
+            if not path and manifest.kind == "claim" and not self.log.is_committed(manifest):
                 raise MissingVersionError(version, head.version)
             path.append(manifest)
             if manifest.kind != "snapshot":

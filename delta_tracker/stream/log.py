@@ -157,6 +157,32 @@ class StreamLog:
                     return manifest
         return None
 
+    def is_committed(self, entry: Manifest) -> bool:
+        """Return whether an entry that was read is part of the log. Lists the log.
+
+        Use it for claims. A publisher that read the head long ago may have created its claim at a name that retention
+        has freed since. The log then continues above the claim, and no entry names it. Entries of other kinds need no
+        check: retention does not free the names at which they could be created late.
+
+        Raises:
+            MalformedError: if the next entry does not follow the format.
+            StorageError: if the store cannot be read.
+        """
+        # Listed first: an entry that is committed in between must not look like a gap.
+        if not self.versions(after=entry.version):
+            return True
+        following = self.read(entry.version + 1)
+        return following is not None and following.parent == entry.link
+
+    def precedes_claim(self, entry: Manifest) -> bool:
+        """Return whether the next entry is a claim. Retention then keeps ``entry``, but not its parts.
+
+        Raises:
+            MalformedError, StorageError: as :meth:`read`.
+        """
+        following = self.read(entry.version + 1)
+        return following is not None and following.kind == "claim"
+
     def claim(self) -> Claim:
         """Take the stream over, or start it: the next entry names a generation above the head's.
 
@@ -194,22 +220,19 @@ class StreamLog:
         return entry if self._confirm(entry) else None
 
     def _confirm(self, entry: Manifest) -> bool:
-        """Whether an entry that was just seen to be there is part of the log; it is taken back if it is not.
+        """Return whether an entry that was just seen to be there is part of the log. Delete it if it is not.
 
-        The log may have gone on long ago, and retention have taken away the name that this entry then found free.
-        Retention goes upwards, and leaves the head and its parent. So of an entry of the log either the parent is
-        there, or it is the head no more and the next one names it. Of an entry below the log neither is true, for
-        whoever built on that name built on other bytes.
+        The log may have continued long ago, and retention may have freed the name at which this entry was created.
+        The head is never deleted, so an entry of the log is the head or the next entry names it. Other entries than
+        claims are compared with their parent first, which needs no listing: it is the publisher's own last entry, and
+        retention removes it before it frees the name of this one. A claim's parent proves nothing, because it may be
+        an entry that retention keeps.
         """
-        if entry.parent is None:
-            is_at_the_end = not self.versions(after=0)
-        else:
+        if entry.kind != "claim" and entry.parent is not None:
             parent = self.read(entry.parent.version)
-            is_at_the_end = parent is not None and parent.xxh3 == entry.parent.xxh3
-        if is_at_the_end:
-            return True
-        following = self.read(entry.version + 1)
-        if following is not None and following.parent == entry.link:
+            if parent is not None and parent.xxh3 == entry.parent.xxh3:
+                return True
+        if self.is_committed(entry):
             return True
         self.storage.delete(entry_name(entry.version))
         return False

@@ -1,9 +1,14 @@
 """Retention: what no reader needs any more leaves the store.
 
-The log stays a contiguous range whose start moves up: versions go oldest first, each entry before its parts. What stays
-is the head with its parent, and whatever stands from the newest snapshot on that is older than the grace. So a reader
-that began at the snapshot before has the grace to finish, and one that stands further back finds its next version
-missing and begins anew. Any process may do this at any time, beside publishers, readers, compactions and others of its
+What readers use of the log stays a contiguous range whose start moves up: versions go oldest first, each entry before
+its parts. What stays is the head with its parent, and whatever stands from the newest snapshot on that is older than
+the grace. So a reader that began at the snapshot before has the grace to finish, and one that stands further back finds
+its next version missing and begins anew.
+
+Each claim and the entry before it stay for ever, without parts: a publisher that was fenced by the claim, and does not
+know it yet, tries to create one of the two, and must find the name taken. That is at most two entries per generation.
+
+ Any process may do this at any time, beside publishers, readers, compactions and others of its
 kind: all of them only ever take away what stays superseded.
 
 The age of a version counts from its ``created``, by the clocks of its publisher and of this process. The age of an
@@ -104,6 +109,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     held = _Held.read(log)
     if held is None:
         return Retained()
+    guards = held.guards()
     clock = now()
     start = _start(held, clock - retention.grace_seconds)
     floor = start if start in held.entries and held.entries[start].kind == "snapshot" else start + 1
@@ -115,17 +121,26 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     kept = {part.name for manifest in held.without(old, stale) for part in manifest.parts}
 
     num_bytes = 0
-    gone = [(entry_name(version), held.entries[version].parts) for version in old]
-    gone += [(entry_name(version), manifest.parts) for version, manifest in sorted(held.strays.items())]
+    removed = [*sorted(version for version in held.below if version not in guards)]
+    removed += [version for version in old if version not in guards]
+    emptied = sorted(version for version in (*held.below, *old) if version in guards)
+    gone = [(entry_name(version), held[version].parts) for version in removed]
     gone += [(merged.name, held.merged[merged].parts) for merged in stale]
     for name, parts in gone:
-        num_bytes += _remove(log.storage, name, [part for part in parts if part.name not in kept])
+        log.storage.delete(name)
+        num_bytes += _remove(log.storage, [part for part in parts if part.name not in kept])
+    for version in emptied:  # most of them were emptied by an earlier pass
+        parts = held[version].parts
+        num_bytes += _remove(
+            log.storage, [part for part in parts if part.name not in kept and part.name in leftovers.names]
+        )
+        gone.append((entry_name(version), parts))
     named = kept | {part.name for _, parts in gone for part in parts}
     orphans = list(leftovers.orphans(named, held.head.version, retention.orphan_seconds))
     for orphan in orphans:
         log.storage.delete(orphan.name)
     return Retained(
-        versions=len(old) + len(held.strays),
+        versions=len(removed),
         merged=len(stale),
         orphans=len(orphans),
         num_bytes=num_bytes + sum(orphan.num_bytes for orphan in orphans),
@@ -136,13 +151,13 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 class _Held:
     """All entries of a stream.
 
-    ``strays`` are entries below a gap: of a publisher that slept until its next version had come and gone, and that
-    died before it took its entry back.
+    ``entries`` reach from the head down to the first gap. ``below`` are those below it: the guards, and what
+    publishers left that slept until their next version had come and gone, and died before they took it back.
     """
 
     head: Manifest
     entries: dict[int, Manifest]
-    strays: dict[int, Manifest] = field(default_factory=dict)
+    below: dict[int, Manifest] = field(default_factory=dict)
     merged: dict[Merged, Manifest] = field(default_factory=dict)
 
     @classmethod
@@ -169,6 +184,30 @@ class _Held:
             {each: manifest for each, manifest in merged.items() if manifest is not None},
         )
 
+    def __getitem__(self, version: int) -> Manifest:
+        return self.entries[version] if version in self.entries else self.below[version]
+
+    def guards(self) -> set[int]:
+        """The versions of all claims of the log, and of the entries before them.
+
+        A claim that was created late, at a name that was free again, is below the claim of its generation, or of a
+        generation that the log does not have yet.
+        """
+        entries = self.below | self.entries
+        claims = {
+            manifest.generation: version  # the last one wins
+            for version, manifest in sorted(entries.items())
+            if manifest.kind == "claim"
+            and manifest.stream == self.head.stream
+            and manifest.generation <= self.head.generation
+        }
+        found = set(claims.values())
+        for version in claims.values():
+            before = entries.get(version - 1)
+            if before is not None and entries[version].parent == before.link:
+                found.add(version - 1)
+        return found
+
     def of_stream(self) -> dict[Merged, Manifest]:
         """The merged entries that readers of this stream may take."""
         return {
@@ -192,6 +231,11 @@ class _Leftovers:
     parts: list[StoredObject]
     drafts: list[StoredObject]
     newest: float
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the parts."""
+        return {part.name for part in self.parts}
 
     @classmethod
     def list(cls, storage: Storage) -> _Leftovers:
@@ -251,9 +295,8 @@ def _superseded(held: _Held, start: int, before: float) -> list[Merged]:
     return sorted(filter(is_covered, merged), key=lambda each: each.name)
 
 
-def _remove(storage: Storage, name: str, parts: Iterable[Part]) -> int:
-    """Remove an entry, then its parts; the bytes of the parts."""
-    storage.delete(name)
+def _remove(storage: Storage, parts: Iterable[Part]) -> int:
+    """Remove parts and return their bytes."""
     num_bytes = 0
     for part in parts:
         storage.delete(part.name)
