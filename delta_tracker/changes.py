@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
@@ -27,6 +30,7 @@ class Reading:
         stop: log position of the cut.
         batches: half-open range of ``step()`` counts.
         rows: table FQN to changed rows, carried ones included.
+        shared: the tables whose rows are tensors of the log. Copy them before they leave the tracker.
     """
 
     consumer: str
@@ -34,6 +38,7 @@ class Reading:
     stop: int
     batches: tuple[int, int]
     rows: Mapping[str, ChangedRows]
+    shared: frozenset[str] = frozenset()
 
 
 class ChangeLog:
@@ -255,6 +260,8 @@ class ChangeLog:
     def read(self, consumer: str) -> Reading:
         """Cut the log and collect what ``consumer`` has not received. Nothing moves before :meth:`seal`.
 
+        Call :meth:`seal` or :meth:`discard` afterwards.
+
         Raises:
             NeedsSnapshotError: if its changes were given up.
         """
@@ -262,10 +269,21 @@ class ChangeLog:
             if self._cursors.is_behind(consumer):
                 raise NeedsSnapshotError(consumer, self._max_bytes)
             start, first_batch = self._cursors.start(consumer)
-            self._cut()
-            rows = self._changed_since(start, self._cursors.carried(consumer), self._position)
+            try:
+                self._cut()
+                carried = self._cursors.carried(consumer)
+                rows = self._changed_since(start, carried, self._position)
+            except BaseException:
+                self.discard()
+                raise
             self._ages.found(consumer, sum(map(len, rows.values())))
-            return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows)
+            shared = frozenset(fqn for fqn in carried if rows[fqn] is carried[fqn])
+            return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows, shared)
+
+    def discard(self) -> None:
+        """Remove the cut of a :meth:`read` that failed; the consumer's earlier uncommitted read stays valid."""
+        with self.lock:
+            self._tidy()
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
         """Make ``delta`` its consumer's uncommitted read, or commit it at once."""
@@ -357,14 +375,21 @@ class ChangeLog:
 
     def _commit(self, delta: Delta) -> None:
         self._cursors.commit(delta)
-        self._ages.committed(delta.consumer, delta.stop, leaves_out=bool(delta.left_out))
+        self._ages.committed(delta.consumer, delta.stop, leaves_out=bool(delta.kept))
         tell_received(delta.consumer, delta)
 
     def _after_read(self) -> None:
         # Every sixteenth read also under auto_compact: nobody need call step().
         if not self._auto_compact or self._position % 16 == 0:
-            self.compact()
+            self._tidy()
         self._shed()
+
+    def _tidy(self) -> None:
+        """Compact. If memory runs out, log it and leave the rest to the next call: the log is complete either way."""
+        try:
+            self.compact()
+        except (MemoryError, RuntimeError):  # torch raises the latter, also where a device is out of memory
+            _logger.exception("the log of changed rows was not compacted; the next read tries again")
 
     def _cut(self) -> None:
         self._position += 1

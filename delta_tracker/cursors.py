@@ -214,7 +214,7 @@ class Cursors:
             StaleDeltaError: if ``delta`` is not that read any more.
         """
         consumer = self._sealed_by(delta)
-        consumer.carried = {fqn: rows.aged() for fqn, rows in delta.left_out.items()}
+        consumer.carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
         consumer.position, consumer.batch, consumer.sealed = delta.stop, delta.batches[1], None
 
     def abort(self, delta: Delta) -> None:

@@ -58,9 +58,10 @@ class DeltaReader:
         chosen = {} if top_k is None else self._choose(reading.rows, top_k)
         rows, left_out = {}, {}
         for fqn, changed in reading.rows.items():
-            sent = changed
             if fqn in chosen:
                 sent, left_out[fqn] = changed.take(chosen[fqn]), changed.take(~chosen[fqn])
+            else:
+                sent = changed.copy() if fqn in reading.shared else changed
             rows[fqn] = self._rows(fqn, sent, with_values=with_values, with_optimizer=with_optimizer)
         return Delta(
             rows,
@@ -98,8 +99,9 @@ class DeltaReader:
     def _candidates(self, fqn: str, changed: ChangedRows, top_k: TopK) -> Candidates:
         spec = self._shards[fqn].spec
         if top_k.score is not None:
-            rows = self._rows(fqn, changed, with_values=True, with_optimizer=False)
-            scores = self._checked_scores(fqn, top_k.score(fqn, rows), rows)
+            # A copy: the score may write to it.
+            rows = self._rows(fqn, changed.copy(), with_values=True, with_optimizer=False)
+            scores = self._checked_scores(fqn, top_k.score(fqn, rows), changed)
         else:
             scores = self._scores(self._shards[fqn], changed)
         is_due = torch.zeros_like(changed.ids, dtype=torch.bool)
@@ -117,11 +119,11 @@ class DeltaReader:
         # Not a number: the row's old state is unknown, or the row itself diverged. Either way it goes first.
         return torch.where(scores.isnan(), torch.inf, scores)
 
-    def _checked_scores(self, fqn: str, scores: Tensor, rows: DeltaRows) -> Tensor:
+    def _checked_scores(self, fqn: str, scores: Tensor, rows: ChangedRows) -> Tensor:
         """Numbers for all rows; those whose old state is unknown, NaN itself, go first whatever their score."""
         if scores.shape == (len(rows),) and rows.known is not None:
             scores = torch.where(rows.known, scores, torch.inf)
         if scores.shape != (len(rows),) or bool(scores.isnan().any()):
             remedy = f"Return [{len(rows)}] numbers, none of them NaN"
             raise InvalidArgumentError(f"score of {fqn!r}", tuple(scores.shape), remedy)
-        return scores.float()
+        return scores.detach().to(torch.float32, copy=True)  # the next table's may come in the same memory

@@ -54,6 +54,13 @@ class ChangedRows:
             take_rows(self.ids, places), *(None if each is None else take_rows(each, places) for each in columns)
         )
 
+    def copy(self) -> ChangedRows:
+        """Return the same rows in tensors of their own."""
+        columns = (self.ids, self.states, self.known, self.ages)
+        ids, *rest = (None if each is None else new_rows(len(each), each).copy_(each) for each in columns)
+        assert ids is not None, "rows have ids"
+        return ChangedRows(ids, *rest)
+
     def aged(self) -> ChangedRows:
         """The same rows, left out by one read more."""
         ages = torch.zeros_like(self.ids, dtype=torch.int32) if self.ages is None else self.ages

@@ -42,8 +42,8 @@ class TopK:
         per_table: the budget holds for each table over all ranks; otherwise for all tables and all ranks together.
         max_age: a row that this many committed reads have left out goes with the next, even above the budget.
         score: gives how far each row of a table moved, ``[N]``, higher is more, from its FQN and its
-            :class:`~delta_tracker.types.DeltaRows` with values. By default the mode says it: L2 norm of (current - old)
-            in EMBEDDING, the momentum or its growth in the momentum modes.
+            :class:`~delta_tracker.types.DeltaRows` with values, which are copies that it may write to. By
+            default the mode says it: L2 norm of (current - old) in EMBEDDING, the momentum or its growth in the momentum modes.
 
     Raises:
         InvalidArgumentError: for no budget or several, or one out of its range.

@@ -191,7 +191,9 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
         Returns:
             Table FQN to rows; a table without changes is present and empty. Rows whose update is under way at the
-            read are in it and will be in the next one too.
+            read are in it and will be in the next one too. The tensors are the caller's own.
+
+        A read that raises changes nothing: the earlier uncommitted read can still be committed.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or several and none was named.
@@ -206,9 +208,12 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
             raise DetachedError
         self._reader.check(top_k, with_optimizer=with_optimizer)
         with self._log.lock:
-            delta = self._reader.delta(
-                self._log.read(name), top_k=top_k, with_values=with_values, with_optimizer=with_optimizer
-            )
+            reading = self._log.read(name)
+            try:
+                delta = self._reader.delta(reading, top_k=top_k, with_values=with_values, with_optimizer=with_optimizer)
+            except BaseException:
+                self._log.discard()
+                raise
             self._log.seal(delta, commit=commit)
             return delta
 

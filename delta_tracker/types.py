@@ -197,7 +197,7 @@ class Delta(Mapping[str, DeltaRows]):
         left_out: changed rows that are not in it, per table with any; committing keeps them pending.
     """
 
-    __slots__ = ("_rows", "batches", "consumer", "left_out", "start", "stop")
+    __slots__ = ("_left_out", "_rows", "batches", "consumer", "kept", "start", "stop")
 
     def __init__(
         self,
@@ -210,8 +210,10 @@ class Delta(Mapping[str, DeltaRows]):
         left_out: Mapping[str, ChangedRows] | None = None,
     ) -> None:
         self._rows = MappingProxyType(dict(rows))
-        left_out = {fqn: rows for fqn, rows in left_out.items() if len(rows)} if left_out else {}
-        self.left_out = MappingProxyType(left_out)
+        kept = {fqn: rows for fqn, rows in left_out.items() if len(rows)} if left_out else {}
+        self.kept = MappingProxyType(kept)
+        """What :attr:`left_out` says, in tensors of the tracker: do not write to them."""
+        self._left_out: Mapping[str, ChangedRows] | None = None
         self.consumer = consumer
         self.start = start
         self.stop = stop
@@ -231,6 +233,13 @@ class Delta(Mapping[str, DeltaRows]):
         return self._rows.items()
 
     @property
+    def left_out(self) -> Mapping[str, ChangedRows]:
+        """Changed rows that are not in it, per table with any. They are copied at the first access."""
+        if self._left_out is None:
+            self._left_out = MappingProxyType({fqn: rows.copy() for fqn, rows in self.kept.items()})
+        return self._left_out
+
+    @property
     def num_rows(self) -> int:
         """Changed rows over all tables on this rank."""
         return sum(len(rows) for rows in self._rows.values())
@@ -238,7 +247,7 @@ class Delta(Mapping[str, DeltaRows]):
     @property
     def pending_rows(self) -> int:
         """Changed rows that it leaves out, over all tables on this rank; 0 unless top-k chose."""
-        return sum(len(rows) for rows in self.left_out.values())
+        return sum(len(rows) for rows in self.kept.values())
 
     def __repr__(self) -> str:
         tables = {fqn: len(rows) for fqn, rows in self._rows.items()}

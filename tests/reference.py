@@ -99,8 +99,9 @@ class Schedule:
         self.check(name, reading)
         keep = torch.tensor([row not in left_out for row in changed.ids.tolist()], dtype=torch.bool)
         rest = changed.take(~keep)
+        sent = changed.copy() if "t" in reading.shared else changed
         delta = Delta(
-            {"t": DeltaRows(changed.ids[keep])},
+            {"t": DeltaRows(sent.ids[keep])},
             consumer=name,
             start=reading.start,
             stop=reading.stop,
@@ -111,6 +112,13 @@ class Schedule:
         self.log.seal(delta, commit=False)
         ages = {row: self.readers[name].left_out.get(row, 0) + 1 for row in rest.ids.tolist()}
         self.readers[name].open_read = (self.time, delta, list(self.weights), ages)
+
+    def fail_read(self, name: str) -> None:
+        """A read that raises before it is sealed; the consumer's earlier read stays valid."""
+        num_segments = self.store.num_segments
+        self.check(name, self.log.read(name))
+        self.log.discard()
+        assert self.store.num_segments <= num_segments
 
     def check(self, name: str, reading: Reading) -> None:
         reader, changed = self.readers[name], reading.rows["t"]

@@ -26,8 +26,8 @@ from tests.reference import NUM_ROWS, Schedule
 
 _NAMES = ("a", "b", "c")
 _EVENTS = {
-    "open": 6, "fail": 0.1, "edit": 0.5, "write": 3, "close": 6, "read": 4, "top-k": 2, "commit": 5, "abort": 1,
-    "add": 0.3, "remove": 0.2, "clear": 0.1, "compact": 1,
+    "open": 6, "fail": 0.1, "edit": 0.5, "write": 3, "close": 6, "read": 4, "top-k": 2, "fail_read": 1, "commit": 5,
+    "abort": 1, "add": 0.3, "remove": 0.2, "clear": 0.1, "compact": 1,
 }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Cou
     for name, fields in counters.items():
         for field, value in fields.items():
             if isinstance(value, Tensor):
-                tensors[f"counters/{name}/{field}"] = value.detach().cpu()
+                tensors[f"counters/{name}/{field}"] = value.detach().to("cpu", copy=True)
             else:
                 plain[name][field] = value
     if strange := sorted(name for name, each in tensors.items() if _dtype_name(each.dtype) not in DTYPES):

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from delta_tracker.monitor.default import metrics
@@ -125,6 +126,7 @@ class KernelHook(Watcher):
         is_counted = kernel.is_fused or lookups
         self._counts = {fqn: metrics.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
         self._unproven = next(keys)
+        self._index_type = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
         self._handle: RemovableHandle = kernel.module.register_forward_hook(self._after_lookup)
 
     def remove(self) -> None:
@@ -173,6 +175,9 @@ class KernelHook(Watcher):
     def _ids_by_table(self, features: KeyedIds) -> dict[str, Tensor | None]:
         """The ids of each tracked table, by position: the features of slot 0 come first, then those of slot 1, ..."""
         values, lengths = features.values(), features.length_per_key()
+        if values.dtype != self._index_type:
+            # The kernel converts them in the forward. They may be written to before the backward.
+            values = values.to(torch.int64, copy=True)
         ids: dict[str, Tensor | None] = {}
         feature, begin = 0, 0
         for fqn, num_features in self._kernel.slots:

@@ -214,14 +214,15 @@ class SegmentStore:
         """Merge neighbouring segments unless a position in ``pinned`` lies on their boundary."""
         if len(self._segments) > 1:
             self._trim()
-        kept = self._segments[:1]
-        for segment in self._segments[1:]:
-            if any(kept[-1].start < position <= segment.start for position in pinned):
-                kept.append(segment)
+        place = 1
+        while place < len(self._segments):
+            older, newer = self._segments[place - 1], self._segments[place]
+            if any(older.start < position <= newer.start for position in pinned):
+                place += 1
             else:
-                kept[-1].absorb(segment)
-                self._recycle(segment.rows)
-        self._segments = kept
+                older.absorb(newer)
+                del self._segments[place]  # at once: a later merge may run out of memory
+                self._recycle(newer.rows)
 
     def delete(self, before: int | None) -> None:
         """Drop what was marked before position ``before``, which must be pinned; None drops everything."""

@@ -314,14 +314,14 @@ def failed_reads(rank: int, world_size: int, how: str) -> dict[str, int]:
         return torch.full((len(rows),), torch.nan)
 
     counts = {}
-    with ModelDeltaTracker(model, ["a", "b"], mode=TrackingMode.EMBEDDING, max_bytes=200_000) as tracker:
+    with ModelDeltaTracker(model, ["a", "b"], mode=TrackingMode.EMBEDDING, max_bytes=100_000) as tracker:
         for _ in range(3):
             model(batch(spec, generator, size=50)).backward()
         held = tracker.get_delta("a", commit=False)
         model(batch(spec, generator, size=50)).backward()
         tracker.compact()
         counts["before"] = tracker.memory().log_bytes
-        for number in range(200):
+        for number in range(60):
             try:
                 tracker.get_delta("ab"[number % 2], top_k=TopK(rows=2, score=score))
             except (MemoryError, ValueError):
