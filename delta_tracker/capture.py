@@ -144,21 +144,18 @@ class MomentumDiffCapture(MomentumLastCapture):
         return (self.old_states(shard, rows.ids) - rows.states).sum(dim=1)
 
 
-def make_store(
-    fqn: str, shards: Mapping[str, LocalShard], capture: Capture, *, engine: str | None, compares: bool
-) -> SegmentStore:
-    """The store of one table.
+def make_store(fqn: str, shards: Mapping[str, LocalShard], capture: Capture, *, engine: str | None) -> SegmentStore:
+    """The store of one table. Changes of a shard without fused optimizer are found by comparison with a copy.
 
     Args:
         fqn: the table.
         shards: what this rank holds of each table; looked up anew at every access, so that it may be exchanged.
         capture: the mode.
         engine: which kernels keep the rows.
-        compares: find the changes of a shard without fused optimizer by comparison with a copy.
     """
     shard = shards[fqn]
     num_rows = shard.spec.num_rows
-    if compares and not shard.is_fused:
+    if not shard.is_fused:
         return ShadowStore(
             lambda ids: read_rows(shards[fqn], ids),
             num_rows,

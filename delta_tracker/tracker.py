@@ -311,7 +311,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         lookups = self._records_lookups
         return [
             *(KernelHook(kernel, self._log, self._keys, lookups=lookups) for kernel in self._found.kernels),
-            *watch_writes(self._model, self._found, self._log, self._keys, compared=not lookups),
+            *watch_writes(self._model, self._found, self._log, self._keys),
         ]
 
     def _remove_hooks(self) -> None:
@@ -320,7 +320,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         self._num_past_errors, self._hooks = self.num_hook_errors, []
 
     def _make_store(self, fqn: str) -> SegmentStore:
-        return make_store(fqn, self._shards, self._capture, engine=self._engine, compares=not self._records_lookups)
+        return make_store(fqn, self._shards, self._capture, engine=self._engine)
 
     def _shard(self, fqn: str) -> LocalShard:
         if fqn not in self._shards:

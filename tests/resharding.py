@@ -75,7 +75,7 @@ class Rank:
         self.memory = [values[self.rows.start : self.rows.stop, units].clone() for units in self.units]
         self.places = tuple((Kernel(_module(mode, memory), (("t", 1),), is_fused), 0) for memory in self.memory)
         self.shards = {"t": LocalShard(spec, self.places, torch.device("cpu"), is_fused)}
-        store = make_store("t", self.shards, self.capture, engine=None, compares=True)
+        store = make_store("t", self.shards, self.capture, engine=None)
         self.log = ChangeLog({"t": store}, CONSUMERS, delete_on_read=not keeps_all, max_bytes=None)
         self.open_reads: dict[str, Delta] = {}
 

@@ -10,7 +10,6 @@ from tests.ranks import RankPool
 
 _CASES = "tests.cases.kinds"
 _SUBCLASSES = pytest.mark.xfail(strict=True, reason="only two exact classes of sharded modules are known")
-_COMPARED = pytest.mark.xfail(strict=True, reason="record='lookups' switches the comparison off")
 _OPTIMIZERS = pytest.mark.xfail(strict=True, reason="optimizers are not looked at")
 _REPLICAS = pytest.mark.xfail(strict=True, reason="DMPCollection is taken for a DistributedModelParallel")
 _PRUNING = pytest.mark.xfail(strict=True, reason="pruning is not looked for")
@@ -44,7 +43,6 @@ def test_all_modules_that_cannot_be_tracked_are_named_together(two_ranks: RankPo
         assert said["skipped"] == "model.tables.embeddings.t model.tables.embeddings.u"
 
 
-@_COMPARED
 @pytest.mark.parametrize("mode", ["id_only", "embedding"])
 def test_lookups_come_in_addition_to_what_an_ordinary_optimizer_moves(two_ranks: RankPool, mode: str) -> None:
     for counts in two_ranks.run(f"{_CASES}:lookups_of_compared", mode=mode):

@@ -115,24 +115,23 @@ class _Evictions:
 
 
 def watch_writes(
-    model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int], *, compared: bool
+    model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int]
 ) -> list[Watcher]:
     """Watch all writes to tracked tables that autograd does not tell of.
+
+    Tables without fused optimizer are compared with a copy instead.
 
     Args:
         model: what ``found`` was discovered in.
         found: its tracked tables.
         listener: who is told.
         keys: source of keys, shared by all hooks of a listener.
-        compared: tables without fused optimizer are compared with a copy, which needs no telling.
     """
     hooks: list[Watcher] = []
     tables_of: dict[nn.Module, list[str]] = {}
     for module_fqn, module in found.modules.items():
         prefix = f"{module_fqn}." if module_fqn else ""
-        tables_of[module] = [
-            fqn for fqn, shard in found.shards.items() if fqn.startswith(prefix) and (shard.is_fused or not compared)
-        ]
+        tables_of[module] = [fqn for fqn, shard in found.shards.items() if fqn.startswith(prefix) and shard.is_fused]
         hooks.append(LoadHook(module, tables_of[module], listener, keys))
     for module in model.modules():
         inner = getattr(module, "_embedding_module", None)
