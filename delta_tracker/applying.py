@@ -122,7 +122,8 @@ def _tensors(model: Model) -> dict[str, Tensor]:
     """Every tensor of a model that a dense one could be written into."""
     if not isinstance(model, nn.Module):
         return {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
-    if any(type(module).__module__.startswith("torchrec.distributed.") for module in model.modules()):
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    if any(kind.__module__.startswith("torchrec.distributed.") for kind in kinds):
         from delta_tracker.sharding.dense import dense_tensors  # noqa: PLC0415  it needs torchrec
 
         return dense_tensors(model, model)

@@ -6,7 +6,7 @@ no cursor moved, no row was applied, no entry was committed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def _listed(names: Iterable[object]) -> str:
@@ -72,6 +72,28 @@ class UnsupportedTableError(DeltaTrackerError, ValueError):
         )
         self.table = table
         self.reason = reason
+
+
+class UnsupportedModuleError(DeltaTrackerError, ValueError):
+    """Sharded modules or tensors of the model cannot be followed; ``modules`` maps their FQNs to what they are."""
+
+    def __init__(self, modules: Mapping[str, str], remedy: str) -> None:
+        self.modules = dict(modules)
+        listed = ", ".join(f"{fqn!r} ({what})" for fqn, what in self.modules.items())
+        super().__init__(f"the model has sharded parts that cannot be tracked: {listed}", remedy)
+
+
+class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
+    """A fused optimizer writes rows that no backward pass names; ``optimizer`` and ``tables`` say which."""
+
+    def __init__(self, optimizer: str, tables: Iterable[str]) -> None:
+        self.optimizer = optimizer
+        self.tables = tuple(tables)
+        super().__init__(
+            f"optimizer {optimizer} is not known to write only rows that a backward pass looked up; "
+            f"its tables: {_listed(self.tables)}",
+            "Train them with another fused optimizer, or name them in fqns_to_skip to train them untracked",
+        )
 
 
 class UnknownConsumerError(DeltaTrackerError, LookupError):

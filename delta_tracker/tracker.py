@@ -47,7 +47,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded EmbeddingCollections or
-            EmbeddingBagCollections.
+            EmbeddingBagCollections, or subclasses of theirs.
         consumers: names of the independent readers; one named ``"default"`` if not given.
         delete_on_read: forget rows once every consumer has committed a read of them. False keeps them all, so that
             :meth:`rewind` can take a consumer back to the start; it costs at most one set of rows more.
@@ -61,6 +61,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
     Raises:
         NoShardedModuleError: if the model has nothing to track.
+        UnsupportedModuleError: if the model has sharded modules that cannot be followed.
         UnsupportedTableError: if a table's kernel cannot be followed, or its optimizer cannot serve the mode.
         InvalidArgumentError: for consumers that are not different names, or an unknown mode, record or engine.
         MissingExtraError: if torchrec is not installed.

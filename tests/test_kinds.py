@@ -9,13 +9,11 @@ import pytest
 from tests.ranks import RankPool
 
 _CASES = "tests.cases.kinds"
-_SUBCLASSES = pytest.mark.xfail(strict=True, reason="only two exact classes of sharded modules are known")
 _OPTIMIZERS = pytest.mark.xfail(strict=True, reason="optimizers are not looked at")
 _REPLICAS = pytest.mark.xfail(strict=True, reason="DMPCollection is taken for a DistributedModelParallel")
 _PRUNING = pytest.mark.xfail(strict=True, reason="pruning is not looked for")
 
 
-@_SUBCLASSES
 @pytest.mark.parametrize(
     "kind",
     [
@@ -31,7 +29,6 @@ def test_a_subclass_is_tracked_like_its_base(two_ranks: RankPool, kind: dict[str
     assert any(answer["changed"] for answer in two_ranks.run(f"{_CASES}:track", kind=kind))
 
 
-@_SUBCLASSES
 def test_all_modules_that_cannot_be_tracked_are_named_together(two_ranks: RankPool) -> None:
     for said in two_ranks.run(f"{_CASES}:refused_modules"):
         assert said["all"].startswith("UnsupportedModuleError: ")

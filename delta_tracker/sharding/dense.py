@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.sharding.discover import walk
+from delta_tracker.sharding.discover import has_unknown_rows, walk
 from delta_tracker.sharding.versions import load_torchrec
 from delta_tracker.stream.manifest import DTYPE_NAMES, MAX_DIMS
 
@@ -17,7 +17,7 @@ def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[st
 
     Args:
         model: the model whose tables are tracked.
-        dense: a module: its parameters and persistent buffers, those of sharded collections aside; or their names,
+        dense: a module: its parameters and persistent buffers, those of sharded modules aside; or their names,
             as in the model's ``state_dict``.
 
     Returns:
@@ -54,7 +54,8 @@ def _tensors(model: nn.Module, root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     if not any(id(module) in inside for _, module in modules):
         modules = list(walk(root, "", torchrec, set()))
     for fqn, module in modules:
-        if id(module) in inside and type(module) not in torchrec.collections:
+        is_sharded = torchrec.holder(module) is not None or has_unknown_rows(module, torchrec)
+        if id(module) in inside and not is_sharded:
             for name, tensor in _own(module):
                 yield f"{fqn}.{name}" if fqn else name, tensor
 

@@ -16,7 +16,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from delta_tracker.errors import InvalidArgumentError, NoShardedModuleError, UnsupportedTableError
+from delta_tracker.errors import (
+    InvalidArgumentError,
+    NoShardedModuleError,
+    UnsupportedModuleError,
+    UnsupportedTableError,
+)
 from delta_tracker.sharding.versions import Torchrec, load_torchrec, planned_blocks, planned_kernel, table_configs
 from delta_tracker.types import ShardSpec, TableSpec
 
@@ -65,6 +70,7 @@ class Discovery:
         tables: table FQN to the whole table; the same on every rank.
         shards: table FQN to what this rank holds of it, possibly nothing.
         kernels: the kernels that hold at least one tracked shard.
+        skipped: FQNs of tables, and of modules and tensors without known tables, that are left out on request.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -76,41 +82,59 @@ class Discovery:
 
 
 def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
-    """Find every sharded EmbeddingCollection and EmbeddingBagCollection in ``model``.
+    """Find every sharded EmbeddingCollection and EmbeddingBagCollection in ``model``, subclasses included.
 
     Args:
         model: usually a ``DistributedModelParallel``; a module that contains sharded ones will do.
-        fqns_to_skip: tables to leave out, each by its FQN, the FQN of a module above it, or one component of it. Warns
-            of a name that no table has.
+        fqns_to_skip: tables to leave out, each by its FQN, the FQN of a module above it, or one component of it; other
+            modules and tensors that are sharded likewise. Warns of a name that none of them has.
 
     Raises:
         InvalidArgumentError: for a ``fqns_to_skip`` that is one string.
         NoShardedModuleError: if there is nothing to track.
+        UnsupportedModuleError: for any other module or tensor that is sharded.
         UnsupportedTableError: if a table's kernel cannot be followed, or its geometry contradicts the sharding plan.
         MissingExtraError: if torchrec is not installed.
     """
     torchrec = load_torchrec()
     found = Discovery()
     unsharded = []
+    unsupported: dict[str, str] = {}
     if isinstance(fqns_to_skip, str):
         raise InvalidArgumentError("fqns_to_skip", fqns_to_skip, "Pass a list of names")
     for fqn, module in walk(model, "", torchrec, set()):
-        if type(module) in torchrec.collections:
+        if holder := torchrec.holder(module):
             found.modules[fqn] = module
-            _add_collection(found, torchrec, fqn, module, fqns_to_skip)
-        elif "Embedding" in type(module).__name__:
+            _add_collection(found, torchrec, fqn, module, holder, fqns_to_skip)
+            continue
+        unknown = dict(_unknown(fqn, module, torchrec))
+        found.skipped += [name for name in unknown if _is_skipped(name, fqns_to_skip)]
+        unsupported |= {name: kind for name, kind in unknown.items() if name not in found.skipped}
+        if "Embedding" in type(module).__name__:
             unsharded.append(f"{fqn} ({type(module).__name__})")
+    if unsupported:
+        raise UnsupportedModuleError(
+            unsupported,
+            "Shard their tables as an EmbeddingCollection or EmbeddingBagCollection, "
+            "or name them in fqns_to_skip to train them untracked",
+        )
     if not found.tables and not found.skipped:
         raise NoShardedModuleError(unsharded)
-    known = [*found.tables, *found.skipped]
-    for skip in fqns_to_skip:
-        if not any(_is_skipped(fqn, [skip]) for fqn in known):
-            warnings.warn(f"fqns_to_skip names {skip!r}, which no table has; tables: {sorted(known)}", stacklevel=3)
+    _warn_of_unused(fqns_to_skip, [*found.tables, *found.skipped])
     return found
 
 
+def _warn_of_unused(skips: Sequence[str], known: Sequence[str]) -> None:
+    for skip in skips:
+        if not any(_is_skipped(fqn, [skip]) for fqn in known):
+            warnings.warn(f"fqns_to_skip names {skip!r}, which no table has; tables: {sorted(known)}", stacklevel=4)
+
+
 def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with the FQNs that ``state_dict`` uses: wrappers add no name. Stops below a sharded collection."""
+    """Modules with the FQNs that ``state_dict`` uses: wrappers add no name.
+
+    Stops below a sharded collection, and below a sharded module that holds rows but no such collection.
+    """
     if module in seen:
         return
     seen.add(module)
@@ -120,9 +144,31 @@ def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) 
         yield from walk(module.module, fqn, torchrec, seen)
     else:
         yield fqn, module
-        if type(module) not in torchrec.collections:
+        if torchrec.holder(module) is None and not has_unknown_rows(module, torchrec):
             for name, child in module.named_children():
                 yield from walk(child, f"{fqn}.{name}" if fqn else name, torchrec, seen)
+
+
+def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
+    """Whether a module is sharded, holds rows, and holds them elsewhere than in collections on every rank.
+
+    The answer is the same on every rank, also on one that holds no rows of the module.
+    """
+    if isinstance(module, torchrec.towers):
+        return True
+    if not isinstance(module, torchrec.sharded) or isinstance(module, torchrec.without_rows):
+        return False
+    return all(torchrec.holder(part) is None for part in module.modules())
+
+
+def _unknown(fqn: str, module: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, str]]:
+    """FQN and class of the module, if it has rows that nobody can find; otherwise of its own sharded tensors."""
+    if has_unknown_rows(module, torchrec):
+        yield fqn, type(module).__name__
+        return
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        if isinstance(tensor, torchrec.sharded_tensors):
+            yield f"{fqn}.{name}" if fqn else name, type(tensor).__name__
 
 
 def _is_skipped(fqn: str, skips: Iterable[str]) -> bool:
@@ -130,9 +176,8 @@ def _is_skipped(fqn: str, skips: Iterable[str]) -> bool:
 
 
 def _add_collection(
-    found: Discovery, torchrec: Torchrec, module_fqn: str, module: nn.Module, skips: Sequence[str]
+    found: Discovery, torchrec: Torchrec, module_fqn: str, module: nn.Module, holder: str, skips: Sequence[str]
 ) -> None:
-    holder = torchrec.collections[type(module)]
     fqn_of = {}
     for name, config in table_configs(module).items():
         fqn = ".".join(part for part in (module_fqn, holder, name) if part)
@@ -169,7 +214,9 @@ def _kernels(
     module: nn.Module, fqn_of: dict[str, str], torchrec: Torchrec
 ) -> Iterator[tuple[Kernel, list[tuple[str, _Place]]]]:
     for lookup in module._lookups:  # type: ignore[union-attr]  # noqa: SLF001
-        inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        inner = lookup
+        while isinstance(inner, DistributedDataParallel):  # a fused collection wraps twice
+            inner = inner.module
         for emb_module in inner._emb_modules:  # noqa: SLF001
             configs = emb_module.config.embedding_tables
             tracked = [fqn_of.get(config.name) for config in configs]

@@ -41,7 +41,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
     torchrec, quantised = load_torchrec(), load_quantised()
     for fqn, module in _walk(model, "", torchrec, (*quantised.sharded, *quantised.collections)):
         prefix = f"{fqn}." if fqn else ""
-        if type(module) in torchrec.collections:
+        if torchrec.holder(module):
             tables = _sharded(module)
         elif holder := _holder(module, quantised.sharded):
             tables = _quantised(module, holder, _sharded_blocks(module), quantised)
@@ -68,7 +68,7 @@ def _walk(
         yield from _walk(module.module, fqn, torchrec, quantised)
     else:
         yield fqn, module
-        if type(module) not in torchrec.collections and not isinstance(module, quantised):
+        if torchrec.holder(module) is None and not isinstance(module, quantised):
             for name, child in module._modules.items():  # noqa: SLF001  named_children leaves repeated ones out
                 if child is not None:
                     yield from _walk(child, f"{fqn}.{name}" if fqn else name, torchrec, quantised)

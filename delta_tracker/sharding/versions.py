@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from delta_tracker.errors import MissingExtraError
 
@@ -21,16 +22,28 @@ class Torchrec:
     """The classes of the installed torchrec that discovery looks for.
 
     Args:
-        collections: sharded module class to the name of the attribute that holds its tables.
+        collections: sharded module class to the name of the attribute that holds its tables; subclasses count too.
         wrapper: ``DistributedModelParallel``.
+        sharded: the base of all sharded modules.
+        towers: sharded modules that exist on the ranks of one host only.
+        without_rows: sharded modules that hold no embedding rows of their own.
+        sharded_tensors: the classes of tensors of which a rank holds a part.
         fused_kernels: names of the compute kernels whose optimizer writes rows in the backward pass.
         dense_kernels: names of the compute kernels whose rows are ordinary parameters.
     """
 
     collections: dict[type[nn.Module], str]
     wrapper: type[nn.Module]
+    sharded: type[nn.Module]
+    towers: tuple[type[nn.Module], ...]
+    without_rows: tuple[type[nn.Module], ...]
+    sharded_tensors: tuple[type[Tensor], ...]
     fused_kernels: frozenset[str] = frozenset({"fused", "fused_uvm", "fused_uvm_caching"})
     dense_kernels: frozenset[str] = frozenset({"dense"})
+
+    def holder(self, module: nn.Module) -> str | None:
+        """Name of the attribute that holds the tables of a sharded collection; None for any other module."""
+        return next((holder for kind, holder in self.collections.items() if isinstance(module, kind)), None)
 
 
 def load_torchrec() -> Torchrec:
@@ -43,6 +56,9 @@ def load_torchrec() -> Torchrec:
         embedding = import_module("torchrec.distributed.embedding")
         embeddingbag = import_module("torchrec.distributed.embeddingbag")
         model_parallel = import_module("torchrec.distributed.model_parallel")
+        tower_sharding = import_module("torchrec.distributed.embedding_tower_sharding")
+        managed_collision = import_module("torchrec.distributed.mc_modules")
+        types = import_module("torchrec.distributed.types")
     except ModuleNotFoundError as missing:
         raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
     return Torchrec(
@@ -51,6 +67,10 @@ def load_torchrec() -> Torchrec:
             embeddingbag.ShardedEmbeddingBagCollection: "embedding_bags",
         },
         wrapper=model_parallel.DistributedModelParallel,
+        sharded=types.ShardedModule,
+        towers=(tower_sharding.ShardedEmbeddingTower, tower_sharding.ShardedEmbeddingTowerCollection),
+        without_rows=(managed_collision.ShardedManagedCollisionCollection,),
+        sharded_tensors=(types.ShardedTensor, DTensor),
     )
 
 

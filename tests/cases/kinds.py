@@ -201,6 +201,7 @@ def _tables(kind: Kind) -> tuple[nn.Module, Any]:
         if not is_bag:
             # torchrec 1.8 asks for these and does not define them
             module.use_gather_select, module.use_gather_select_per_sharding = (lambda: False), (lambda: None)
+            module.device = meta
         return module, FusedEmbeddingBagCollectionSharder() if is_bag else FusedEmbeddingCollectionSharder()
     sharders = {
         "ec": EmbeddingCollectionSharder,
