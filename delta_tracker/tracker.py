@@ -19,8 +19,9 @@ from delta_tracker.reader import DeltaReader
 from delta_tracker.recorder import LookupRecorder
 from delta_tracker.row_memory import MEMORY
 from delta_tracker.selection import TopK
-from delta_tracker.sharding.discover import LocalShard, discover
+from delta_tracker.sharding.discover import Discovery, LocalShard, discover
 from delta_tracker.sharding.hooks import KernelHook, Watcher
+from delta_tracker.sharding.refusals import refuse_unseen_writes
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.writes import watch_writes
 from delta_tracker.store.segments import SegmentStore
@@ -61,7 +62,8 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
     Raises:
         NoShardedModuleError: if the model has nothing to track.
-        UnsupportedModuleError: if the model has sharded modules that cannot be followed.
+        UnsupportedModuleError: if the model has sharded modules that cannot be followed, such as a ``DMPCollection``.
+        UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
         UnsupportedTableError: if a table's kernel cannot be followed, or its optimizer cannot serve the mode.
         InvalidArgumentError: for consumers that are not different names, or an unknown mode, record or engine.
         MissingExtraError: if torchrec is not installed.
@@ -92,10 +94,8 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         self._records_lookups = record == "lookups"
         self._engine = engine
         self._skips = fqns_to_skip if isinstance(fqns_to_skip, str) else tuple(fqns_to_skip)
-        self._found = discover(model, self._skips)
+        self._found = self._discover()
         self._shards = self._found.shards
-        for shard in self._shards.values():
-            self._capture.check(shard)
         self._log = ChangeLog(
             {fqn: self._make_store(fqn) for fqn in self._shards},
             [self.DEFAULT_CONSUMER] if consumers is None else consumers,
@@ -273,9 +273,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
         Raises: as the constructor; the tracker is then as it was.
         """
-        found = discover(self._model, self._skips)
-        for shard in found.shards.values():
-            self._capture.check(shard)
+        found = self._discover()
         held = self._shards
         moved = [fqn for fqn, shard in found.shards.items() if fqn not in held or shard.spec != held[fqn].spec]
         unseen = [
@@ -306,6 +304,14 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
+
+    def _discover(self) -> Discovery:
+        """The model's tables as they are sharded now, all of which can be followed."""
+        found = discover(self._model, self._skips)
+        refuse_unseen_writes(self._model, found)
+        for shard in found.shards.values():
+            self._capture.check(shard)
+        return found
 
     def _attach(self) -> list[Watcher]:
         self._is_attached = True

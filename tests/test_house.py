@@ -78,6 +78,7 @@ _ORDER = [
     "row_target",
     "sharding.versions",
     "sharding.discover",
+    "sharding.refusals",
     "sharding.hooks",
     "sharding.weights",
     "sharding.writes",

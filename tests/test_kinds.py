@@ -9,9 +9,7 @@ import pytest
 from tests.ranks import RankPool
 
 _CASES = "tests.cases.kinds"
-_OPTIMIZERS = pytest.mark.xfail(strict=True, reason="optimizers are not looked at")
-_REPLICAS = pytest.mark.xfail(strict=True, reason="DMPCollection is taken for a DistributedModelParallel")
-_PRUNING = pytest.mark.xfail(strict=True, reason="pruning is not looked for")
+_NUM_RANDOM = 36
 
 
 @pytest.mark.parametrize(
@@ -40,6 +38,11 @@ def test_all_modules_that_cannot_be_tracked_are_named_together(two_ranks: RankPo
         assert said["skipped"] == "model.tables.embeddings.t model.tables.embeddings.u"
 
 
+def test_replicas_are_refused_also_without_their_wrapper(one_rank: RankPool) -> None:
+    (said,) = one_rank.run(f"{_CASES}:replicas_without_wrapper")
+    assert "DMPCollection" in said
+
+
 @pytest.mark.parametrize("mode", ["id_only", "embedding"])
 def test_lookups_come_in_addition_to_what_an_ordinary_optimizer_moves(two_ranks: RankPool, mode: str) -> None:
     for counts in two_ranks.run(f"{_CASES}:lookups_of_compared", mode=mode):
@@ -47,7 +50,6 @@ def test_lookups_come_in_addition_to_what_an_ordinary_optimizer_moves(two_ranks:
         assert counts["only looked up"] > 4
 
 
-@_OPTIMIZERS
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     [
@@ -63,7 +65,6 @@ def test_an_optimizer_that_writes_other_rows_is_refused(two_ranks: RankPool, opt
         assert "'tables.embedding_bags.t', 'tables.embedding_bags.u'" in answer["refused"]
 
 
-@_REPLICAS
 def test_replicas_are_refused(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_CASES}:track", kind={"is_replicated": True}):
         assert answer["refused"].startswith("UnsupportedModuleError: ")
@@ -71,9 +72,32 @@ def test_replicas_are_refused(two_ranks: RankPool) -> None:
         assert "'tables.embeddings.t'" in answer["refused"]
 
 
-@_PRUNING
 def test_pruning_is_refused(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_CASES}:track", kind={"prunes": True}):
         assert answer["refused"].startswith("UnsupportedModuleError: ")
         assert "'pruning'" in answer["refused"]
         assert "GenericITEPModule" in answer["refused"]
+
+
+def test_random_kinds_are_tracked_exactly_or_refused(two_ranks: RankPool) -> None:
+    refused, tracked = [], []
+    for outcomes in zip(*two_ranks.run(f"{_CASES}:random_kinds", seeds=list(range(_NUM_RANDOM))), strict=True):
+        assert len({"refused" in each for each in outcomes}) == 1, f"one rank refuses and another does not: {outcomes}"
+        kind, must = outcomes[0]["kind"], outcomes[0]["must"]
+        if "refused" in outcomes[0]:
+            assert must, f"{kind}: {outcomes[0]['refused']}"
+            refused.append(outcomes[0]["refused"])
+        else:
+            assert not must, f"{kind} is not refused"
+            tracked.append(sum(each["changed"] for each in outcomes))
+    assert all(tracked)
+    assert len(tracked) > 10
+    for words in (
+        "ShardedEmbeddingBag",
+        "DMPCollection",
+        "EMAINPLACE",
+        "ENSEMBLE",
+        "DECOUPLE_GLOBAL",
+        "GenericITEPModule",
+    ):
+        assert any(words in each for each in refused), words

@@ -6,6 +6,8 @@ between versions belongs in this file.
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,6 +30,9 @@ class Torchrec:
         towers: sharded modules that exist on the ranks of one host only.
         without_rows: sharded modules that hold no embedding rows of their own.
         sharded_tensors: the classes of tensors of which a rank holds a part.
+        replicas: ``DMPCollection``, the wrapper of 2D parallelism.
+        replica_env: the sharding environment of 2D parallelism.
+        pruning: the modules of in-training pruning.
         fused_kernels: names of the compute kernels whose optimizer writes rows in the backward pass.
         dense_kernels: names of the compute kernels whose rows are ordinary parameters.
     """
@@ -38,6 +43,9 @@ class Torchrec:
     towers: tuple[type[nn.Module], ...]
     without_rows: tuple[type[nn.Module], ...]
     sharded_tensors: tuple[type[Tensor], ...]
+    replicas: tuple[type[nn.Module], ...]
+    replica_env: tuple[type, ...]
+    pruning: tuple[type[nn.Module], ...]
     fused_kernels: frozenset[str] = frozenset({"fused", "fused_uvm", "fused_uvm_caching"})
     dense_kernels: frozenset[str] = frozenset({"dense"})
 
@@ -56,8 +64,6 @@ def load_torchrec() -> Torchrec:
         embedding = import_module("torchrec.distributed.embedding")
         embeddingbag = import_module("torchrec.distributed.embeddingbag")
         model_parallel = import_module("torchrec.distributed.model_parallel")
-        tower_sharding = import_module("torchrec.distributed.embedding_tower_sharding")
-        managed_collision = import_module("torchrec.distributed.mc_modules")
         types = import_module("torchrec.distributed.types")
     except ModuleNotFoundError as missing:
         raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
@@ -68,10 +74,20 @@ def load_torchrec() -> Torchrec:
         },
         wrapper=model_parallel.DistributedModelParallel,
         sharded=types.ShardedModule,
-        towers=(tower_sharding.ShardedEmbeddingTower, tower_sharding.ShardedEmbeddingTowerCollection),
-        without_rows=(managed_collision.ShardedManagedCollisionCollection,),
+        towers=_imported(
+            "torchrec.distributed.embedding_tower_sharding", "ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection"
+        ),
+        without_rows=_imported("torchrec.distributed.mc_modules", "ShardedManagedCollisionCollection"),
         sharded_tensors=(types.ShardedTensor, DTensor),
+        replicas=_imported("torchrec.distributed.model_parallel", "DMPCollection"),
+        replica_env=_imported("torchrec.distributed.types", "ShardingEnv2D"),
+        pruning=_imported("torchrec.modules.itep_modules", "GenericITEPModule"),
     )
+
+
+def _imported(module: str, *names: str) -> tuple[type, ...]:
+    """Classes of a module, if it is imported and has them: before, no model has an instance of them."""
+    return tuple(found for name in names if (found := getattr(sys.modules.get(module), name, None)) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +143,17 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
 def planned_kernel(module: nn.Module, table: str) -> str:
     """Name of the compute kernel that the plan gives a table, on whatever rank it lives."""
     return str(module.module_sharding_plan[table].compute_kernel)  # type: ignore[index, union-attr]
+
+
+def kernel_arguments(module: Any) -> dict[str, list[dict[str, Any]]]:  # noqa: ANN401  a sharded collection
+    """Table name to the fused arguments, optimizer included, of each kernel that holds it, on whatever rank it is."""
+    shardings = getattr(module, "_embedding_shardings", None) or module._sharding_type_to_sharding.values()  # noqa: SLF001
+    found: dict[str, list[dict[str, Any]]] = {}
+    for sharding in shardings:
+        for group in itertools.chain.from_iterable(sharding._grouped_embedding_configs_per_rank):  # noqa: SLF001
+            for table in group.embedding_tables:
+                found.setdefault(table.name, []).append(group.fused_params or {})
+    return found
 
 
 def planned_blocks(module: nn.Module, table: str) -> set[tuple[int, int, int, int]] | None:

@@ -40,7 +40,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ShardingEnv2D, ShardingPlan
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -139,7 +139,9 @@ class Kind:
     @classmethod
     def draw(cls, draw: random.Random) -> Kind:
         """A random kind: about every second one has something unusual."""
-        module = draw.choice(["ec", "ebc", "own ec", "own ebc", "fused ec", "fused ebc", "bag"])
+        module = draw.choices(
+            ["ec", "ebc", "own ec", "own ebc", "fused ec", "fused ebc", "bag"], [2, 2, 2, 2, 1, 1, 1]
+        )[0]
         sharding = draw.choice(["row", "table", "column"])
         if module in ("ebc", "own ebc"):
             sharding = draw.choice([sharding, "dense", "data"])
@@ -147,11 +149,14 @@ class Kind:
             sharding = draw.choice(["table", "column"])
         elif module == "bag":
             sharding = "row"
-        is_own = module in ("bag", "fused ec", "fused ebc") or sharding in ("dense", "data")
+        optimizer = draw.choice(list(_OPTIMIZERS))
+        if optimizer == "ensemble":
+            sharding = "row"  # it is set in the kernels, so every rank must have one
+        has_own = module in ("bag", "fused ec", "fused ebc") or sharding in ("dense", "data")
         return cls(
             module,
             sharding,
-            "adagrad" if is_own else draw.choice(list(_OPTIMIZERS)),
+            "adagrad" if has_own else optimizer,
             draw.choice(["updates", "lookups"]),
             draw.choice(["id_only", "embedding"]),
             draw.random() < 0.15,
@@ -165,7 +170,7 @@ class Kind:
             self.module == "bag"
             or self.optimizer in ("ema", "ensemble", "global decay")
             or self.is_replicated
-            or self.prunes
+            or (self.prunes and self.sharding not in ("dense", "data"))
         )
 
 
@@ -406,3 +411,14 @@ def refused_modules(rank: int, world_size: int) -> dict[str, str]:
         except DeltaTrackerError as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
+
+
+def replicas_without_wrapper(rank: int, world_size: int) -> str:
+    """A tracker that is given the model inside of a DMPCollection refuses it as well."""
+    model = inner(build(Kind()))
+    model.tables._env = object.__new__(ShardingEnv2D)
+    try:
+        ModelDeltaTracker(model)
+    except DeltaTrackerError as error:
+        return str(error)
+    return "nothing was raised"

@@ -1,0 +1,139 @@
+"""Refuse models in which something writes rows that no hook of the tracker sees.
+
+Hooks see the backward pass of a lookup, ``load_state_dict`` and evictions. What is refused here writes other rows, or
+writes at other times, in the memory of fused tables. Tables without fused optimizer are compared with a copy, which
+finds whatever wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from delta_tracker.errors import UnsupportedModuleError, UnsupportedOptimizerError
+from delta_tracker.sharding.discover import Discovery, walk
+from delta_tracker.sharding.versions import Torchrec, kernel_arguments, load_torchrec
+
+# Names of fbgemm's EmbOptimType and WeightDecayMode. These write a row only in the backward pass of a lookup of it.
+_OPTIMIZERS = frozenset(
+    {
+        "EXACT_SGD",
+        "EXACT_ADAGRAD",
+        "EXACT_ROWWISE_ADAGRAD",
+        "ADAM",
+        "PARTIAL_ROWWISE_ADAM",
+        "LAMB",
+        "PARTIAL_ROWWISE_LAMB",
+        "LARS_SGD",
+    }
+)
+_WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE", "COUNTER", "COWCLIP"})
+
+
+def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
+    """Raise an error if rows of a tracked table may be written without any hook.
+
+    Args:
+        model: what ``found`` was discovered in.
+        found: its tracked tables.
+
+    Raises:
+        UnsupportedOptimizerError: for a fused optimizer that writes rows outside the backward pass, or is unknown.
+        UnsupportedModuleError: for 2D parallelism, and for pruning of fused tables.
+    """
+    torchrec = load_torchrec()
+    _refuse_replicas(model, found, torchrec)
+    _refuse_pruning(model, found, torchrec)
+    _refuse_optimizers(found)
+
+
+def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
+    """2D parallelism: ``DMPCollection.sync`` averages the replicas of a shard in place.
+
+    Its wrapper may be above the model that the tracker is given; then the collections themselves still show it.
+    """
+    wrapped = {
+        part
+        for module in model.modules()
+        if isinstance(module, torchrec.replicas)
+        for part in module._dmp_wrapped_module.modules()  # type: ignore[union-attr]  # noqa: SLF001
+    }
+    tables = [
+        fqn
+        for module_fqn, module in found.modules.items()
+        if module in wrapped or isinstance(getattr(module, "_env", None), torchrec.replica_env)
+        for fqn in _tables(found, module_fqn)
+    ]
+    if tables:
+        raise UnsupportedModuleError(
+            dict.fromkeys(tables, "in a DMPCollection, whose sync() averages replicas in place"),
+            "Shard the model with DistributedModelParallel",
+        )
+
+
+def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
+    """In-training pruning resets rows in the forward pass, in the memory of the kernels."""
+    lookups = {
+        id(_unwrapped(lookup)): [fqn for fqn in _tables(found, module_fqn) if found.shards[fqn].is_fused]
+        for module_fqn, module in found.modules.items()
+        for lookup in module._lookups  # type: ignore[union-attr]  # noqa: SLF001
+    }
+    pruned: dict[str, str] = {}
+    for fqn, module in walk(model, "", torchrec, set()):
+        if isinstance(module, torchrec.pruning):
+            tables = _named(lookups, module.lookups)  # type: ignore[arg-type]
+            if tables:
+                pruned[fqn] = f"a GenericITEPModule, which resets rows of {', '.join(tables)}"
+    if pruned:
+        raise UnsupportedModuleError(
+            pruned, "Train these tables without pruning, or name them in fqns_to_skip to train them untracked"
+        )
+
+
+def _tables(found: Discovery, module_fqn: str) -> list[str]:
+    """FQNs of the tracked tables of a collection."""
+    prefix = f"{module_fqn}." if module_fqn else ""
+    return [fqn for fqn in found.tables if fqn.startswith(prefix)]
+
+
+def _named(tables: Mapping[int, list[str]], lookups: Iterable[nn.Module]) -> list[str]:
+    return sorted({fqn for lookup in lookups for fqn in tables.get(id(_unwrapped(lookup)), [])})
+
+
+def _unwrapped(lookup: nn.Module) -> nn.Module:
+    while isinstance(lookup, DistributedDataParallel):
+        lookup = lookup.module
+    return lookup
+
+
+def _refuse_optimizers(found: Discovery) -> None:
+    """Fused optimizers that are not known to write rows in the backward pass only.
+
+    The plan has the optimizers of all ranks, so that every rank raises the same error; the kernels have the real ones.
+    """
+    strange: dict[str, list[str]] = {}
+    for module_fqn, module in found.modules.items():
+        arguments = kernel_arguments(module)
+        for fqn in _tables(found, module_fqn):
+            for planned in arguments.get(fqn.rpartition(".")[2], []) if found.shards[fqn].is_fused else []:
+                name = _strange(planned.get("optimizer", "EXACT_SGD"), planned.get("weight_decay_mode"))
+                strange.setdefault(name, []).append(fqn)
+    for kernel in found.kernels:
+        if kernel.is_fused:
+            tbe = kernel.module.emb_module
+            name = _strange(tbe.optimizer, getattr(tbe, "weight_decay_mode", None))
+            strange.setdefault(name, []).extend(fqn for fqn, _ in kernel.slots if fqn is not None)
+    strange.pop("", None)
+    if strange:
+        name, tables = next(iter(strange.items()))
+        raise UnsupportedOptimizerError(name, dict.fromkeys(tables))
+
+
+def _strange(optimizer: object, decay: object) -> str:
+    """Name of a fused optimizer and its weight decay, empty if they are known."""
+    name, mode = getattr(optimizer, "name", str(optimizer)), getattr(decay, "name", "NONE")
+    if name not in _OPTIMIZERS:
+        return name
+    return "" if mode in _WEIGHT_DECAYS else f"{name} with weight decay {mode}"
