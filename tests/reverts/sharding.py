@@ -1,0 +1,71 @@
+"""Fixes in what of a model is tracked, and what is refused."""
+
+from __future__ import annotations
+
+from tests.reverts.revert import Revert
+
+_KINDS = "tests/test_kinds.py::test_random_kinds_are_tracked_exactly_or_refused"
+_REFUSALS = "delta_tracker/sharding/refusals.py"
+
+REVERTS = [
+    Revert(
+        defect="a subclass of a sharded collection is skipped",
+        generator=_KINDS,
+        edits={
+            "delta_tracker/sharding/versions.py": [
+                (
+                    "next((holder for kind, holder in self.collections.items() if isinstance(module, kind)), None)",
+                    "self.collections.get(type(module))",
+                ),
+            ],
+            "delta_tracker/sharding/discover.py": [
+                ("    if unsupported:\n", "    if False:\n"),
+                ("    if not found.tables and not found.skipped:\n", "    if False:\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="sharded modules that are no collection are skipped",
+        generator=_KINDS,
+        edits={
+            "delta_tracker/sharding/discover.py": [
+                ("    if unsupported:\n", "    if False:\n"),
+                ("    if not found.tables and not found.skipped:\n", "    if False:\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="recorded lookups replace the comparison of dense tables",
+        generator=_KINDS,
+        edits={
+            "delta_tracker/tracker.py": [
+                (
+                    "        return make_store(fqn, self._shards, self._capture, engine=self._engine)\n",
+                    (
+                        "        shards = self._shards\n"
+                        "        if self._records_lookups and not shards[fqn].is_fused:\n"
+                        "            keep = self._capture.keeps_old\n"
+                        "            old = (lambda ids: self._capture.old_states(shards[fqn], ids)) if keep else None\n"
+                        "            return SegmentStore(shards[fqn].spec.num_rows, shards[fqn].device, old_states=old)\n"
+                        "        return make_store(fqn, shards, self._capture, engine=self._engine)\n"
+                    ),
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="optimizers that write outside the backward pass are accepted",
+        generator=_KINDS,
+        edits={_REFUSALS: [("    _refuse_optimizers(found)\n", "")]},
+    ),
+    Revert(
+        defect="a DMPCollection is accepted",
+        generator=_KINDS,
+        edits={_REFUSALS: [("    _refuse_replicas(model, found, torchrec)\n", "")]},
+    ),
+    Revert(
+        defect="pruning is accepted",
+        generator=_KINDS,
+        edits={_REFUSALS: [("    _refuse_pruning(model, found, torchrec)\n", "")]},
+    ),
+]
