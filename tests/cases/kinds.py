@@ -300,7 +300,7 @@ def track(rank: int, world_size: int, kind: dict[str, Any], seed: int = 0, num_e
         for event in [*(draw.choice(events) for _ in range(num_events)), "read"]:
             ids = torch.randint(0, _ROWS, (4,), generator=generator)
             if event == "read":
-                num_changed += _check_read(tracker, chosen, before, weights(model))
+                num_changed += _together(lambda: _check_read(tracker, chosen, before, weights(model)))  # noqa: B023
                 before = weights(model)
             elif event == "sync":
                 model.sync()
@@ -321,6 +321,19 @@ def track(rank: int, world_size: int, kind: dict[str, Any], seed: int = 0, num_e
                     ordinary.step()
         assert tracker.num_hook_errors == 0
     return {"changed": num_changed}
+
+
+def _together(check: Callable[[], int]) -> int:
+    """The result of ``check``; if it fails on any rank, it fails on all: none waits for the others' collectives."""
+    problem, result = "", 0
+    try:
+        result = check()
+    except AssertionError as error:
+        problem = str(error) or repr(error)
+    has_failed = torch.tensor([bool(problem)])
+    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX)
+    assert not has_failed, problem or "another rank failed"
+    return result
 
 
 def _check_read(tracker: ModelDeltaTracker, kind: Kind, before: dict[str, Tensor], now: dict[str, Tensor]) -> int:

@@ -46,7 +46,8 @@ REVERTS = [
                         "        if self._records_lookups and not shards[fqn].is_fused:\n"
                         "            keep = self._capture.keeps_old\n"
                         "            old = (lambda ids: self._capture.old_states(shards[fqn], ids)) if keep else None\n"
-                        "            return SegmentStore(shards[fqn].spec.num_rows, shards[fqn].device, old_states=old)\n"
+                        "            shard = shards[fqn]\n"
+                        "            return SegmentStore(shard.spec.num_rows, shard.device, old_states=old)\n"
                         "        return make_store(fqn, shards, self._capture, engine=self._engine)\n"
                     ),
                 ),
