@@ -12,6 +12,7 @@ from torch import Tensor
 
 from delta_tracker import Predictor
 from delta_tracker.errors import StorageError, StreamError
+from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.compaction import compact
 from delta_tracker.stream.storage import Storage
 from tests.histories import Clock, ClockedStorage, History
@@ -48,6 +49,22 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.001)
+
+
+class PanicException(BaseException):  # noqa: N818  the name that pyo3 gives it
+    """What obstore raises where its Rust code panics; each extension has a class of its own, and none can be imported."""
+
+
+class Breakable(TensorTarget):
+    """A table whose writes raise what a test wants; counts them."""
+
+    num_writes = 0
+    before_write: Callable[[int], None] = staticmethod(lambda number: None)
+
+    def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
+        self.num_writes += 1
+        self.before_write(self.num_writes)
+        super().write(ids, values, columns)
 
 
 class Flaky(Storage):
