@@ -28,6 +28,14 @@ class DeltaTrackerError(Exception):
         self.remedy = remedy
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return whether Rust code of an extension panicked.
+
+    Each extension has a class of its own, which derives from ``BaseException`` and cannot be imported.
+    """
+    return type(error).__name__ == "PanicException"
+
+
 class InvalidArgumentError(DeltaTrackerError, ValueError):
     """An argument has a value that the call cannot serve; ``argument`` and ``value`` hold it."""
 
@@ -334,6 +342,25 @@ class NoSnapshotError(StreamError, LookupError):
         super().__init__(problem, remedy)
         self.url = url
         self.version = version
+
+
+class FollowEndedError(StreamError, RuntimeError):
+    """The thread of `Predictor.follow` ended without `stop()`; the exception that ended it is the cause."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(f"the thread of follow() ended: {type(cause).__name__}: {cause}", "Call follow() again")
+        self.__cause__ = cause
+
+
+class PanicError(StreamError, RuntimeError):
+    """Rust code that a predictor called, such as a ``RowTarget``'s, panicked; the panic is the cause."""
+
+    def __init__(self, panic: BaseException) -> None:
+        super().__init__(
+            f"Rust code panicked: {type(panic).__name__}: {panic}",
+            "Report it to the authors of that package; follow() keeps trying",
+        )
+        self.__cause__ = panic
 
 
 class TableMismatchError(StreamError, ValueError):

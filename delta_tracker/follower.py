@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from delta_tracker.errors import (
-    DenseMismatchError,
+    FollowEndedError,
     HeldVersionError,
     InvalidArgumentError,
     NoSnapshotError,
+    PanicError,
     StreamError,
-    TableMismatchError,
+    is_panic,
 )
+from delta_tracker.observing import count_failed_turn
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify import Hints, Notifier
@@ -28,8 +31,6 @@ _GAP_CHECK_SECONDS = 5.0
 _MAX_BACK_OFF_SECONDS = 5.0
 _NO_STREAM_SECONDS = 0.5
 _LOCK_SECONDS = 0.1  # how long waiting for the lock takes to see that it is to stop
-# No later version changes what the model is.
-_FINAL = (TableMismatchError, DenseMismatchError)
 
 
 class Advance(Protocol):
@@ -40,15 +41,26 @@ class Advance(Protocol):
         ...
 
 
+class Beat(Protocol):
+    """Writes a heartbeat, if one is due."""
+
+    def __call__(self, *, is_last: bool = False) -> None:
+        """Write it now if it is the last one."""
+        ...
+
+
 class Follower:
     """Calls ``advance`` again and again in a thread of its own.
+
+    Any error of ``advance`` is retried with growing pauses: versions hold absolute rows, so that one that was cut short
+    can be applied again. Only what is no ``Exception``, such as ``SystemExit``, ends the thread.
 
     Args:
         advance: applies one version, if there is one.
         cursor: the reader's place, for its lag.
         lock: held while ``advance`` runs.
         notifier: carries hints of new versions.
-        beat: called after each look at the stream; it does not raise.
+        beat: called after each look at the stream.
     """
 
     def __init__(
@@ -57,7 +69,7 @@ class Follower:
         cursor: StreamCursor,
         lock: threading.Lock,
         notifier: Notifier | None,
-        beat: Callable[[], None],
+        beat: Beat,
     ) -> None:
         self._advance = advance
         self._cursor = cursor
@@ -67,22 +79,36 @@ class Follower:
         self._control = threading.Lock()  # held while the thread is started or stopped
         self._hints = Hints(notifier, self._stop)
         self._thread: threading.Thread | None = None
+        self._pause = self._gap_check = 0.0
         self.error: Exception | None = None
 
-    def start(self, poll_seconds: float) -> None:
-        """Start the thread.
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self, poll_seconds: float) -> None:
+        """Refuse a start.
 
         Raises:
             InvalidArgumentError: if it runs already, or for a time that is negative or not finite.
         """
         if not 0 <= poll_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, 0 or more")
+        if self.is_running:
+            raise InvalidArgumentError("follow()", "already following", "Call stop() first")
+
+    def start(self, poll_seconds: float) -> None:
+        """Start the thread.
+
+        Raises:
+            InvalidArgumentError: as :meth:`check`.
+        """
         with self._control:
-            if self._thread is not None and self._thread.is_alive():
-                raise InvalidArgumentError("follow()", "already following", "Call stop() first")
+            self.check(poll_seconds)
             self._stop.clear()
             self.error = None
-            self._thread = threading.Thread(target=self._follow, args=(poll_seconds,), name="predictor", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(poll_seconds,), name="predictor", daemon=True)
             self._thread.start()
 
     def stop(self, *, raises: bool = True) -> None:
@@ -100,7 +126,7 @@ class Follower:
 
     def forget_error(self) -> None:
         """The tables are up to date by other means: what ended the thread is over."""
-        if self._thread is None:
+        if not self.is_running:
             self.error = None
 
     def lag(self) -> tuple[int, float] | None:
@@ -111,45 +137,21 @@ class Follower:
             return None
         return count, max(0.0, time.time() - created) if count else 0.0
 
-    def _follow(self, poll_seconds: float) -> None:
-        """Run until stopped. A version that is cut short is read again by the next advance, as after a fault."""
-        with interruptible(self._stop), suppress(Interrupted):
-            self._run(poll_seconds)
-
     def _run(self, poll_seconds: float) -> None:
-        gap_check = time.monotonic() + _GAP_CHECK_SECONDS
-        pause = poll_seconds
-        while not self._stop.is_set():
-            # What a listing found stays found until another listing says otherwise.
-            looks_for_gap = self.error is not None or time.monotonic() >= gap_check
+        """Run until stopped. A version that is cut short is read again by the next advance, as after a fault."""
+        self._pause, self._gap_check = poll_seconds, time.monotonic() + _GAP_CHECK_SECONDS
+        with interruptible(self._stop), suppress(Interrupted):
             try:
-                with self._held_lock():
-                    has_moved = self._advance(looks_for_gap=looks_for_gap)
-            except NoSnapshotError:
-                # No hint can come of a stream whose id is not known.
-                self.error, pause = None, min(poll_seconds, _NO_STREAM_SECONDS)
-            except Exception as error:
-                if self._is_final(error):
-                    _logger.exception("the predictor stopped following %s", self._cursor.log.storage.url)
-                    self.error = error
-                    return
-                self._note(error)
-                pause = min(_MAX_BACK_OFF_SECONDS, max(2 * pause, 0.001))
-            else:
-                if self.error is not None:
-                    _logger.warning("the predictor follows again, at version %s", self._cursor.version)
-                self.error, pause = None, poll_seconds
-                if has_moved:
-                    self._beat()
-                    continue
-            if looks_for_gap:
-                gap_check = time.monotonic() + _GAP_CHECK_SECONDS
-            self._beat()
-            place = self._cursor.place
-            if self.error is not None or place is None:
-                self._stop.wait(pause)
-            else:
-                self._hints.wait(place.stream, place.link.version, pause)
+                while not self._stop.is_set():
+                    self._turn(poll_seconds)
+            except Interrupted:
+                raise
+            except BaseException as error:  # noqa: BLE001  no caller sees what is raised here
+                self.error = FollowEndedError(error)
+                url = self._cursor.log.storage.url
+                _logger.error("the predictor stopped following %s: %s", url, _described(error))  # noqa: TRY400  see _described
+                _drop_frames(error)
+                self._survives(lambda: self._beat(is_last=True))
 
     @contextmanager
     def _held_lock(self) -> Iterator[None]:
@@ -160,11 +162,76 @@ class Follower:
         finally:
             self._lock.release()
 
-    def _note(self, error: Exception) -> None:
-        if str(error) != str(self.error) and not isinstance(error, HeldVersionError):
-            _logger.warning("the predictor cannot go on and keeps trying: %s", error)
+    def _turn(self, poll_seconds: float) -> None:
+        """Look for a version, then wait unless there was one."""
+        has_moved = self._survives(lambda: self._look(poll_seconds))
+        self._survives(self._beat)
+        if has_moved:
+            return
+        place = self._cursor.place
+        if self.error is not None or place is None:
+            self._stop.wait(self._pause)
+        else:
+            self._hints.wait(place.stream, place.link.version, self._pause)
+
+    def _look(self, poll_seconds: float) -> bool:
+        """Take one version; return whether there was one."""
+        # What a listing found stays found until another listing says otherwise.
+        looks_for_gap = self.error is not None or time.monotonic() >= self._gap_check
+        has_moved = False
+        try:
+            with self._held_lock():
+                has_moved = self._advance(looks_for_gap=looks_for_gap)
+        except NoSnapshotError:
+            # No hint can come of a stream whose id is not known.
+            self.error, self._pause = None, min(poll_seconds, _NO_STREAM_SECONDS)
+        else:
+            if self.error is not None:
+                _logger.warning("the predictor follows again, at version %s", self._cursor.version)
+            self.error, self._pause = None, poll_seconds
+        finally:
+            if looks_for_gap and not has_moved:
+                self._gap_check = time.monotonic() + _GAP_CHECK_SECONDS
+        return has_moved
+
+    def _survives(self, call: Callable[[], object]) -> bool:
+        """Return what ``call`` returns, as a bool; False where it raises, which is shown and retried."""
+        try:
+            return bool(call())
+        except Exception as error:  # noqa: BLE001  whatever it is may pass: memory, the store, a user's target
+            self._failed(error)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            self._failed(PanicError(error))
+        return False
+
+    def _failed(self, error: Exception) -> None:
+        self._pause = min(_MAX_BACK_OFF_SECONDS, max(2 * self._pause, 0.001))
+        is_new = (type(error), str(error)) != (type(self.error), str(self.error))
+        if is_new and not isinstance(error, HeldVersionError):
+            _logger.warning("the predictor cannot go on and keeps trying: %s", _described(error))
+        count_failed_turn(error)
+        _drop_frames(error)
         self.error = error
 
-    @staticmethod
-    def _is_final(error: Exception) -> bool:
-        return isinstance(error, _FINAL) or not isinstance(error, StreamError)
+
+def _described(error: BaseException) -> str:
+    """Return the message, with the type and the line for what is no error of the library.
+
+    Not the whole traceback: Python 3.11 parses source text to print one, which fails in other threads that do the same.
+    """
+    if isinstance(error, StreamError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in frames)
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: an error is kept to be shown, and a version may take 320 MiB."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

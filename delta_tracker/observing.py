@@ -37,6 +37,7 @@ def watch_publisher(*, counts_versions: bool) -> None:
 def watch_predictor(predictor: HasStatus, faults: Iterable[type[Exception]]) -> None:
     """A predictor begins, which may go around these faults; its lag is read at each collection while it lives."""
     metrics.refused_parts.cell(reason="corrupt")
+    metrics.follow_errors.cell(reason=StorageError.__name__)
     for fault in faults:
         metrics.resyncs.cell(reason=fault.__name__)
     MONITOR.add_source(Owned("predictor", predictor, record_status, forget_status))
@@ -87,6 +88,11 @@ def count_resync(fault: Exception) -> None:
     metrics.resyncs.cell(reason=type(fault).__name__).add(1)
     if isinstance(fault, CorruptPartError):
         metrics.refused_parts.cell(reason="corrupt").add(1)
+
+
+def count_failed_turn(error: Exception) -> None:
+    """A predictor that follows could not go on, and tries again."""
+    metrics.follow_errors.cell(reason=type(error).__name__).add(1)
 
 
 def _rows(manifest: Manifest) -> dict[str, int]:

@@ -13,6 +13,7 @@ from typing import Self
 from delta_tracker.applying import Applier, Model
 from delta_tracker.errors import (
     CorruptPartError,
+    DenseMismatchError,
     HeldVersionError,
     InvalidArgumentError,
     MalformedError,
@@ -20,6 +21,7 @@ from delta_tracker.errors import (
     PartialRowsError,
     StreamError,
     StreamReplacedError,
+    TableMismatchError,
 )
 from delta_tracker.follower import Follower
 from delta_tracker.gate import Gate, GateKeeper
@@ -40,11 +42,13 @@ _logger = logging.getLogger(__name__)
 # Faults of the stream that another entry may lead past.
 _FAULTS = (
     CorruptPartError,
+    DenseMismatchError,
     HeldVersionError,
     MalformedError,
     MissingVersionError,
     PartialRowsError,
     StreamReplacedError,
+    TableMismatchError,
 )
 _NUM_WAYS = 100  # ways around faults that are remembered
 
@@ -107,7 +111,7 @@ class Predictor:
         self._cursor = StreamCursor(StreamLog(self._storage))
         self._gate = None if gate is None else GateKeeper(gate)
         self._manifest: Manifest | None = None
-        self._applying: int | None = None
+        self._begun: Manifest | None = None  # the newest version of which some rows may be there, and not all
         self._is_mixed = False  # rows of versions of which none leads to the others: only a snapshot helps
         self._pinned: int | None = None
         self._rows = self._num_bytes = self._resyncs = 0
@@ -138,7 +142,7 @@ class Predictor:
     def reading(self) -> Iterator[Served]:
         """Hold the tables still for lookups, and say what they hold. Short, and without ``await``: applying waits."""
         with self._lock.reading():
-            yield Served(self.version, self._applying)
+            yield Served(self.version, None if self._begun is None else self._begun.version)
 
     def status(self) -> Status:
         """How it stands. Asks the store for its lag."""
@@ -170,7 +174,7 @@ class Predictor:
             HeldVersionError: if the gate holds the next version back.
             MissingVersionError: if a version is gone and nothing leads past it.
             StreamReplacedError: if another stream stands in its place, and has no snapshot.
-            TableMismatchError, DenseMismatchError: if the model cannot receive a version.
+            TableMismatchError, DenseMismatchError: if the model cannot receive a version, and nothing leads past it.
             PartialRowsError: if a table takes whole rows and gets a part of one, and nothing leads past it.
             CorruptPartError, MalformedError: if a version is not what it says it is, and nothing leads past it.
             StorageError: if the store cannot be read.
@@ -191,16 +195,25 @@ class Predictor:
     def follow(self, poll_seconds: float = 0.01) -> None:
         """Keep applying new versions in a background thread until :meth:`stop`.
 
-        It waits for a first snapshot if there is none, and for whatever may mend a fault: it tries again with growing
-        pauses, and :attr:`error` says why. Only what no stream can mend ends it (a model that cannot receive it, a
-        bug): :attr:`error` holds it and :meth:`stop` raises it. The tables stay as they were.
+        It waits for a first snapshot if there is none. Any error is retried with growing pauses, up to 5 seconds, and
+        shown in :attr:`error`, ``status().error``, the heartbeat and the metric ``follow_errors``: of the store, of a
+        version that the model cannot receive, memory that runs short, whatever a ``RowTarget`` raises. Meanwhile the
+        tables keep the last version. Of one that was cut short :meth:`reading` says so in ``applying`` until it is
+        applied again.
+
+        Only ``SystemExit``, ``KeyboardInterrupt`` and the like, raised in the thread, end it: :attr:`error` then is a
+        :class:`FollowEndedError`, which :meth:`stop` raises.
 
         Args:
-            poll_seconds: how long to wait before looking for the next version again.
+            poll_seconds: seconds to wait before looking for the next version again, 0 or more.
 
         Raises:
             InvalidArgumentError: if it is following already, or for a time that is negative or not finite.
+            TableMismatchError, DenseMismatchError: if the stream can be read now, and the model cannot receive its
+                newest version.
         """
+        self._follower.check(poll_seconds)
+        self._check_newest()
         self._follower.start(poll_seconds)
 
     def stop(self) -> None:
@@ -283,12 +296,24 @@ class Predictor:
         place = Place.from_dict(state) if state else None
         with self._syncing, self._lock.writing():
             self._cursor.place, self._is_mixed = place, False
-            self._manifest = self._applying = None
+            self._manifest = self._begun = None
             self._ways.clear()
 
-    def _beat(self) -> None:
-        """Leave a heartbeat, if one is due."""
-        if self._pulse is not None and self._pulse.is_due():
+    def _check_newest(self) -> None:
+        """Refuse a stream whose newest version the model cannot receive; one that cannot be read now is not refused."""
+        if self._pinned is not None:
+            return
+        try:
+            newest = self._cursor.heads()
+        except StreamError as error:
+            _logger.info("the newest version cannot be checked before follow() starts: %s", error)
+            return
+        for manifest in newest:
+            self._applier.check(manifest)
+
+    def _beat(self, *, is_last: bool = False) -> None:
+        """Leave a heartbeat, if one is due or it is the last."""
+        if self._pulse is not None and (is_last or self._pulse.is_due()):
             status = self.status()
             self._pulse.leave(
                 stream=status.stream,
@@ -353,6 +378,8 @@ class Predictor:
 
     def _take(self, manifest: Manifest, *, is_elsewhere: bool = False) -> None:
         """Read and check everything, then write."""
+        if self._leaves_rows(manifest):
+            raise StreamReplacedError(self._storage.url, manifest.version)
         gate = self._gate if manifest.kind != "claim" else None
         self._applier.check(manifest)
         if gate is not None:
@@ -392,14 +419,36 @@ class Predictor:
         placements = self._applier.place(contents)
         self._is_mixed = self._is_mixed or is_elsewhere
         with self._lock.writing():
-            self._applying = manifest.version
+            self._begin(manifest)
         for num_rows in self._applier.write(placements):
             self._rows += num_rows
         with self._lock.writing():
             self._applier.write_dense(contents)
             self._cursor.moved(manifest)
-            self._applying = None
+            self._finish(manifest)
             self._manifest = self._manifest if manifest.kind == "claim" else manifest
         self._is_mixed = False
         self._num_bytes += manifest.num_bytes
         count_applied(manifest)
+
+    def _begin(self, manifest: Manifest) -> None:
+        """Some rows of a version are about to be written."""
+        begun = self._begun
+        if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
+            self._begun = manifest
+
+    def _leaves_rows(self, manifest: Manifest) -> bool:
+        """Whether rows of another entry of the same version are there, which this one need not have."""
+        begun = self._begun
+        is_other = begun is not None and begun.version == manifest.version and begun.link != manifest.link
+        return is_other and manifest.kind != "snapshot"
+
+    def _finish(self, manifest: Manifest) -> None:
+        """All rows of a version are written.
+
+        A version that was cut short may lie ahead: a merged one or a snapshot, after which the versions before it could
+        be read again. Its rows stay there until a version that has them all is applied.
+        """
+        begun = self._begun
+        if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
+            self._begun = None

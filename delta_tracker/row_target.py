@@ -23,6 +23,10 @@ class RowTarget(Protocol):
     lookups may go on, then :meth:`write`, while none does; neither is called twice at a time. All columns that a
     version has of a row are written before lookups go on.
 
+    A method may raise. ``sync()`` then raises it, ``follow()`` tries again; either way the version is applied again
+    from its beginning, and until then ``reading()`` names it as being applied. Rows of the chunk that was being written may
+    be torn meanwhile: let ``write`` do nothing that can fail once it has written a part of them.
+
     Args:
         num_rows: rows of the whole table.
         dim: columns of the whole table.

@@ -51,8 +51,8 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-class PanicException(BaseException):  # noqa: N818  the name that pyo3 gives it
-    """What obstore raises where its Rust code panics; each extension has a class of its own, and none can be imported."""
+class PanicException(BaseException):
+    """Panic of Rust code, as obstore raises it; pyo3 makes such a class for each extension."""
 
 
 class Breakable(TensorTarget):

@@ -100,6 +100,9 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     # Health
     "resyncs": _counter("resyncs", "Times that a predictor went around a fault of its stream.", "reason"),
+    "follow_errors": _counter(
+        "follow_errors", "Attempts of a following predictor that failed and are retried.", "reason"
+    ),
     "fences": _counter("fences", "Times that a newer publisher fenced this one."),
     "refused_parts": _counter("refused_parts", "Parts that were refused.", "reason"),
     "publish_failures": _counter("publish_failures", "Versions that could not be published.", "reason"),
@@ -155,6 +158,7 @@ class LibraryMetrics:
     heartbeat_age_seconds: Gauge
     oldest_pending_seconds: Gauge
     resyncs: Counter
+    follow_errors: Counter
     fences: Counter
     refused_parts: Counter
     publish_failures: Counter

@@ -122,6 +122,7 @@ PANELS = (
     Panel(row="Cost", title="State", metric="state_bytes", by=("kind",)),
     Panel(row="Cost", title="Collect metrics", metric="collect_seconds"),
     Panel(row="Health", title="Resyncs", metric="resyncs", by=("reason",)),
+    Panel(row="Health", title="Failed attempts to follow", metric="follow_errors", by=("reason",)),
     Panel(row="Health", title="Publish failures", metric="publish_failures", by=("reason",)),
     Panel(row="Health", title="Fences", metric="fences"),
     Panel(row="Health", title="Refused parts", metric="refused_parts", by=("reason",)),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from delta_tracker.errors import (
+    DenseMismatchError,
     HeldVersionError,
     InvalidArgumentError,
     MalformedError,
@@ -14,6 +15,7 @@ from delta_tracker.errors import (
     NoSnapshotError,
     StreamError,
     StreamReplacedError,
+    TableMismatchError,
 )
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.manifest import Link, Manifest
@@ -110,6 +112,16 @@ class StreamCursor:
         if head > held.version and self.log.read(held.version + 1) is None:
             raise MissingVersionError(held.version + 1, head)
 
+    def heads(self) -> list[Manifest]:
+        """Return what a reader needs to get to the head: the newest snapshot, if it is ahead of it, and the head.
+
+        Raises:
+            MalformedError, StorageError: if they cannot be read.
+        """
+        found = [self.log.newest_snapshot(), self.log.head()]
+        after = -1 if self.version is None else self.version
+        return [manifest for manifest in found if manifest is not None and manifest.version > after]
+
     def starts(self) -> Iterator[Manifest]:
         """The snapshots that a reader could start from, the newest first.
 
@@ -129,12 +141,15 @@ class StreamCursor:
     def way_back(self, fault: StreamError) -> Iterator[Manifest]:
         """The entries that lead past a fault, the best first: a merged delta over it, then newer snapshots.
 
-        Past a version that is held only snapshots lead: a merged delta has its rows too.
+        Past a version that is held only snapshots lead: a merged delta has its rows too. A model that cannot receive
+        the newest snapshot does not start from an older one: it would serve rows of that age unnoticed.
 
         Raises:
             MalformedError, StorageError: if the log cannot be read.
         """
         place = self.place
+        if place is None and isinstance(fault, TableMismatchError | DenseMismatchError):
+            return
         if place is not None and not isinstance(fault, StreamReplacedError | HeldVersionError):
             merged = self._longest_merged(place.link.version)
             if merged is not None and merged.stream == place.stream:

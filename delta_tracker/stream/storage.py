@@ -18,7 +18,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, UnknownConfigurationKeyError
 from obstore.store import LocalStore, from_url
 
-from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError, UnsafeStoreError
+from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError, UnsafeStoreError, is_panic
 from delta_tracker.stream.address import check_name, connection, is_remote, local_directory
 from delta_tracker.stream.files import CHUNK_BYTES, make_directory, pieces, write_file
 from delta_tracker.stream.interruption import answer, check, checked
@@ -458,6 +458,10 @@ class Storage:
         except (BaseError, OSError, NotImplementedError) as error:
             reason = str(error).split("\n", maxsplit=1)[0]
             raise StorageError(self.url, f"{type(error).__name__}: {reason}") from error
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise StorageError(self.url, f"{type(error).__name__}: {error}") from error
 
 
 def open_storage(url: str | Storage, *, create: bool = False) -> Storage:
