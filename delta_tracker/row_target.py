@@ -24,8 +24,8 @@ class RowTarget(Protocol):
     version has of a row are written before lookups go on.
 
     A method may raise. ``sync()`` then raises it, ``follow()`` tries again; either way the version is applied again
-    from its beginning, and until then ``reading()`` names it as being applied. Rows of the chunk that was being written may
-    be torn meanwhile: let ``write`` do nothing that can fail once it has written a part of them.
+    from its beginning, and until then ``reading()`` names it as being applied. Rows of the chunk that was being
+    written may be torn meanwhile: let ``write`` do nothing that can fail once it has written a part of them.
 
     Args:
         num_rows: rows of the whole table.
