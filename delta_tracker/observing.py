@@ -38,7 +38,7 @@ def watch_predictor(predictor: HasStatus, faults: Iterable[type[Exception]]) -> 
     """A predictor begins, which may go around these faults; its lag is read at each collection while it lives."""
     metrics.refused_parts.cell(reason="corrupt")
     metrics.follow_errors.cell(reason=StorageError.__name__)
-    for fault in faults:
+    for fault in (*faults, StorageError):
         metrics.resyncs.cell(reason=fault.__name__)
     MONITOR.add_source(Owned("predictor", predictor, record_status, forget_status))
 

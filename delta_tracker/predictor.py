@@ -19,6 +19,7 @@ from delta_tracker.errors import (
     MalformedError,
     MissingVersionError,
     PartialRowsError,
+    StorageError,
     StreamError,
     StreamReplacedError,
     TableMismatchError,
@@ -50,6 +51,9 @@ _FAULTS = (
     StreamReplacedError,
     TableMismatchError,
 )
+# After so many failures in a row at one place a way around is looked for: one object may be unreadable for good, for
+# want of permission or for a bad sector.
+_NUM_TRIES = 3
 _NUM_WAYS = 100  # ways around faults that are remembered
 
 
@@ -114,7 +118,7 @@ class Predictor:
         self._begun: Manifest | None = None  # the newest version of which some rows may be there, and not all
         self._is_mixed = False  # rows of versions of which none leads to the others: only a snapshot helps
         self._pinned: int | None = None
-        self._rows = self._num_bytes = self._resyncs = 0
+        self._rows = self._num_bytes = self._resyncs = self._num_failures = 0
         self._last_resync = ""
         self._ways: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
         self._dead_ends: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
@@ -177,7 +181,8 @@ class Predictor:
             TableMismatchError, DenseMismatchError: if the model cannot receive a version, and nothing leads past it.
             PartialRowsError: if a table takes whole rows and gets a part of one, and nothing leads past it.
             CorruptPartError, MalformedError: if a version is not what it says it is, and nothing leads past it.
-            StorageError: if the store cannot be read.
+            StorageError: if the store cannot be read. The third time in a row, an object that cannot be read is a fault
+                like the others: a newer snapshot or a merged version leads past it, if there is one that can.
             InvalidArgumentError: for a limit under 1, or inside :meth:`reading`, for whose end it would wait.
         """
         if limit is not None and (type(limit) is not int or limit < 1):
@@ -342,6 +347,16 @@ class Predictor:
             self._return_to(self._pinned)  # a rollback that was cut short
             return True
         try:
+            has_moved = self._take_next(looks_for_gap=looks_for_gap)
+        except StorageError:
+            self._num_failures += 1
+            raise
+        self._num_failures = 0
+        return has_moved
+
+    def _take_next(self, *, looks_for_gap: bool) -> bool:
+        """Apply the next version, if there is one, or one that leads past it."""
+        try:
             if self._is_mixed:
                 self._cursor.place = None
             manifest = self._cursor.next()
@@ -352,21 +367,34 @@ class Predictor:
             self._take(manifest)
         except _FAULTS as fault:
             self._resync(fault)
+        except StorageError as fault:
+            if not self._keeps_failing:
+                raise
+            self._resync(fault)
         return True
+
+    @property
+    def _keeps_failing(self) -> bool:
+        """Whether this attempt is one too many to wait for the store."""
+        return self._num_failures >= _NUM_TRIES - 1
 
     def _resync(self, fault: StreamError) -> None:
         """Go around a fault; raises it if nothing leads past it."""
-        before = self.version
-        for manifest in self._cursor.way_back(fault):
+        before, num_unreadable = self.version, 0
+        faults = (*_FAULTS, StorageError) if self._keeps_failing else _FAULTS
+        for manifest in self._cursor.way_back(fault, skips_unreadable=self._keeps_failing):
             way = str(fault), manifest.link
             if way in self._ways:
                 continue  # it led to the same fault again
             try:
                 self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))
-            except _FAULTS as another:
+            except faults as another:
                 if way not in self._dead_ends:  # said once, though it is tried again
                     _logger.warning("version %d leads past no fault: %s", manifest.version, another)
                     self._dead_ends.append(way)
+                num_unreadable += isinstance(another, StorageError)
+                if num_unreadable == _NUM_TRIES:
+                    break  # no single object: an outage
                 continue
             self._ways.append(way)
             self._resyncs += 1

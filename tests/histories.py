@@ -28,11 +28,13 @@ _TABLES = {
     "a": TableSpec("a", 12, 4, torch.float32),
     "b": TableSpec("b", 7, 8, torch.bfloat16),
     "c": TableSpec("c", 5, 2, torch.float32),
+    "unknown": TableSpec("unknown", 3, 2, torch.float32),  # a model in tests/serving.py does not have it
 }
 _COLUMNS = {
     "a": [[(0, 4)], [(0, 2), (2, 4)]],
     "b": [[(0, 8)], [(0, 4), (4, 8)], [(0, 2), (2, 8)]],
     "c": [[(0, 2)]],
+    "unknown": [[(0, 2)]],
 }
 _DENSE = {"w": torch.float32, "x": torch.int64}
 
@@ -114,6 +116,7 @@ class History:
         self.states: dict[int, State] = {}
         self.state: State = {}
         self.fqns = ["a", "b"]
+        self.unreadable: set[str] = set()  # names that readers cannot read, for ever
         self.claim()
         self.snapshot()
 
@@ -128,7 +131,7 @@ class History:
         self.states[0 if head is None else head.version + 1] = self.state
         self.held = self.log.claim()
         choose = self.random.choice
-        if choose([True, False, False]):
+        if choose([True, False, False]) or "unknown" in self.fqns:
             self.fqns = choose([["a", "b"], ["a", "b", "c"], ["a"]])
         self.cuts = {
             fqn: sorted({0, self.random.randrange(spec.num_rows), spec.num_rows}) for fqn, spec in _TABLES.items()

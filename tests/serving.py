@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker import Predictor
-from delta_tracker.errors import StorageError, StreamError
+from delta_tracker.errors import DenseMismatchError, StorageError, StreamError, TableMismatchError
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.compaction import compact
 from delta_tracker.stream.storage import Storage
@@ -68,19 +70,28 @@ class Breakable(TensorTarget):
 
 
 class Flaky(Storage):
-    """A store whose reading operations fail when ``is_down`` says so; counts them."""
+    """A store whose reading operations fail when ``is_down`` says so, and for ever on some names; counts them."""
 
     def __init__(self, url: str, *, create: bool = False) -> None:
-        super().__init__(url, create=create)
         self.is_down: Callable[[int], bool] = lambda number: False
+        self.is_panicking: Callable[[int], bool] = lambda number: False
+        self.unreadable: set[str] = set()
         self.num_reads = 0
+        super().__init__(url, create=create)
         self.names_read: list[str] = []
 
     def _fail(self, name: str) -> None:
         self.num_reads += 1
         self.names_read.append(name)
+        if name in self.unreadable:
+            raise StorageError(self.url, f"403 forbidden: {name}")
         if self.is_down(self.num_reads):
             raise StorageError(self.url, "503 service unavailable")
+
+    def _find_store(self) -> Any:
+        if self.is_panicking(self.num_reads):
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+        return super()._find_store()
 
     def read(self, name: str, **bound: Any) -> Any:
         self._fail(name)
@@ -111,22 +122,58 @@ class Follower:
 
     def __init__(self, history: History, state: dict | None = None, model: dict | None = None) -> None:
         self.history, self.storage = history, beside(history.storage)
+        self.storage.unreadable = history.unreadable
         self.model = empty_model() if model is None else model
-        self.predictor = Predictor(self.model, self.storage, chunk_rows=2)
+        self.targets = {
+            name: Breakable.of(tensor) if tensor.dim() > 1 else tensor for name, tensor in self.model.items()
+        }
+        self.predictor = Predictor(self.targets, self.storage, chunk_rows=2)
         if state is not None:
             self.predictor.load_state_dict(state)
         self.is_lost = False  # what it holds is of a history that was cut off and begun anew
 
-    def sync(self, limit: int | None = None) -> StreamError | None:
+    def break_at(self, count: int, kind: type[Exception]) -> None:
+        """Have the ``count``-th write from now on raise once; further ones succeed."""
+        left = [count]
+
+        def write(_: int) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise kind("no memory")
+
+        for target in self.targets.values():
+            if isinstance(target, Breakable):
+                target.before_write = write
+
+    def sync(self, limit: int | None = None) -> Exception | None:
         error = None
         try:
             self.predictor.sync(limit)
-        except StreamError as caught:
+        except (StreamError, MemoryError, torch.OutOfMemoryError) as caught:
             error = caught
         else:
             self.is_lost = False
         self.check()
         return error
+
+    def follow(self, num_reads: int) -> None:
+        """Follow in the background until the store was read so often. Its thread must not end by itself."""
+        end = self.storage.num_reads + num_reads
+        try:
+            self.predictor.follow(poll_seconds=0.0)
+        except (TableMismatchError, DenseMismatchError):
+            self.check()
+            return
+        eventually(lambda: self.storage.num_reads >= end or not self._is_following)
+        assert self._is_following, f"it ended: {self.predictor.error}"
+        # What holds it up at the end is raised.
+        with contextlib.suppress(StreamError, MemoryError, torch.OutOfMemoryError):
+            self.predictor.stop()
+        self.check()
+
+    @property
+    def _is_following(self) -> bool:
+        return any(thread.name == "predictor" for thread in threading.enumerate())
 
     def check(self) -> None:
         with self.predictor.reading() as served:

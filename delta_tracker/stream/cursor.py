@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from delta_tracker.errors import (
     DenseMismatchError,
@@ -13,6 +14,7 @@ from delta_tracker.errors import (
     MalformedError,
     MissingVersionError,
     NoSnapshotError,
+    StorageError,
     StreamError,
     StreamReplacedError,
     TableMismatchError,
@@ -21,6 +23,8 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.manifest import Link, Manifest
 
 _logger = logging.getLogger(__name__)
+
+_MAX_UNREADABLE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +142,52 @@ class StreamCursor:
             has_older = before is not None and before.snapshot is not None
             manifest = self.log.read(before.snapshot) if has_older else None  # type: ignore[union-attr, arg-type]
 
-    def way_back(self, fault: StreamError) -> Iterator[Manifest]:
+    def _readable_starts(self) -> Iterator[Manifest]:
+        """Yield what :meth:`starts` does, without the entries that cannot be read; nothing if there is none.
+
+        Raises:
+            StorageError: if the log cannot be listed.
+        """
+        head = max(self.log.versions(), default=-1)
+        in_log = self._readable_snapshots(head)
+        newest = next(in_log, None)
+        after = -1 if newest is None else newest.version
+        for merged in reversed(self.log.merged(after=after)):
+            if merged.kind == "snapshot" and merged.last <= head:
+                manifest = _readable(self.log.read_merged, merged)
+                if manifest is not None and (newest is None or manifest.stream == newest.stream):
+                    yield manifest
+        if newest is not None:
+            yield newest
+            yield from in_log
+
+    def _readable_snapshots(self, head: int) -> Iterator[Manifest]:
+        """Yield the snapshots in the log, the newest first.
+
+        Ends after a few entries that cannot be read: each may take until the store's timeout, and an outage is waited
+        out.
+        """
+        version, num_unreadable = head, 0
+        while version >= 0 and num_unreadable < _MAX_UNREADABLE:
+            entry = _readable(self.log.read, version)
+            if entry is not None and entry.kind == "snapshot":
+                yield entry
+            elif entry is not None:
+                version = -1 if entry.snapshot is None else entry.snapshot
+                continue
+            else:
+                num_unreadable += 1
+            version -= 1  # it names the snapshot before
+
+    def way_back(self, fault: StreamError, *, skips_unreadable: bool = False) -> Iterator[Manifest]:
         """The entries that lead past a fault, the best first: a merged delta over it, then newer snapshots.
 
         Past a version that is held only snapshots lead: a merged delta has its rows too. A model that cannot receive
         the newest snapshot does not start from an older one: it would serve rows of that age unnoticed.
+
+        Args:
+            fault: what is wrong with the next entry.
+            skips_unreadable: pass over entries that the store does not give.
 
         Raises:
             MalformedError, StorageError: if the log cannot be read.
@@ -151,13 +196,13 @@ class StreamCursor:
         if place is None and isinstance(fault, TableMismatchError | DenseMismatchError):
             return
         if place is not None and not isinstance(fault, StreamReplacedError | HeldVersionError):
-            merged = self._longest_merged(place.link.version)
+            merged = self._longest_merged(place.link.version, skips_unreadable=skips_unreadable)
             if merged is not None and merged.stream == place.stream:
                 yield merged
         # An older snapshot is of use only where the log is another one up to this place, not just behind it.
         may_go_back = isinstance(fault, StreamReplacedError) and not self._is_in_log()
         try:
-            for snapshot in self.starts():
+            for snapshot in self._readable_starts() if skips_unreadable else self.starts():
                 if place is not None and snapshot.version <= place.link.version and not may_go_back:
                     return
                 yield snapshot
@@ -179,11 +224,13 @@ class StreamCursor:
         head = self.log.head()
         return None if head is None or head.snapshot is None else self.log.read(head.snapshot)
 
-    def _longest_merged(self, version: int) -> Manifest | None:
+    def _longest_merged(self, version: int, *, skips_unreadable: bool) -> Manifest | None:
         """A merged entry says nothing new: one that is damaged holds nobody up."""
         try:
             return self.log.longest_merged(version)
-        except MalformedError as error:
+        except (MalformedError, StorageError) as error:
+            if isinstance(error, StorageError) and not skips_unreadable:
+                raise
             _logger.warning("merged versions are passed over: %s", error)
             return None
 
@@ -243,3 +290,15 @@ class StreamCursor:
         waiting = self.log.versions(after=-1 if self.version is None else self.version)
         oldest = self.log.read(waiting[0]) if waiting else None
         return len(waiting), 0.0 if oldest is None else oldest.created
+
+
+_T = TypeVar("_T")
+
+
+def _readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None:
+    """Return an entry; None if there is none, or it cannot be read or understood."""
+    try:
+        return read(what)
+    except (MalformedError, StorageError) as error:
+        _logger.warning("an entry is passed over: %s", error)
+        return None

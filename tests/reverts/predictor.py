@@ -1,0 +1,69 @@
+"""Fixes in how a predictor gets over faults."""
+
+from __future__ import annotations
+
+from tests.reverts.revert import Revert
+
+_SCHEDULE = "tests/test_resync_random.py::test_random_faults_never_show_wrong_rows_and_are_overcome"
+
+REVERTS = [
+    Revert(
+        defect="an error that is none of the stream's ends follow()",
+        generator=_SCHEDULE,
+        edits={
+            "delta_tracker/follower.py": [
+                (
+                    "        except Exception as error:  # noqa: BLE001",
+                    "        except StreamError as error:  # noqa: BLE001",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="a version with an unknown table holds a predictor up for ever",
+        generator=_SCHEDULE,
+        edits={
+            "delta_tracker/predictor.py": [
+                ("    StreamReplacedError,\n    TableMismatchError,\n)\n#", "    StreamReplacedError,\n)\n#")
+            ]
+        },
+    ),
+    Revert(
+        defect="a panic of the store is no typed error",
+        generator=_SCHEDULE,
+        edits={
+            "delta_tracker/stream/storage.py": [
+                ("            if not is_panic(error):\n                raise\n", "            raise\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="follow() does not refuse a model that cannot receive the newest version",
+        generator="tests/test_follow.py::test_follow_refuses_at_once_what_the_model_cannot_receive",
+        edits={"delta_tracker/predictor.py": [("        self._check_newest()\n", "")]},
+    ),
+    Revert(
+        defect="rows of a version that was cut short are hidden by the version before it",
+        generator="tests/test_follow.py::test_rows_of_a_later_version_that_was_cut_short_are_not_hidden",
+        edits={
+            "delta_tracker/predictor.py": [
+                (
+                    '        if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:\n            self._begun = None',
+                    "        self._begun = None",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="an object that cannot be read holds a predictor up for ever",
+        generator=_SCHEDULE,
+        edits={"delta_tracker/predictor.py": [("_NUM_TRIES = 3", "_NUM_TRIES = 1 << 30")]},
+    ),
+    Revert(
+        defect="a way around an unreadable object stops at another one",
+        generator=_SCHEDULE,
+        edits={
+            "delta_tracker/predictor.py": [("way_back(fault, skips_unreadable=self._keeps_failing)", "way_back(fault)")]
+        },
+    ),
+]
