@@ -28,13 +28,14 @@ _TABLES = {
     "a": TableSpec("a", 12, 4, torch.float32),
     "b": TableSpec("b", 7, 8, torch.bfloat16),
     "c": TableSpec("c", 5, 2, torch.float32),
-    "unknown": TableSpec("unknown", 3, 2, torch.float32),  # a model in tests/serving.py does not have it
 }
+# The models in tests/serving.py do not have this one, and what is chosen for the others does not depend on it.
+_UNKNOWN = TableSpec("unknown", 3, 2, torch.float32)
+_SPECS = _TABLES | {"unknown": _UNKNOWN}
 _COLUMNS = {
     "a": [[(0, 4)], [(0, 2), (2, 4)]],
     "b": [[(0, 8)], [(0, 4), (4, 8)], [(0, 2), (2, 8)]],
     "c": [[(0, 2)]],
-    "unknown": [[(0, 2)]],
 }
 _DENSE = {"w": torch.float32, "x": torch.int64}
 
@@ -135,9 +136,8 @@ class History:
             self.fqns = choose([["a", "b"], ["a", "b", "c"], ["a"]])
         self.cuts = {
             fqn: sorted({0, self.random.randrange(spec.num_rows), spec.num_rows}) for fqn, spec in _TABLES.items()
-        }
-        self.columns = {fqn: choose(each) for fqn, each in _COLUMNS.items()}
-        self.encodings = {fqn: self._encoding(spec) for fqn, spec in _TABLES.items()}
+        } | {"unknown": [0, 3]}
+        self._choose_layout()
 
     def delta(self, num_rows: int | None = None) -> None:
         dense = [name for name in _DENSE if self.random.random() < 0.3]
@@ -149,13 +149,16 @@ class History:
             parts.append(self._rows())
             if self.random.random() < 0.3:  # closing rows of another shape
                 columns, encodings = self.columns, self.encodings
-                self.columns = {fqn: self.random.choice(each) for fqn, each in _COLUMNS.items()}
-                self.encodings = {fqn: self._encoding(spec) for fqn, spec in _TABLES.items()}
+                self._choose_layout()
                 parts[1] = self._rows()
                 self.columns, self.encodings = columns, encodings
             if self.random.random() < 0.3:
                 parts = [parts[0] + parts[1]]
         self._commit("snapshot", parts, list(_DENSE))
+
+    def _choose_layout(self) -> None:
+        self.columns = {fqn: self.random.choice(each) for fqn, each in _COLUMNS.items()} | {"unknown": [(0, 2)]}
+        self.encodings = {fqn: self._encoding(spec) for fqn, spec in _TABLES.items()} | {"unknown": Encoding.F32}
 
     def _encoding(self, spec: TableSpec) -> Encoding:
         return self.random.choice([Encoding.of(spec.dtype)] * 2 + list(Encoding))
@@ -170,7 +173,7 @@ class History:
                     ids = torch.tensor(sorted(self.random.sample(range(first, end), count)), dtype=torch.int64)
                     form = "all" if is_whole else "gaps" if encoding.is_quantized else "list"
                     block = Block(fqn, (first, end), columns, count, form, encoding)
-                    values = torch.randn(count, block.num_columns, generator=self.torch).to(_TABLES[fqn].dtype)
+                    values = torch.randn(count, block.num_columns, generator=self.torch).to(_SPECS[fqn].dtype)
                     rows.append(Rows(block, None if is_whole else ids, [encode_rows(values, encoding)]))
         return rows
 
@@ -193,7 +196,7 @@ class History:
             created=0.0,
             batches=(head.version, head.version + 1),
             pending_rows=self.random.randrange(3),
-            tables={fqn: _TABLES[fqn] for fqn in self.fqns},
+            tables={fqn: _SPECS[fqn] for fqn in self.fqns},
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in dense.items()},
             parts=tuple(parts),
         )

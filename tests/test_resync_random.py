@@ -83,6 +83,11 @@ _STEPS = [
     *["follow"] * 3, *["broken"] * 3, "unknown", "panic", "unreadable",
 ]  # fmt: skip
 
+_READER_STEPS = [
+    *["delta"] * 4, *["sync"] * 3, *["follow"] * 3, *["broken"] * 3, "claim", "snapshot", "compact", "newcomer", "restart",
+    *["unknown"] * 2, *["panic"] * 2, *["unreadable"] * 3, "down", "delete", "stale",
+]  # fmt: skip
+
 
 class Schedule:
     """What may happen to a stream and its readers; each method is a step."""
@@ -208,9 +213,7 @@ class Schedule:
             self.storage.put(self.random.choice([kept, name]), [memoryview(self.old[kept])])
 
 
-@given(steps=st.lists(st.sampled_from(_STEPS), min_size=5, max_size=50), seed=st.integers(0, 1 << 30))
-@settings(max_examples=60, deadline=None)
-def test_random_faults_never_show_wrong_rows_and_are_overcome(steps: list[str], seed: int) -> None:
+def _run(steps: list[str], seed: int) -> None:
     clock = Clock()
     with clock.of_the_log():
         schedule = Schedule(seed, clock)
@@ -231,3 +234,17 @@ def test_random_faults_never_show_wrong_rows_and_are_overcome(steps: list[str], 
             overcome(follower)
             assert follower.predictor.version == schedule.history.version
             assert follower.predictor.status().error is None
+
+
+@given(steps=st.lists(st.sampled_from(_STEPS), min_size=5, max_size=50), seed=st.integers(0, 1 << 30))
+@settings(max_examples=60, deadline=None)
+def test_random_faults_never_show_wrong_rows_and_are_overcome(steps: list[str], seed: int) -> None:
+    _run(steps, seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_faults_of_readers_are_overcome(seed: int) -> None:
+    """The same with more of the faults that one reader has; as it is not shrunk, it fails soon."""
+    chance = random.Random(seed)
+    for _ in range(2):
+        _run(chance.choices(_READER_STEPS, k=25), chance.randrange(1 << 30))
