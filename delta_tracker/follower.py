@@ -147,11 +147,12 @@ class Follower:
             except Interrupted:
                 raise
             except BaseException as error:  # noqa: BLE001  no caller sees what is raised here
-                self.error = FollowEndedError(error)
+                self.error = ended = FollowEndedError(error)
                 url = self._cursor.log.storage.url
                 _logger.error("the predictor stopped following %s: %s", url, _described(error))  # noqa: TRY400  see _described
                 _drop_frames(error)
                 self._survives(lambda: self._beat(is_last=True))
+                self.error = ended
 
     @contextmanager
     def _held_lock(self) -> Iterator[None]:

@@ -84,8 +84,8 @@ _STEPS = [
 ]  # fmt: skip
 
 _READER_STEPS = [
-    *["delta"] * 4, *["sync"] * 3, *["follow"] * 3, *["broken"] * 3, "claim", "snapshot", "compact", "newcomer", "restart",
-    *["unknown"] * 2, *["panic"] * 2, *["unreadable"] * 3, "down", "delete", "stale",
+    *["delta"] * 4, *["sync"] * 3, *["follow"] * 3, *["broken"] * 3, *["unknown"] * 2, *["panic"] * 2,
+    *["unreadable"] * 3, "claim", "snapshot", "compact", "newcomer", "restart", "down", "delete", "stale",
 ]  # fmt: skip
 
 

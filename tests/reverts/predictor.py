@@ -48,8 +48,8 @@ REVERTS = [
         edits={
             "delta_tracker/predictor.py": [
                 (
-                    '        if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:\n    ',
-                    "",
+                    'manifest.kind == "snapshot" or begun.version <= manifest.version:',
+                    "manifest is not None:",
                 )
             ]
         },
