@@ -158,6 +158,8 @@ class Follower:
 
     def follow(self, num_reads: int) -> None:
         """Follow in the background until the store was read so often. Its thread must not end by itself."""
+        if self.predictor.status().pinned is not None:
+            return  # nothing is read after a rollback
         end = self.storage.num_reads + num_reads
         try:
             self.predictor.follow(poll_seconds=0.0)
