@@ -344,6 +344,13 @@ class NoSnapshotError(StreamError, LookupError):
         self.version = version
 
 
+class ForkedError(StreamError, RuntimeError):
+    """This process was forked while `Predictor.follow` ran in its parent: nothing applies versions here."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"this process was forked while follow() ran in its parent: {problem}", remedy)
+
+
 class FollowEndedError(StreamError, RuntimeError):
     """The thread of `Predictor.follow` ended without `stop()`; the exception that ended it is the cause."""
 

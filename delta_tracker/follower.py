@@ -12,6 +12,7 @@ from typing import Protocol
 
 from delta_tracker.errors import (
     FollowEndedError,
+    ForkedError,
     HeldVersionError,
     InvalidArgumentError,
     NoSnapshotError,
@@ -77,6 +78,7 @@ class Follower:
         self._beat = beat
         self._stop = threading.Event()
         self._control = threading.Lock()  # held while the thread is started or stopped
+        self._notifier = notifier
         self._hints = Hints(notifier, self._stop)
         self._thread: threading.Thread | None = None
         self._pause = self._gap_check = 0.0
@@ -123,6 +125,20 @@ class Follower:
             raise self.error
         if self.error is not None:
             _logger.warning("the predictor was held up when it was stopped: %s", self.error)
+
+    def after_fork_in_child(self, lock: threading.Lock) -> None:
+        """Forget the thread, which does not exist in the child, and the locks that it may have held.
+
+        Args:
+            lock: what is to be held from now on while ``advance`` runs.
+        """
+        if self._thread is threading.current_thread():
+            return  # it forked, in a RowTarget: the child is what it continues as
+        self._lock, self._control, self._stop = lock, threading.Lock(), threading.Event()
+        self._hints = Hints(self._notifier, self._stop)
+        if self._thread is not None and not isinstance(self.error, FollowEndedError):
+            self.error = ForkedError("no thread applies versions here", "Call follow() or sync() in this process")
+        self._thread = None
 
     def forget_error(self) -> None:
         """The tables are up to date by other means: what ended the thread is over."""

@@ -14,6 +14,7 @@ from delta_tracker.applying import Applier, Model
 from delta_tracker.errors import (
     CorruptPartError,
     DenseMismatchError,
+    ForkedError,
     HeldVersionError,
     InvalidArgumentError,
     MalformedError,
@@ -25,6 +26,7 @@ from delta_tracker.errors import (
     TableMismatchError,
 )
 from delta_tracker.follower import Follower
+from delta_tracker.forking import protect
 from delta_tracker.gate import Gate, GateKeeper
 from delta_tracker.observing import count_applied, count_resync, watch_predictor
 from delta_tracker.status import Served, Status
@@ -125,6 +127,8 @@ class Predictor:
         self._syncing = threading.Lock()  # held by whoever moves the version
         self._pulse = None if name is None else Pulse(self._storage, name)
         self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat)
+        self._is_torn = False
+        protect(self)
         watch_predictor(self, _FAULTS)
 
     @property
@@ -144,8 +148,20 @@ class Predictor:
 
     @contextmanager
     def reading(self) -> Iterator[Served]:
-        """Hold the tables still for lookups, and say what they hold. Short, and without ``await``: applying waits."""
+        """Hold the tables still for lookups, and say what they hold. Short, and without ``await``: applying waits.
+
+        A process that is forked while :meth:`follow` runs has the tables as they were at that moment, between two
+        chunks, and ``applying`` says if some rows of a version are missing. Nothing changes them there until it calls
+        :meth:`follow` or :meth:`sync` itself. That is not so for tables in shared memory, which the parent goes on
+        writing to: do not look them up in a forked process.
+
+        Raises:
+            ForkedError: if a write took so long that the fork came in the middle of it, and rows may be torn; until
+                :meth:`sync` has applied that version.
+        """
         with self._lock.reading():
+            if self._is_torn:
+                raise ForkedError("rows were being written, and may be torn here", "Call sync() in this process first")
             yield Served(self.version, None if self._begun is None else self._begun.version)
 
     def status(self) -> Status:
@@ -241,6 +257,22 @@ class Predictor:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._follower.stop(raises=kind is None)
 
+    # Forks; see Forkable
+
+    def before_fork(self) -> None:
+        """Wait until no row is being written, a second at most."""
+        self._lock.before_fork()
+
+    def after_fork_in_parent(self) -> None:
+        """Let rows be written again."""
+        self._lock.after_fork_in_parent()
+
+    def after_fork_in_child(self) -> None:
+        """Forget the threads of the parent and the locks that they held."""
+        self._is_torn = self._lock.after_fork_in_child() or self._is_torn
+        self._syncing = threading.Lock()
+        self._follower.after_fork_in_child(self._syncing)
+
     # Gate and rollback
 
     def accept(self, version: int) -> None:
@@ -302,6 +334,7 @@ class Predictor:
         with self._syncing, self._lock.writing():
             self._cursor.place, self._is_mixed = place, False
             self._manifest = self._begun = None
+            self._is_torn = False
             self._ways.clear()
 
     def _check_newest(self) -> None:
@@ -479,4 +512,4 @@ class Predictor:
         """
         begun = self._begun
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:
-            self._begun = None
+            self._begun, self._is_torn = None, False

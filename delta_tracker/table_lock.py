@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_FORK_SECONDS = 1.0
 
 
 class TableLock:
@@ -20,15 +23,20 @@ class TableLock:
     """
 
     def __init__(self) -> None:
+        self._readers: Counter[int] = Counter()  # thread to how often it has entered
+        self._writer: int | None = None  # the thread inside `writing`
+        self._reset()
+
+    def _reset(self) -> None:
         self._mutex = threading.Lock()
         self._may_read = threading.Condition(self._mutex)
         self._may_write = threading.Condition(self._mutex)
-        self._readers: Counter[int] = Counter()  # thread to how often it has entered
+        self._may_fork = threading.Condition(self._mutex)
+        self._forking: set[int] = set()  # threads that are about to fork; no write begins meanwhile
         self._num_queued = 0  # readers that wait for the end of a write
         self._num_invited = 0  # readers that waited for it, and have not come in yet
         self._num_writes = 0
         self._num_waiting = 0  # writers
-        self._is_writing = False
 
     @property
     def is_reading(self) -> bool:
@@ -40,7 +48,7 @@ class TableLock:
         """Keep writers out."""
         thread = threading.get_ident()
         with self._mutex:
-            if thread not in self._readers and (self._is_writing or self._num_waiting):
+            if thread not in self._readers and (self._writer is not None or self._num_waiting):
                 self._await_turn()
             self._readers[thread] += 1
         try:
@@ -59,9 +67,10 @@ class TableLock:
             self._num_waiting += 1
             is_in = False
             try:
-                while self._is_writing or self._readers or self._num_invited:
+                while self._writer is not None or self._readers or self._num_invited or self._forking:
                     self._may_write.wait()
-                is_in = self._is_writing = True
+                self._writer = threading.get_ident()
+                is_in = True
             finally:
                 self._num_waiting -= 1
                 if not is_in:  # interrupted
@@ -71,18 +80,51 @@ class TableLock:
             yield
         finally:
             with self._mutex:
-                self._is_writing = False
+                self._writer = None
                 self._num_writes += 1
                 self._num_invited, self._num_queued = self._num_queued, 0
                 self._may_read.notify_all()
                 self._may_write.notify()
+                self._may_fork.notify_all()
+
+    # Forks
+
+    def before_fork(self) -> None:
+        """Wait for the end of another thread's write, a second at most; let none begin until the fork is done."""
+        thread, end = threading.get_ident(), time.monotonic() + _FORK_SECONDS
+        if not self._mutex.acquire(timeout=_FORK_SECONDS):
+            return  # a signal handler forks while its own thread holds it
+        try:
+            self._forking.add(thread)
+            while self._writer not in (None, thread) and (left := end - time.monotonic()) > 0:
+                self._may_fork.wait(left)
+        finally:
+            self._mutex.release()
+
+    def after_fork_in_parent(self) -> None:
+        """Let writes begin again."""
+        if threading.get_ident() in self._forking:
+            with self._mutex:
+                self._forking.discard(threading.get_ident())
+                self._may_write.notify()
+
+    def after_fork_in_child(self) -> bool:
+        """Forget the threads that do not exist here; return whether one of them was in the middle of a write."""
+        thread = threading.get_ident()
+        is_torn = self._writer not in (None, thread)
+        if is_torn:
+            self._writer = None
+        for other in self._readers.keys() - {thread}:
+            del self._readers[other]
+        self._reset()
+        return is_torn
 
     def _await_turn(self) -> None:
         """Wait for the end of the write that goes on or comes next. The caller holds the mutex."""
         writes = self._num_writes
         self._num_queued += 1
         try:
-            while self._num_writes == writes and (self._is_writing or self._num_waiting):
+            while self._num_writes == writes and (self._writer is not None or self._num_waiting):
                 self._may_read.wait()
         except BaseException:
             self._may_write.notify()

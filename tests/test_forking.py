@@ -45,7 +45,7 @@ def publish(value):
 
 _MANY = """
 import faulthandler
-faulthandler.dump_traceback_later(100, exit=True)
+faulthandler.dump_traceback_later(230, exit=True)
 notifier = LocalNotifier()
 model = writer.model()
 predictor = Predictor(model, writer.storage, chunk_rows=4, notifier=notifier)
@@ -64,7 +64,7 @@ def look_up():
         with predictor.reading():
             model[FQN].sum()
 
-def child():
+def child(number):
     with predictor.reading() as served:
         rows = model[FQN].clone()
     assert bool((rows == rows[:, :1]).all()), "a row is torn"
@@ -75,7 +75,7 @@ def child():
     assert status.error.startswith("ForkedError: this process was forked while follow() ran"), status.error
     assert predictor.version == served.version, "nothing moves"
     predictor.stop()
-    if served.version % 10 == 0:
+    if number % 40 == 0:
         end = threading.Event()
         predictor.follow(poll_seconds=0.001)
         while predictor.version < served.version + 2 or predictor.error is not None:
@@ -88,7 +88,7 @@ for thread in threads:
     thread.start()
 codes = []
 while len(codes) < 200 and not any(codes):
-    codes.append(in_child(child))
+    codes.append(in_child(lambda: child(len(codes))))
 done.set()
 for thread in threads:
     thread.join()
@@ -173,10 +173,9 @@ assert code == 0, code
 
 
 @pytest.mark.parametrize("program", [_MANY, _BY_HOLDERS, _TOO_SLOW], ids=["many", "by holders", "too slow"])
-@pytest.mark.xfail(strict=True, reason="a child waits for locks that threads of its parent hold")
 def test_children_of_a_process_that_follows(tmp_path: Path, program: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _PRELUDE + program, f"file://{tmp_path}/stream"],
-        cwd=_ROOT, timeout=110, capture_output=True, text=True, check=False,
+        cwd=_ROOT, timeout=240, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.reverts.revert import Revert
 
 _SCHEDULE = "tests/test_resync_random.py::test_faults_of_readers_are_overcome"
+_FORKS = "tests/test_forking.py::test_children_of_a_process_that_follows"
 
 REVERTS = [
     Revert(
@@ -65,5 +66,20 @@ REVERTS = [
         edits={
             "delta_tracker/predictor.py": [("way_back(fault, skips_unreadable=self._keeps_failing)", "way_back(fault)")]
         },
+    ),
+    Revert(
+        defect="a fork leaves the lock of the tables as threads of the parent held it",
+        generator=f"{_FORKS}[many]",
+        edits={"delta_tracker/predictor.py": [("self._lock.after_fork_in_child() or self._is_torn", "self._is_torn")]},
+    ),
+    Revert(
+        defect="a fork does not wait for the end of a write",
+        generator=f"{_FORKS}[many]",
+        edits={"delta_tracker/predictor.py": [("        self._lock.before_fork()\n", "")]},
+    ),
+    Revert(
+        defect="a forked process does not say that rows may be torn",
+        generator=f"{_FORKS}[too slow]",
+        edits={"delta_tracker/predictor.py": [("            if self._is_torn:\n", "            if False:\n")]},
     ),
 ]

@@ -1,0 +1,58 @@
+"""Handlers around ``os.fork`` for objects whose threads do not exist in the child."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+
+class Forkable(Protocol):
+    """An object with locks or threads. The thread that forks calls all three methods."""
+
+    def before_fork(self) -> None:
+        """Reach a state that the child can use. Must return soon, also if the calling thread holds any lock."""
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+
+    def after_fork_in_child(self) -> None:
+        """Replace locks that other threads held; only the calling thread exists."""
+
+
+class _Registry:
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[int, Forkable] = weakref.WeakValueDictionary()
+        self._is_registered = False
+
+    def add(self, forkable: Forkable) -> None:
+        self._known[id(forkable)] = forkable
+        if not self._is_registered:  # handlers cannot be removed: register them once, at the first use
+            self._is_registered = True
+            os.register_at_fork(
+                before=self._before, after_in_parent=self._after_in_parent, after_in_child=self._after_in_child
+            )
+
+    def _alive(self) -> list[Forkable]:
+        # A copy made in one step: other threads may add objects meanwhile.
+        return [forkable for reference in self._known.valuerefs() if (forkable := reference()) is not None]
+
+    def _before(self) -> None:
+        for forkable in self._alive():
+            forkable.before_fork()
+
+    def _after_in_parent(self) -> None:
+        for forkable in self._alive():
+            forkable.after_fork_in_parent()
+
+    def _after_in_child(self) -> None:
+        for forkable in self._alive():
+            forkable.after_fork_in_child()
+
+
+_registry = _Registry()
+
+
+def protect(forkable: Forkable) -> None:
+    """Call the methods of ``forkable`` around each fork from now on, as long as it lives."""
+    _registry.add(forkable)
