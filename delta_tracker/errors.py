@@ -275,10 +275,8 @@ class PublishError(StreamError, RuntimeError):
 class RankLostError(StreamError, RuntimeError):
     """Another rank died or did not answer in time, so that nobody knows what it did; all rows stay pending."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"a rank of this publisher was lost: {reason}", "Restart the job: a new Publisher takes the stream over"
-        )
+    def __init__(self, reason: str, remedy: str = "Restart the job: a new Publisher takes the stream over") -> None:
+        super().__init__(f"a rank was lost: {reason}", remedy)
         self.reason = reason
 
 

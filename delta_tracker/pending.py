@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 
@@ -59,6 +60,18 @@ class PendingRows:
         if top_k is not None and not isinstance(top_k, TopK):
             raise InvalidArgumentError("top_k", top_k, "Pass a TopK")
         self._reader.check(top_k, with_optimizer=False)
+
+    def join_top_k(self, call: str, timeout: timedelta) -> None:
+        """Join the ranks that share top-k's budget, which the first read with it does otherwise. A collective.
+
+        Args:
+            call: what every rank has to call, as errors name it.
+            timeout: how long ranks wait for each other, here and in each read with top-k.
+
+        Raises:
+            RankLostError: if a rank dies or does not come in time.
+        """
+        self._reader.join(call, timeout)
 
     @property
     def fused_tables(self) -> frozenset[str]:

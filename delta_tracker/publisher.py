@@ -17,14 +17,15 @@ from delta_tracker.cutter import Cutter
 from delta_tracker.errors import FencedError, InvalidArgumentError, RankLostError
 from delta_tracker.gather import EncodingChoice
 from delta_tracker.observing import count_failure, count_published, watch_publisher
+from delta_tracker.process_group import DEFAULT_TIMEOUT
 from delta_tracker.selection import TopK
 from delta_tracker.stream.manifest import Kind, Manifest, Part
 from delta_tracker.stream.notify import Hints, Notifier
-from delta_tracker.stream.ranks import DEFAULT_TIMEOUT, Flags
+from delta_tracker.stream.ranks import CALL, Flags
 from delta_tracker.stream.retention import Retention
 from delta_tracker.stream.storage import Storage
 from delta_tracker.stream.upkeep import Upkeep
-from delta_tracker.stream.writer import Draft, StreamWriter
+from delta_tracker.stream.writer import Draft, StreamWriter, check_alike
 from delta_tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta
 
@@ -73,7 +74,7 @@ class Publisher:
             before a snapshot can go: have some made, by ``cadence.snapshot_every`` or ``compact_every``.
         compact_every: after so many versions rank 0 merges them, in that thread too; None for never.
         notifier: carries a hint of each version to predictors that wait for one.
-        timeout: how long ranks wait for each other.
+        timeout: how long ranks wait for each other, also for the slowest one to build its publisher.
 
     Raises:
         UnknownConsumerError: if the tracker has no such consumer.
@@ -83,7 +84,8 @@ class Publisher:
         UnsafeStoreError: if the store lets two writers create one object.
         StorageError: if this rank cannot use the store.
         PublishError: if another rank cannot, or uses another one.
-        RankLostError: if a rank dies meanwhile.
+        RankLostError: if a rank dies meanwhile, or does not build a publisher in time. After any error nothing of the
+            publisher is left, and all ranks may build a new one.
     """
 
     def __init__(  # noqa: PLR0913  all but two have a default that most users keep
@@ -101,14 +103,8 @@ class Publisher:
         notifier: Notifier | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        for name, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
-            if value is not None and not isinstance(value, kind):
-                raise InvalidArgumentError(name, value, f"Pass a {kind.__name__}")
         self._tracker = tracker
-        self._writer, self._flags = StreamWriter(timeout), Flags(timeout)
         self._thread = threading.get_ident()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._hints = Hints(notifier)
         self._upkeep: Upkeep | None = None
         self._cutter: Cutter | None = None
         self._flight: _Flight | None = None
@@ -117,14 +113,27 @@ class Publisher:
         self._is_open = False
 
         def prepare() -> dict[str, Any]:
+            for name, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
+                if value is not None and not isinstance(value, kind):
+                    raise InvalidArgumentError(name, value, f"Pass a {kind.__name__}")
             is_first = self._writer.rank == 0
             self._cutter = Cutter(
                 tracker, consumer, owner=self, top_k=top_k, dense=dense, encoding=encoding, is_first=is_first
             )
-            return {}
+            return {"arguments": "no top_k" if top_k is None else "top_k"}
 
+        self._writer = StreamWriter(timeout)
         try:
-            self._writer.exchange("arguments", prepare)
+            self._flags = Flags(timeout)
+        except BaseException:
+            self._writer.close()
+            raise
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._hints = Hints(notifier)
+        try:
+            check_alike(self._writer.exchange("arguments", prepare), "arguments")
+            if top_k is not None:
+                tracker.join_top_k(CALL, timeout)
             self._writer.open(url)
             self._checked_cutter().resume(self._writer)
             if retention is not None or compact_every is not None:

@@ -6,6 +6,7 @@ Letters: ``N`` rows of a table, ``D`` columns of its shard.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -48,6 +49,19 @@ class DeltaReader:
                 raise UnsupportedTableError(fqn, "its optimizer is not fused, so its rows' states are not at hand")
         if top_k is not None and top_k.score is None and not self._capture.has_scores:
             raise InvalidArgumentError("top_k", top_k, "Track in EMBEDDING or a momentum mode, or give TopK a score")
+
+    def join(self, call: str, timeout: timedelta) -> None:
+        """Join the ranks that share top-k's budget, unless they are joined already. A collective.
+
+        Args:
+            call: what every rank has to call, as errors name it.
+            timeout: how long ranks wait for each other, here and in each read.
+
+        Raises:
+            RankLostError: if a rank dies or does not come in time.
+        """
+        if self._ranks is None:
+            self._ranks = AllRanks(call, timeout)
 
     def delta(self, reading: Reading, *, top_k: TopK | None, with_values: bool, with_optimizer: bool) -> Delta:
         """The delta of a read, from the rows as they are now.

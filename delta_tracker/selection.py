@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.process_group import TORCH_TIMEOUT, join
 from delta_tracker.types import DeltaRows
 
 Score = Callable[[str, DeltaRows], Tensor]
@@ -98,26 +99,32 @@ class Agreement(Protocol):
 
 
 class AllRanks:
-    """The ranks of the default process group, through a gloo group; this process alone where there is none."""
+    """The ranks of the default process group, through a gloo group; this process alone where there is none.
 
-    def __init__(self) -> None:
-        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if is_distributed else 0
-        self._group = dist.new_group(backend="gloo") if is_distributed else None
+    Args:
+        call: what every rank has to call, as errors name it.
+        timeout: how long ranks wait for each other.
+
+    Raises:
+        RankLostError: if a rank dies or does not come in time.
+    """
+
+    def __init__(self, call: str = "get_delta(top_k=...)", timeout: timedelta = TORCH_TIMEOUT) -> None:
+        self._group = join("top-k", call, timeout)
+        self.rank = 0 if self._group is None else self._group.rank
 
     def total(self, counts: Tensor) -> Tensor:
         """The sum over all ranks."""
         if self._group is not None:
-            dist.all_reduce(counts, group=self._group)
+            self._group.add(counts)
         return counts
 
     def before(self, counts: Tensor) -> Tensor:
         """The sum over all lower ranks."""
         if self._group is None:
             return torch.zeros_like(counts)
-        every = [torch.empty_like(counts) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(every, counts, group=self._group)
-        return torch.stack([torch.zeros_like(counts), *every]).cumsum(0)[dist.get_rank(self._group)]
+        every = self._group.all_gather(counts)
+        return torch.stack([torch.zeros_like(counts), *every]).cumsum(0)[self.rank]
 
 
 def choose(
@@ -137,6 +144,7 @@ def choose(
 
     Raises:
         InvalidArgumentError: if another rank could not name its candidates.
+        RankLostError: if a rank died or did not answer in time.
         Exception: ``tables``, if it is one.
     """
     candidates = tables if isinstance(tables, Mapping) else {}

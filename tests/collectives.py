@@ -145,6 +145,8 @@ def _collective(function: str, group: Any) -> Collective:
     if isinstance(group, c10d.ProcessGroup):
         name, backend = group.group_name, dist.get_backend(group)
         is_default = group is distributed_c10d._get_default_group()
+    elif isinstance(group, c10d.ProcessGroupGloo):  # made without new_group
+        name, backend = group.options.group_name, "gloo"
     stack = "".join(traceback.format_list(traceback.extract_stack()[:-3]))
     return Collective(
         thread=thread.name,

@@ -17,6 +17,7 @@ _PACKAGE = _ROOT / "delta_tracker"
 # A file imports only from what stands above it.
 _ORDER = [
     "errors",
+    "process_group",
     "monitor.clock",
     "monitor.names",
     "monitor.buckets",

@@ -6,44 +6,43 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from delta_tracker.checkpoint.part import parse
+from delta_tracker.process_group import RankGroup
 
 _BYTE = torch.uint8
 
 
-def gather_parts(state: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
     """Send the part of every rank to rank 0, tensor by tensor. A collective.
 
     Args:
         state: this rank's part.
-        rank: this rank.
-        group: a gloo group of all ranks.
+        group: all ranks.
 
     Returns:
         On rank 0 the parts of all ranks, elsewhere nothing.
 
     Raises:
         MalformedStateError: if a rank sends what is no part.
+        RankLostError: if a rank died or did not answer in time.
     """
     header = next(iter(state.values()))
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(header)]), group=group)
-    if rank:
+    lengths = group.all_gather(torch.tensor([len(header)]))
+    if group.rank:
         for tensor in state.values():
             if tensor.numel():
-                dist.send(tensor.contiguous().reshape(-1).view(_BYTE), dst=0, group=group)
+                group.send(tensor.contiguous().reshape(-1).view(_BYTE), 0)
         return {}
     gathered = dict(state)
     for source in range(1, len(lengths)):
         received = torch.empty(int(lengths[source]), dtype=_BYTE)
-        dist.recv(received, src=source, group=group)
+        group.receive(received, source)
         part = parse(f"rank{source}of{len(lengths)}/header", received)
         gathered[f"{part.prefix}header"] = received
         for name, (dtype, shape) in part.all_layouts().items():
             tensor = torch.empty(shape, dtype=dtype)
             if tensor.numel():
-                dist.recv(tensor.reshape(-1).view(_BYTE), src=source, group=group)
+                group.receive(tensor.reshape(-1).view(_BYTE), source)
             gathered[part.prefix + name] = tensor
     return gathered

@@ -21,6 +21,7 @@ from delta_tracker.checkpoint.part import HEADER, Part, check_alike, check_table
 from delta_tracker.checkpoint.reshard import Resharding
 from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
 from delta_tracker.monitor.default import MONITOR
+from delta_tracker.process_group import TORCH_TIMEOUT, RankGroup
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.types import TrackingMode
 
@@ -51,7 +52,7 @@ class Checkpointed:
         self._annotations: dict[str, object] = {}
         self._positions: dict[str, int] = {}  # where the last load put each consumer
         self._restored: Restored | None = None
-        self._gloo: dist.ProcessGroup | None = None  # made at the first gather, which all ranks take part in
+        self._group: RankGroup | None = None  # made at the first gather, which all ranks take part in
 
     @property
     def restored(self) -> Restored | None:
@@ -117,6 +118,7 @@ class Checkpointed:
 
         Raises:
             InvalidArgumentError: for another strategy.
+            RankLostError: if a rank died or did not call it in time.
         """
         if strategy not in get_args(Strategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
@@ -126,9 +128,9 @@ class Checkpointed:
         part = pack(rank, world_size, self._mode.value, shards, self._log.state(), self.annotations, counters)
         if strategy == "local" or world_size == 1:
             return part
-        if self._gloo is None:
-            self._gloo = dist.new_group(backend="gloo")
-        gathered = gather_parts(part, rank, self._gloo)
+        if self._group is None:
+            self._group = RankGroup("parts", 'state_dict(strategy="gather")', TORCH_TIMEOUT)
+        gathered = gather_parts(part, self._group)
         merged = (
             {
                 name: counter.merge(_counted(name, _parts(gathered), gathered))

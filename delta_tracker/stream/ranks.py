@@ -11,8 +11,9 @@ import torch
 from torch import distributed as dist
 
 from delta_tracker.errors import RankLostError
+from delta_tracker.process_group import DEFAULT_TIMEOUT, RankGroup, join, typed_errors
 
-DEFAULT_TIMEOUT = timedelta(minutes=5)
+CALL = "Publisher(...)"
 
 
 class Ranks:
@@ -26,10 +27,8 @@ class Ranks:
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if is_distributed else 0
-        self.world_size = dist.get_world_size() if is_distributed else 1
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if is_distributed else None
+        self._group = join("messages", CALL, timeout)
+        self.rank = 0 if self._group is None else self._group.rank
         self._lost: RankLostError | None = None
 
     def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -44,26 +43,24 @@ class Ranks:
         if self._group is None:
             return [json.loads(text)]
         try:
-            return self._all_gather(text)
-        except RuntimeError as error:
-            self._lost = _lost(error)
-            raise self._lost from error
+            return self._all_gather(self._group, text)
+        except RankLostError as error:
+            self._lost = error
+            raise
 
-    def _all_gather(self, text: str) -> list[dict[str, Any]]:
+    @staticmethod
+    def _all_gather(group: RankGroup, text: str) -> list[dict[str, Any]]:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        sizes = group.all_gather(torch.tensor([len(data)]))
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
         padded[: len(data)] = data
-        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(gathered, padded, group=self._group)
+        gathered = group.all_gather(padded)
         return [json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(gathered, sizes, strict=True)]
 
     def close(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            self._group.close()
             self._group = None
 
 
@@ -77,8 +74,7 @@ class Flags:
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if is_distributed else None
+        self._group = join("flags", CALL, timeout)
         self._values: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
@@ -90,10 +86,7 @@ class Flags:
         """
         self._values = torch.tensor(values, dtype=torch.int64)
         if self._group is not None:
-            try:
-                self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group=self._group, async_op=True)
-            except RuntimeError as error:
-                raise _lost(error) from error
+            self._work = self._group.start_max(self._values)
 
     def result(self) -> list[int] | None:
         """The largest of what the ranks told last, None before anything was told or when it was asked for already.
@@ -104,18 +97,12 @@ class Flags:
         values, self._values = self._values, None
         work, self._work = self._work, None
         if work is not None:
-            try:
+            with typed_errors():
                 work.wait()
-            except RuntimeError as error:
-                raise _lost(error) from error
         return None if values is None else [int(value) for value in values]
 
     def close(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            self._group.close()
             self._group = None
-
-
-def _lost(error: RuntimeError) -> RankLostError:
-    return RankLostError(str(error).split("\n", maxsplit=1)[0])

@@ -94,7 +94,7 @@ class StreamWriter:
             RankLostError: if a rank dies meanwhile.
         """
         orders = self.exchange("order", lambda: {"kind": kind, **_place(batch, tables)})
-        _check_places(orders)
+        check_alike(orders, "cut", "tables")
         agreed: Kind = "snapshot" if any(each["kind"] == "snapshot" for each in orders) else orders[0]["kind"]
         return agreed
 
@@ -127,7 +127,7 @@ class StreamWriter:
         """
         drafts: list[Draft] = []
         votes = self.exchange("part", lambda: self._vote(prepare, drafts))
-        _check_places(votes)
+        check_alike(votes, "cut", "tables")
         (draft,) = drafts
         entry = Manifest(
             stream=self.head.stream,
@@ -225,9 +225,13 @@ def _place(batch: int, tables: Mapping[str, TableSpec]) -> dict[str, str]:
     }
 
 
-def _check_places(orders: Sequence[Mapping[str, Any]]) -> None:
-    """All ranks must stand at the same batch and have the same tables."""
-    for rank, each in enumerate(orders):
-        for name in ("cut", "tables"):
-            if each[name] != orders[0][name]:
-                raise PublishError(rank, f"{each[name]} where rank 0 has {orders[0][name]}")
+def check_alike(messages: Sequence[Mapping[str, Any]], *names: str) -> None:
+    """Check that the ranks' messages agree in ``names``.
+
+    Raises:
+        PublishError: if a rank's message differs from that of rank 0.
+    """
+    for rank, each in enumerate(messages):
+        for name in names:
+            if each[name] != messages[0][name]:
+                raise PublishError(rank, f"{each[name]} where rank 0 has {messages[0][name]}")
