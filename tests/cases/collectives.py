@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+import torchmetrics
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker.cadence import Cadence
+from delta_tracker.monitor import Monitor
+from delta_tracker.monitor.sinks.jsonl import JsonlSink
+from delta_tracker.monitor.torchmetric import TorchMetric
+from delta_tracker.stream.retention import Retention
+from tests.cases.publishing import empty_model
 from tests.collectives import CollectiveThreadError, watch_collectives
+from tests.models import Spec, batch, shard
 
 
 def _in_thread(name: str, action: Callable[[], Any]) -> BaseException | None:
@@ -75,3 +86,46 @@ def watched(rank: int, world_size: int) -> dict[str, Any]:
         "worker on the default group": _refused(("worker",), lambda: _in_thread("worker_0", all_reduce)),
         "worker on a shared group": _refused(("worker",), lambda: (own_reduce(), _in_thread("worker_0", own_reduce))),
     }
+
+
+def whole_library(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
+    """Train, publish, follow, collect and save, all at once; which threads start collectives on which group."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    monitor = Monitor()
+    metric = TorchMetric("metric", torchmetrics.MeanMetric(), monitor=monitor)
+    url = f"file://{root}/stream"
+    with watch_collectives(("publisher",)) as started, ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
+        monitor.start([JsonlSink(f"{root}/rank-{rank}.jsonl")], interval=timedelta(milliseconds=10))
+        publisher = Publisher(
+            tracker,
+            url,
+            top_k=TopK(rows=9),
+            cadence=Cadence(batches=2, snapshot_every=4),
+            retention=Retention(versions=4, grace_seconds=0.0),
+            compact_every=3,
+        )
+        predictor = Predictor(empty_model(tracker), url, name=f"rank-{rank}")
+        publisher.publish()
+        predictor.follow(poll_seconds=0.005)
+        for number in range(24):
+            model(batch(spec, generator)).backward()
+            metric.update(float(number))
+            tracker.step()
+            publisher.step()
+            if number == 12:
+                dcp.save({"model": model.state_dict(), "tracker": tracker}, checkpoint_id=f"{root}/checkpoint")
+                tracker.state_dict(strategy="gather")
+        publisher.flush()
+        publisher.snapshot()
+        predictor.stop()
+        publisher.close()
+        assert monitor.stop()
+        metric.merge_ranks()
+        dist.barrier()
+    assert predictor.version
+    threads: dict[str, set[str]] = {}
+    for each in started:
+        threads.setdefault("default" if each.is_default else each.group, set()).add(each.thread)
+    return {group: sorted(names) for group, names in threads.items()}
