@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.ranks import RankFailureError, RankPool
+from tests.ranks import RankPool
 
 
 def test_no_collective_of_a_thread_is_missed(two_ranks: RankPool) -> None:
@@ -17,7 +15,6 @@ def test_no_collective_of_a_thread_is_missed(two_ranks: RankPool) -> None:
         assert "['MainThread', 'worker_0'] use group" in answer["worker on a shared group"]
 
 
-@pytest.mark.xfail(strict=True, raises=RankFailureError, reason="the training thread uses the publisher's group too")
 def test_no_thread_but_the_publishers_starts_a_collective(two_ranks: RankPool, tmp_path: Path) -> None:
     for threads in two_ranks.run("tests.cases.collectives:whole_library", root=str(tmp_path), timeout_seconds=150):
         own = {group: names for group, names in threads.items() if "messages" in group}

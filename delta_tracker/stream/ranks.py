@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,8 @@ class Ranks:
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self._group = join("messages", CALL, timeout)
         self.rank = 0 if self._group is None else self._group.rank
+        # No other thread starts a collective on this group, whichever thread calls.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher-ranks")
         self._lost: RankLostError | None = None
 
     def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -43,7 +46,7 @@ class Ranks:
         if self._group is None:
             return [json.loads(text)]
         try:
-            return self._all_gather(self._group, text)
+            return self._thread.submit(self._all_gather, self._group, text).result()
         except RankLostError as error:
             self._lost = error
             raise
@@ -59,6 +62,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group."""
+        self._thread.shutdown()
         if self._group is not None:
             self._group.close()
             self._group = None
