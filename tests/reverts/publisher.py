@@ -29,4 +29,21 @@ REVERTS = [
             ],
         },
     ),
+    Revert(
+        defect="the training thread starts collectives on the group of the publisher's thread",
+        generator="tests/test_collectives.py::test_no_thread_but_the_publishers_starts_a_collective",
+        edits={
+            "delta_tracker/stream/ranks.py": [
+                (
+                    "self._thread.submit(self._all_gather, self._group, text).result()",
+                    "self._all_gather(self._group, text)",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a closed publisher leaves its thread",
+        generator="tests/test_soak.py::test_everything_at_once_waits_for_nothing_and_leaves_nothing",
+        edits={"delta_tracker/publisher.py": [("        self._worker.shutdown()\n", "")]},
+    ),
 ]

@@ -1,0 +1,127 @@
+"""Locks that measure how long threads wait for them: ``install()`` before the library is imported.
+
+Replaces ``threading.Lock`` and ``threading.RLock``, and so the locks inside conditions, events, queues and pools that
+are made from then on. The time that a thread spends in ``Condition.wait`` is not a wait for a lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+_PLUMBING = ("/threading.py", "/queue.py", "/concurrent/futures/", "/watched_locks.py")
+
+
+@dataclass
+class Waits:
+    """What was measured.
+
+    Args:
+        limit_seconds: how long a wait may take.
+        longest: seconds and place of the longest wait.
+        too_long: for each wait that took longer: the lock's place, and the stacks of its holder and of the thread that
+            waits, both taken as soon as the limit was passed.
+    """
+
+    limit_seconds: float
+    longest: tuple[float, str] = (0.0, "")
+    too_long: list[str] = field(default_factory=list)
+    num_contended: int = 0
+    _acquired: Any = field(default_factory=itertools.count)
+
+    @property
+    def num_acquired(self) -> int:
+        """How often a lock was acquired."""
+        return int(repr(self._acquired)[len("count(") : -1])
+
+
+class _Watched:
+    """A lock of either kind, with the interface that :class:`threading.Condition` needs."""
+
+    def __init__(self, lock: Any, waits: Waits) -> None:
+        self._lock = lock
+        self._waits = waits
+        self._place = _place(sys._getframe(2))
+        self._holder: int | None = None
+        for name in ("_is_owned", "_release_save", "_recursion_count"):  # a condition looks whether they are there
+            if hasattr(lock, name):
+                setattr(self, name, getattr(lock, name))
+        if hasattr(lock, "_acquire_restore"):
+            self._acquire_restore = self._restore
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if not self._lock.acquire(blocking=False) and (not blocking or not self._wait(timeout)):
+            return False
+        self._holder = threading.get_ident()
+        next(self._waits._acquired)
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def locked(self) -> bool:
+        return self._lock.locked()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def _restore(self, state: Any) -> None:
+        """Acquire again at the end of ``Condition.wait``."""
+        begin = time.monotonic()
+        self._lock._acquire_restore(state)
+        self._note(time.monotonic() - begin)
+        self._holder = threading.get_ident()
+        next(self._waits._acquired)
+
+    def _at_fork_reinit(self) -> None:
+        self._lock._at_fork_reinit()
+        self._holder = None
+
+    def _wait(self, timeout: float) -> bool:
+        begin, limit = time.monotonic(), self._waits.limit_seconds
+        is_acquired = self._lock.acquire(True, limit if timeout < 0 else min(timeout, limit))
+        if not is_acquired and (timeout < 0 or timeout > limit):
+            self._waits.too_long.append(f"{self._place}\nheld by:\n{self._stack()}\nwaited for by:\n{_stack_here()}")
+            is_acquired = self._lock.acquire(True, -1 if timeout < 0 else timeout - limit)
+        self._note(time.monotonic() - begin)
+        return is_acquired
+
+    def _note(self, seconds: float) -> None:
+        self._waits.num_contended += 1  # two at once may count as one
+        if seconds > self._waits.longest[0]:
+            self._waits.longest = seconds, self._place
+        if seconds > self._waits.limit_seconds:
+            self._waits.too_long.append(f"{self._place}: {seconds:.1f} s")
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._holder or 0)
+        return "".join(traceback.format_stack(frame)) if frame else "a thread that has ended"
+
+
+def install(limit_seconds: float) -> Waits:
+    """Watch every lock that is made from now on, for good."""
+    waits = Waits(limit_seconds)
+    lock, reentrant_lock = threading.Lock, threading.RLock
+    threading.Lock = lambda: _Watched(lock(), waits)  # type: ignore[misc,assignment]
+    threading.RLock = lambda: _Watched(reentrant_lock(), waits)  # type: ignore[misc,assignment]
+    return waits
+
+
+def _stack_here() -> str:
+    return "".join(traceback.format_stack(sys._getframe(3)))
+
+
+def _place(frame: FrameType | None) -> str:
+    """Where a lock was made, apart from the standard library's own classes."""
+    while frame is not None and any(each in frame.f_code.co_filename for each in _PLUMBING):
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
