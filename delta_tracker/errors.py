@@ -236,6 +236,15 @@ class StorageError(StreamError, OSError):
         self.reason = reason
 
 
+class NameConflictError(StorageError):
+    """The store at ``url`` refuses to create ``name`` because it exists, and does not show it; nothing was created."""
+
+    def __init__(self, url: str, name: str, attempts: int) -> None:
+        super().__init__(url, f"it refused {attempts} times to create {name}, which is not there")
+        self.name = name
+        self.attempts = attempts
+
+
 class UnsafeStoreError(StreamError, RuntimeError):
     """The store at ``url`` lets a second writer replace an object that it was to create: nothing would fence it."""
 

@@ -13,7 +13,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,6 +165,7 @@ class Proxy:
     port: int = 0
     strip_headers: frozenset[str] = frozenset()
     lose_answers: int = 0  # to that many PUTs, after the server has carried them out
+    conflicts: int = 0  # that many conditional PUTs get "409 try again", and are not carried out
     seen: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -174,6 +175,13 @@ class Proxy:
             lost = method == "PUT" and self.lose_answers > 0
             self.lose_answers -= lost
             return lost
+
+    def conflicts_with(self, headers: Mapping[str, str]) -> bool:
+        """Whether the answer to this request is that it met another one."""
+        with self.lock:
+            conflicts = headers.get("If-None-Match") == "*" and self.conflicts > 0
+            self.conflicts -= conflicts
+            return conflicts
 
 
 @contextmanager
@@ -188,6 +196,9 @@ def proxy(upstream: int) -> Iterator[Proxy]:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             headers = {name: value for name, value in self.headers.items() if name.lower() not in state.strip_headers}
             state.seen.append(f"{self.command} {self.path}")
+            if state.conflicts_with(self.headers):
+                self.answer(409, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
+                return
             connection = http.client.HTTPConnection(_HOST, state.upstream, timeout=30)
             try:
                 connection.request(self.command, self.path, body=body, headers=headers)
@@ -206,6 +217,12 @@ def proxy(upstream: int) -> Iterator[Proxy]:
                 self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+
+        def answer(self, status: int, body: bytes) -> None:
+            self.send_response_only(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
         do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = forward  # noqa: N815  http.server's names
 

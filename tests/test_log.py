@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import xxhash
 
-from delta_tracker.errors import FencedError, MalformedError, StorageError
+from delta_tracker.errors import FencedError, MalformedError, NameConflictError, StorageError
 from delta_tracker.stream.codec import Rows
 from delta_tracker.stream.encoding import Encoding
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
@@ -248,3 +250,35 @@ def test_an_entry_that_no_reader_would_accept_is_never_committed() -> None:
         writer.write("snapshot", [rows])
     assert StreamLog(writer.storage).versions() == [0]
     assert writer.snapshot().version == 1
+
+
+@pytest.mark.xfail(strict=True, reason="a claim tries for ever")
+@pytest.mark.parametrize("kind", ["dangling link", "pipe", "hidden"])
+def test_a_claim_whose_name_cannot_be_had_ends(tmp_path: Path, kind: str) -> None:
+    class Hides(Storage):
+        """A store whose listing lacks an object, for ever."""
+
+        num_lists = 0
+
+        def objects(self, prefix: str, **options: Any) -> Any:
+            self.num_lists += 1
+            if self.num_lists > 300:
+                pytest.fail("it goes on for ever")
+            found = super().objects(prefix, **options)
+            return [each for each in found if kind != "hidden" or not each.name.endswith("2.json")]
+
+    storage = Hides(f"file://{tmp_path}", fsync=False)
+    writer = Writer(storage)
+    writer.snapshot()
+    path = tmp_path / entry_name(2)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "dangling link":
+        path.symlink_to(tmp_path / "nothing")
+    else:
+        writer.delta([1])
+    with pytest.raises(NameConflictError, match="00000000000000000002") as caught:
+        StreamLog(storage).claim()
+    assert caught.value.name == entry_name(2)
+    path.unlink()
+    assert Writer(storage).claim.head.version == 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import FencedError, StorageError, UnsafeStoreError
+from delta_tracker.errors import FencedError, NameConflictError, StorageError, UnsafeStoreError
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage import Storage
 from tests.servers import S3, Proxy, free_ports, proxy
@@ -128,3 +128,34 @@ def test_a_wrong_key_and_a_server_that_is_away_are_told(s3: S3, url: str) -> Non
     (port,) = free_ports(1)
     with pytest.raises(StorageError, match=f"127.0.0.1:{port}"):
         Storage(url, options=s3.through(port)).read("x", max_bytes=1)
+
+
+@pytest.mark.xfail(strict=True, reason="a 409 fences the publisher for ever")
+def test_an_answer_that_says_try_again_is_retried(s3: S3, url: str, bad: Proxy) -> None:
+    storage = Storage(url, options=s3.through(bad.port))
+    bad.conflicts = 1
+    writer = Writer(storage)
+    bad.conflicts = 1
+    writer.snapshot()
+    for conflicts in (0, 1, 3):
+        bad.conflicts = conflicts
+        writer.delta([conflicts])
+        assert bad.conflicts == 0
+    assert StreamLog(storage).versions() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.xfail(strict=True, reason="a 409 fences the publisher for ever")
+def test_a_store_that_always_says_try_again_is_given_up_and_commits_later(s3: S3, url: str, bad: Proxy) -> None:
+    storage = Storage(url, options=s3.through(bad.port))
+    writer = Writer(storage)
+    writer.snapshot()
+    bad.conflicts = 1000
+    with pytest.raises(NameConflictError, match="00000000000000000002") as caught:
+        writer.delta([1])
+    assert caught.value.name == "log/00000000000000000002.json"
+    with pytest.raises(NameConflictError, match="00000000000000000002"):
+        StreamLog(storage).claim()
+    assert bad.conflicts > 900
+    bad.conflicts = 0
+    assert StreamLog(storage).versions() == [0, 1]
+    assert writer.delta([1]).version == 2  # not fenced

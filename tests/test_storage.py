@@ -16,7 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError, UnsafeStoreError
+from delta_tracker.errors import (
+    InvalidArgumentError,
+    MalformedError,
+    NameConflictError,
+    StorageError,
+    UnsafeStoreError,
+)
 from delta_tracker.stream.storage import Storage, open_storage
 from tests.servers import S3
 
@@ -427,3 +433,18 @@ def test_a_directory_is_written_and_listed_at_one_place(tmp_path: Path, path: st
     storage = Storage(f"file://{tmp_path}/{path}", create=True)
     storage.create("log/1", b"")
     assert storage.names("log") == ["log/1"]
+
+
+@pytest.mark.xfail(strict=True, reason="it says that the name is taken")
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_name_that_is_taken_by_no_object_is_an_error(tmp_path: Path, kind: str) -> None:
+    storage = Storage(f"file://{tmp_path}")
+    storage.create("log/0", b"0")
+    path = tmp_path / "log" / "1"
+    path.symlink_to(tmp_path / "nothing") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(NameConflictError, match="log/1") as caught:
+        storage.create("log/1", b"1")
+    assert caught.value.name == "log/1"
+    assert storage.names("drafts") == []
+    path.unlink()
+    assert storage.create("log/1", b"1")
