@@ -240,7 +240,7 @@ class NameConflictError(StorageError):
     """The store at ``url`` refuses to create ``name`` because it exists, and does not show it; nothing was created."""
 
     def __init__(self, url: str, name: str, attempts: int) -> None:
-        super().__init__(url, f"it refused {attempts} times to create {name}, which is not there")
+        super().__init__(url, f"it refused {attempts} times to create {name} as if it existed, and does not show it")
         self.name = name
         self.attempts = attempts
 

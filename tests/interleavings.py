@@ -9,13 +9,16 @@ freed the name. ``python -m tests.interleavings 2`` lets each run sleep twice, w
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from delta_tracker.errors import FencedError, StorageError, StreamError
+from delta_tracker.stream import log
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.log import Claim, StreamLog, entry_name
 from delta_tracker.stream.manifest import Manifest
@@ -59,11 +62,12 @@ class TrueStorage(Storage):
         self.data: dict[str, bytes] = {}
         self.truth: dict[int, bytes] = {}
         self.before_each: Callable[[], None] = lambda: None
+        self.refuses: Callable[[], object] = lambda: False  # with "try again"
         self.loses_answer = False
 
-    def create(self, name: str, data: bytes) -> bool:
+    def _create_once(self, name: str, data: bytes) -> bool:
         self.before_each()
-        if name in self.data:
+        if name in self.data or self.refuses():
             return False
         self.data[name] = data
         if name == entry_name(len(self.truth)):
@@ -115,18 +119,25 @@ class World:
         self.owner.commit(_draft("snapshot"))
         self.owner.commit(_draft("delta"))
         self.sleeps = 0
+        self.is_disturbed = False
 
     def run(self, program: Callable[[], object]) -> bool:
         """Run a publisher's program with all that may happen around its operations; False if it was killed."""
         outer = self.storage.before_each
-        self.storage.before_each = self._operation
+        self.storage.before_each, self.storage.refuses = self._operation, self._refuses
         try:
             program()
         except Killed:
             return False
         finally:
-            self.storage.before_each = outer
+            self.storage.before_each, self.storage.refuses = outer, lambda: False
             self.check_readers()
+        return True
+
+    def _refuses(self) -> bool:
+        if self.is_disturbed or not self.choose(2):
+            return False
+        self.is_disturbed = True
         return True
 
     def _operation(self) -> None:
@@ -140,6 +151,7 @@ class World:
             raise Killed
         if choice != "go on":
             self.sleeps += 1
+            self.is_disturbed = True
             inside, self.storage.before_each = self.storage.before_each, lambda: None
             for step in choice:
                 self.step(step)
@@ -186,7 +198,7 @@ class World:
             try:
                 committed.append(publisher.commit(_draft("delta")))
             except FencedError:
-                committed.clear()
+                assert self.sleeps, "it is fenced, and there is no other publisher"
 
         self.histories = tuple(each for each in self.HISTORIES if each[0] == "c")  # it is the owner itself
         is_alive = self.run(program)
@@ -243,8 +255,9 @@ def explore(program: str, *, max_sleeps: int = 1, is_old: bool = False) -> int:
         choices = Choices(given)
         world = World(choices, max_sleeps=max_sleeps, is_old=is_old)
         try:
-            getattr(world, program)()
-            world.finish()
+            with mock.patch.object(log, "parse_manifest", functools.cache(parse_manifest)):  # most of the time
+                getattr(world, program)()
+                world.finish()
         except Exception as error:
             error.add_note(f"{program} with the choices {[choice for choice, _ in choices.taken]}")
             raise

@@ -23,5 +23,5 @@ def test_every_operation(tmp_path: Path, mode: str) -> None:
     # writes two parts, what was copied and what changed meanwhile; a version's entry is made and its place looked at.
     expected = {"claim": 16, "second claim": 18, "snapshot": 10, "second snapshot": 10, "delta": 7}
     if mode == "kills":
-        expected |= {"compaction": 31, "fold": 38, "retention": 44}
+        expected |= {"compaction": 31, "fold": 38, "retention": 42}
     assert counts == expected

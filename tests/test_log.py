@@ -252,7 +252,6 @@ def test_an_entry_that_no_reader_would_accept_is_never_committed() -> None:
     assert writer.snapshot().version == 1
 
 
-@pytest.mark.xfail(strict=True, reason="a claim tries for ever")
 @pytest.mark.parametrize("kind", ["dangling link", "pipe", "hidden"])
 def test_a_claim_whose_name_cannot_be_had_ends(tmp_path: Path, kind: str) -> None:
     class Hides(Storage):

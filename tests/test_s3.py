@@ -130,7 +130,6 @@ def test_a_wrong_key_and_a_server_that_is_away_are_told(s3: S3, url: str) -> Non
         Storage(url, options=s3.through(port)).read("x", max_bytes=1)
 
 
-@pytest.mark.xfail(strict=True, reason="a 409 fences the publisher for ever")
 def test_an_answer_that_says_try_again_is_retried(s3: S3, url: str, bad: Proxy) -> None:
     storage = Storage(url, options=s3.through(bad.port))
     bad.conflicts = 1
@@ -144,7 +143,6 @@ def test_an_answer_that_says_try_again_is_retried(s3: S3, url: str, bad: Proxy) 
     assert StreamLog(storage).versions() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.xfail(strict=True, reason="a 409 fences the publisher for ever")
 def test_a_store_that_always_says_try_again_is_given_up_and_commits_later(s3: S3, url: str, bad: Proxy) -> None:
     storage = Storage(url, options=s3.through(bad.port))
     writer = Writer(storage)

@@ -435,7 +435,6 @@ def test_a_directory_is_written_and_listed_at_one_place(tmp_path: Path, path: st
     assert storage.names("log") == ["log/1"]
 
 
-@pytest.mark.xfail(strict=True, reason="it says that the name is taken")
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_name_that_is_taken_by_no_object_is_an_error(tmp_path: Path, kind: str) -> None:
     storage = Storage(f"file://{tmp_path}")

@@ -20,12 +20,14 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
-from delta_tracker.errors import FencedError, MalformedError, StorageError
+from delta_tracker.errors import FencedError, MalformedError, NameConflictError, StorageError
 from delta_tracker.stream.manifest import Manifest
 from delta_tracker.stream.parse import parse_manifest
-from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.storage import Storage, back_off
 
 _DIGITS = 20  # names sort as the versions do, up to 2**63
+_CLAIM_ATTEMPTS = 100  # of which each but the last ones was lost to another publisher
+_REFUSALS = 5  # of one name that no listing shows
 _MAX_ENTRY_BYTES = 64 << 20  # a manifest has some 300 bytes per rank and table
 _ENTRY_NAME = re.compile(rf"log/([0-9]{{{_DIGITS}}})\.json")
 _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(delta|snapshot)\.json")
@@ -187,11 +189,17 @@ class StreamLog:
         """Take the stream over, or start it: the next entry names a generation above the head's.
 
         Raises:
+            NameConflictError: if the name of the next entry is refused, though no entry of that name is listed.
             MalformedError, StorageError: as :meth:`read`.
         """
         writer = secrets.token_hex(16)
-        while True:
+        refused, name = 0, ""
+        for _ in range(_CLAIM_ATTEMPTS):
             head = self.head()
+            next_name = entry_name(0 if head is None else head.version + 1)
+            refused, name = (refused + 1 if name == next_name else 0), next_name
+            if refused == _REFUSALS:
+                raise NameConflictError(self.storage.url, name, refused)
             entry = Manifest(
                 stream=secrets.token_hex(16) if head is None else head.stream,
                 generation=1 if head is None else head.generation + 1,
@@ -205,6 +213,8 @@ class StreamLog:
             claimed = self._append(entry)
             if claimed is not None:
                 return Claim(self, claimed)
+            back_off(refused + 1)
+        raise StorageError(self.storage.url, f"others took {name}, the last of {_CLAIM_ATTEMPTS} names to claim")
 
     def _append(self, draft: Manifest) -> Manifest | None:
         """Make ``draft`` the entry of its version; None if another one is, or was.
@@ -246,6 +256,8 @@ class StreamLog:
         try:
             if self.storage.create(name, data):
                 return True
+        except NameConflictError:
+            raise
         except StorageError:
             there = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
             if there is None:
@@ -276,6 +288,7 @@ class Claim:
 
         Raises:
             FencedError: if a newer generation has the stream; nothing was committed, now or ever after.
+            NameConflictError: if the store refuses the name of the entry and shows no entry; nothing was committed.
             MalformedError: if no reader would accept the entry; nothing was committed.
             StorageError: if the store fails and the entry is not seen in it.
         """
@@ -302,6 +315,8 @@ class Claim:
             if taken is None or taken.writer != head.writer or not self._log._confirm(taken):  # noqa: SLF001  as above
                 is_other = taken is not None and taken.writer != head.writer
                 newest = (taken if is_other else self._log.head()) or head
+                if taken is None and newest.link == head.link:  # it was refused, and now nothing is there
+                    raise NameConflictError(self._log.storage.url, entry_name(version), 1)
                 self._fenced = FencedError(head.generation, newest.generation, newest.version)
                 raise self._fenced
             self._head = taken

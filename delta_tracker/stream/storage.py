@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 import secrets
 import stat
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +20,14 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError, UnknownConfigurationKeyError
 from obstore.store import LocalStore, from_url
 
-from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError, UnsafeStoreError, is_panic
+from delta_tracker.errors import (
+    InvalidArgumentError,
+    MalformedError,
+    NameConflictError,
+    StorageError,
+    UnsafeStoreError,
+    is_panic,
+)
 from delta_tracker.stream.address import check_name, connection, is_remote, local_directory
 from delta_tracker.stream.files import CHUNK_BYTES, make_directory, pieces, write_file
 from delta_tracker.stream.interruption import answer, check, checked
@@ -36,6 +45,8 @@ _UPLOAD_BYTES = 8 << 20
 _UPLOADS = 4
 # What an interrupted download loses at most. Smaller chunks cost time, larger ones save none.
 _DOWNLOAD_BYTES = 256 << 10
+_CREATE_ATTEMPTS = 8
+_PAUSE_SECONDS = 0.01
 _PAGE_OBJECTS = 1000  # what a remote store returns per request
 
 
@@ -126,10 +137,25 @@ class Storage:
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless one of that name exists; False if it does. Of racing writers exactly one wins.
 
+        A store may also refuse because another request for the name is under way: AWS answers 409. So a refusal counts
+        only if the object is there. Otherwise the write is tried again with growing pauses, 1 to 2 seconds in all.
+
         Raises:
+            NameConflictError: if the store still refuses then, and no object of that name is there.
             StorageError: if it cannot be written; it may be there all the same when the answer was lost.
         """
         check_name("name", name)
+        for attempt in range(_CREATE_ATTEMPTS):
+            if attempt:
+                back_off(attempt)
+            if self._create_once(name, data):
+                return True
+            if self.size(name) is not None:
+                return False
+        raise NameConflictError(self.url, name, _CREATE_ATTEMPTS)
+
+    def _create_once(self, name: str, data: bytes) -> bool:
+        """Write an object; False if the store refuses because of its name."""
         with self._translated():
             if self._directory is not None:
                 return self._write_file(name, [memoryview(data)], overwrite=False)
@@ -462,6 +488,11 @@ class Storage:
             if not is_panic(error):
                 raise
             raise StorageError(self.url, f"{type(error).__name__}: {error}") from error
+
+
+def back_off(attempt: int) -> None:
+    """Pause before an attempt; 1 is the second one. Twice as long each time, at random by half."""
+    time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
 
 
 def open_storage(url: str | Storage, *, create: bool = False) -> Storage:

@@ -6,6 +6,37 @@ from tests.reverts.revert import Revert
 
 REVERTS = [
     Revert(
+        defect="an answer that says try again fences the publisher",
+        generator="tests/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        edits={
+            "delta_tracker/stream/storage.py": [
+                (
+                    "            if self.size(name) is not None:\n                return False\n",
+                    "            return False\n",
+                ),
+            ],
+            "delta_tracker/stream/log.py": [
+                (
+                    "                if taken is None and newest.link == head.link:",
+                    "                if newest.version < 0:",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a claim whose name is refused tries for ever",
+        generator="tests/test_log.py::test_a_claim_whose_name_cannot_be_had_ends",
+        edits={
+            "delta_tracker/stream/log.py": [
+                ("            if refused == _REFUSALS:\n", "            if refused < 0:\n"),
+                ("        for _ in range(_CLAIM_ATTEMPTS):\n", "        while True:\n"),
+                ("            back_off(refused + 1)\n", ""),
+            ],
+        },
+        hangs=True,
+        timeout_seconds=30,
+    ),
+    Revert(
         defect="retention frees the names that a fenced publisher tries",
         generator="tests/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
         edits={
