@@ -35,6 +35,7 @@ _ORDER = [
     "monitor.batch",
     "monitor.sinks.sink",
     "monitor.containment",
+    "monitor.outlet",
     "monitor.collector",
     "monitor.forks",
     "monitor.system",

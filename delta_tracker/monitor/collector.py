@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 
@@ -16,6 +16,7 @@ from delta_tracker.monitor.containment import Guard, Runner
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.events import EventLog, Subscription
 from delta_tracker.monitor.library import LibraryMetrics
+from delta_tracker.monitor.outlet import HandlerOutlet, SinkOutlet
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
 from delta_tracker.monitor.stat import Kind
@@ -64,9 +65,9 @@ class Collector:
         """Forget thread, sinks and events; for a process that was forked, or that starts again."""
         self._lock = threading.RLock()
         self._runner = Runner(self._registry.progress.clock, self._deadline_seconds)
-        self._sinks: list[tuple[Sink, Guard]] = []
+        self._sinks: list[SinkOutlet] = []
         self._guards: dict[str, Guard] = {}
-        self._handlers: dict[Subscription, Guard] = {}
+        self._handlers: dict[Subscription, HandlerOutlet] = {}
         self._undelivered: list[Event] = []
         self._losses: dict[tuple[str, str], int] = {}
         self._attributes: dict[str, str] = {}
@@ -95,16 +96,27 @@ class Collector:
     @property
     def sinks(self) -> list[Sink]:
         """Where batches go."""
-        return [sink for sink, _ in self._sinks]
+        return [outlet.sink for outlet in self._sinks]
 
     def start(self, sinks: Sequence[Sink], interval_seconds: float, attributes: Mapping[str, str]) -> None:
-        """Collect from now on."""
-        self._sinks = [(sink, Guard(sink.name)) for sink in sinks]
-        self._attributes = dict(attributes)
-        self._thread = threading.Thread(
+        """Collect from now on.
+
+        Raises:
+            RuntimeError: if no thread can be started; nothing is changed then.
+        """
+        outlets = [SinkOutlet(sink, self._max_undelivered) for sink in sinks]
+        thread = threading.Thread(
             target=self._loop, args=(interval_seconds, self._wakeups), name="delta_tracker-collector", daemon=True
         )
-        self._thread.start()
+        # Both threads start now: at the end of a program, when the last batch is delivered, Python 3.12 starts none.
+        self._runner.start()
+        self._sinks, self._attributes = outlets, dict(attributes)
+        try:
+            thread.start()
+        except RuntimeError:
+            self.reset()
+            raise
+        self._thread = thread
 
     def stop(self, timeout_seconds: float) -> bool:
         """Deliver what there is, as the last batch, close the sinks and end; whether that was done in time."""
@@ -138,15 +150,26 @@ class Collector:
             self._is_woken = True
             self._wakeups.put(_Wake.EVENTS)
 
-    def collect(self, *, is_last: bool = False) -> Batch:
-        """Read all stats, hand them and the events on; what was handed on."""
+    def collect(self, *, is_last: bool = False, handler_seconds: float | None = None) -> Batch:
+        """Read all stats, hand them and the events on.
+
+        Args:
+            is_last: close all windows, and try muted sinks too.
+            handler_seconds: how long the handlers of events may take together; half the deadline if not given. The
+                events that are left wait for the next time.
+
+        Returns:
+            What was collected. A sink gets with it what it did not take before.
+        """
         with self._lock:
             clock = self._registry.progress.clock
             begin_ns = clock.monotonic_ns()
             for source in self._registry.sources:
                 guard = self._guards.setdefault(source.name, Guard(source.name))
-                self._run(guard, partial(source.read, is_last=is_last))
-            self._hand_to_handlers()
+                self._run(guard, partial(source.read, is_last=is_last), here_if_refused=is_last)
+            seconds = self._deadline_seconds / 2 if handler_seconds is None else handler_seconds
+            if self._hand_to_handlers(seconds, is_last=is_last):
+                self.wake()
             events, self._undelivered = tuple(self._undelivered), []
             windows, totals = self._read(is_last=is_last)
             batch = Batch(
@@ -158,10 +181,19 @@ class Collector:
                 events=events,
                 is_last=is_last,
             )
-            for sink, guard in self._sinks:
-                self._run(guard, partial(sink.deliver, batch), even_if_muted=is_last)
+            for outlet in self._sinks:
+                self._deliver(outlet, batch)
             self._metrics.collect_seconds.add((clock.monotonic_ns() - begin_ns) * _NS)
             return batch
+
+    def _deliver(self, outlet: SinkOutlet, batch: Batch) -> None:
+        windows, num_events = outlet.add(batch.windows, batch.events)
+        for report in windows:
+            self._metrics.lost_windows.cell(stat=report.definition.name).add(1)
+        if num_events:
+            self._metrics.dropped_events.cell(reason="undelivered").add(num_events)
+        action = partial(outlet.deliver, batch)
+        self._run(outlet.guard, action, even_if_muted=batch.is_last, here_if_refused=batch.is_last)
 
     def _read(self, *, is_last: bool) -> tuple[list[WindowReport], list[TotalReport]]:
         windows, totals = [], []
@@ -187,26 +219,37 @@ class Collector:
                 metric.cell(stat=stat).add(growth)
                 self._losses[metric.name, stat] = number
 
-    def _hand_to_handlers(self) -> None:
+    def _hand_to_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
+        """Call handlers with their events for some seconds; whether one has events left that it can be called with."""
         self._is_woken = False
         events = self._events.take()
-        handlers = {each: self._handlers.get(each) for each in self._events.subscriptions}
         self._handlers = {
-            each: guard or Guard(getattr(each.handler, "__qualname__", type(each.handler).__qualname__))
-            for each, guard in handlers.items()
+            each: self._handlers.get(each) or HandlerOutlet(each, self._max_undelivered)
+            for each in self._events.subscriptions
         }
-        for subscription, guard in self._handlers.items():
-            wanted = [event for event in events if subscription.wants(event)]
-            if wanted:
-                self._run(guard, partial(_hand_all, subscription, wanted))
+        until, is_behind, num_dropped = time.monotonic() + seconds, False, 0
+        for outlet in self._handlers.values():
+            num_dropped += outlet.add(events)
+            if outlet.is_waiting and self._run(outlet.guard, partial(outlet.hand, until), here_if_refused=is_last):
+                is_behind = is_behind or outlet.is_waiting
+        if num_dropped:
+            self._metrics.dropped_events.cell(reason="unhandled").add(num_dropped)
         self._undelivered += events
         for _ in self._undelivered[: -self._max_undelivered]:
             self._metrics.dropped_events.cell(reason="overrun").add(1)
         del self._undelivered[: -self._max_undelivered]
+        return is_behind
 
-    def _run(self, guard: Guard, action: partial[None], *, even_if_muted: bool = False) -> bool:
+    def _run(
+        self,
+        guard: Guard,
+        action: Callable[[], None],
+        *,
+        even_if_muted: bool = False,
+        here_if_refused: bool = False,
+    ) -> bool:
         num_errors, num_muted = guard.num_errors, guard.num_muted
-        is_done = self._runner.run(guard, action, even_if_muted=even_if_muted)
+        is_done = self._runner.run(guard, action, even_if_muted=even_if_muted, here_if_refused=here_if_refused)
         if guard.num_errors > num_errors:
             self._metrics.outlet_errors.cell(outlet=guard.name).add(1)
         if guard.num_muted > num_muted:
@@ -215,41 +258,42 @@ class Collector:
 
     def _loop(self, interval_seconds: float, wakeups: queue.SimpleQueue[_Wake | queue.SimpleQueue[None]]) -> None:
         runner, due = self._runner, time.monotonic() + interval_seconds
+        handler_seconds = min(interval_seconds, self._deadline_seconds) / 2
         while True:
             wake = None
             with contextlib.suppress(queue.Empty):
                 wake = wakeups.get(timeout=max(0.0, due - time.monotonic()))
             if wake is _Wake.STOP:
                 break
-            if wake is _Wake.EVENTS:
-                time.sleep(_BURST_SECONDS)
+            left = due - time.monotonic()
+            if wake is _Wake.EVENTS and left > 0:
+                # However busy the handlers are, the interval is kept.
+                time.sleep(min(_BURST_SECONDS, left))
                 with self._lock:
-                    self._hand_to_handlers()
+                    is_behind = self._hand_to_handlers(min(handler_seconds, max(0.0, due - time.monotonic())))
+                if is_behind:
+                    self.wake()
                 continue
-            self._collect_once()
             if isinstance(wake, queue.SimpleQueue):
+                self._collect_once()
                 wake.put(None)
+            else:
+                self._collect_once(handler_seconds=handler_seconds)
             due = max(due, time.monotonic() - interval_seconds) + interval_seconds
         if wakeups is not self._wakeups:
             runner.stop()
             return  # stop() did not wait so long, and what is started since belongs to another thread
         self._collect_once(is_last=True)
-        for sink, guard in self._sinks:
-            self._run(guard, partial(_close, sink), even_if_muted=True)
+        for outlet in self._sinks:
+            if outlet.guard.is_busy:
+                _logger.error("monitor: %s is not closed, because it has not returned from a batch", outlet.sink.name)
+            else:
+                self._run(outlet.guard, outlet.sink.close, even_if_muted=True, here_if_refused=True)
         self._runner.stop()
 
-    def _collect_once(self, *, is_last: bool = False) -> None:
+    def _collect_once(self, *, is_last: bool = False, handler_seconds: float | None = None) -> None:
         try:
-            self.collect(is_last=is_last)
+            self.collect(is_last=is_last, handler_seconds=handler_seconds)
         except Exception:
             # Only our own faults come here. The thread must not end: the next collection may well work.
             _logger.exception("monitor: a collection failed")
-
-
-def _hand_all(subscription: Subscription, events: list[Event]) -> None:
-    for event in events:
-        subscription.handler(event)
-
-
-def _close(sink: Sink) -> None:
-    sink.close()

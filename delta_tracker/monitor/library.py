@@ -112,7 +112,9 @@ DEFINITIONS: dict[str, Definition] = {
     "outlet_errors": _counter("outlet_errors", "Sinks, handlers and callbacks that raised or blocked.", "outlet"),
     "muted_deliveries": _counter("muted_deliveries", "Deliveries left out while an outlet was muted.", "outlet"),
     "rejected_values": _counter("rejected_values", "Records that were no finite numbers.", "stat"),
-    "lost_windows": _counter("lost_windows", "Windows dropped because nobody collected them.", "stat"),
+    "lost_windows": _counter(
+        "lost_windows", "Windows dropped because nobody collected them, or a sink did not take them.", "stat"
+    ),
     "label_overflows": _counter("label_overflows", "Label sets that got no cell of their own.", "stat"),
     "collect_seconds": _seconds("collect_seconds", "Time of a collection, sinks included."),
 }

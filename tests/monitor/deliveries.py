@@ -21,7 +21,7 @@ from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.sinks.sink import Sink
 from tests.monitor.clocks import ManualClock
 
-_DEADLINE = timedelta(milliseconds=60)
+_DEADLINE = timedelta(milliseconds=150)
 _INTERVAL = timedelta(milliseconds=20)
 _PATIENCE_SECONDS = 10
 _LONGEST_MUTE_SECONDS = 601
@@ -44,6 +44,10 @@ class ScriptedSink(Sink):
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def is_inside(self) -> bool:
+        return self._inside.locked()
 
     def deliver(self, batch: Batch) -> None:
         if not self._inside.acquire(blocking=False):
@@ -152,18 +156,22 @@ class Schedule:
             time.sleep(0.0005)
 
     def end(self) -> None:
-        """End as a program does; in half of the schedules a call is given up shortly before, and returns late."""
+        """End as a program does; in half of the schedules all calls have been given up before, and return late."""
         for sink in self._sinks:
             sink.script = []
             sink.may_return.set()
         if self.seed % 2 == 0:
-            late = self._sinks[0]
-            late.script = ["block"]
-            late.may_return.clear()
+            for sink in self._sinks:
+                sink.script = ["block"]
+                sink.may_return.clear()
             self._clock.go(_LONGEST_MUTE_SECONDS)
-            time.sleep(0.1)
-            threading.Timer(0.02, late.may_return.set).start()
+            time.sleep(4 * _DEADLINE.total_seconds())
         with no_thread_starts():
+            for sink in self._sinks:
+                sink.script = []
+                sink.may_return.set()
+            while any(sink.is_inside for sink in self._sinks):
+                time.sleep(0.001)
             assert self._monitor.stop(timedelta(seconds=20)), self.seed
 
     def _handle(self, event: Event) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.reverts.revert import Revert
 
 _IN_TRAINING = "tests/monitor/test_device.py::test_a_metric_starts_no_collective_in_the_collector"
+_SCHEDULES = "tests/monitor/test_deliveries.py::test_random_schedules"
 _METRIC = "delta_tracker/monitor/torchmetric.py"
 _FORKS = "tests/monitor/test_forks.py::test_no_child_hangs_and_none_writes_for_its_parent"
 
@@ -39,5 +40,64 @@ REVERTS = [
         defect="integers of a torchmetrics metric are rounded to floats",
         generator=_IN_TRAINING,
         edits={_METRIC: [("number.item() if isinstance(number, Tensor) else number", "float(number)")]},
+    ),
+    Revert(
+        defect="a forked child closes a file whose lock a thread of its parent held",
+        generator=_FORKS,
+        edits={
+            "delta_tracker/monitor/sinks/appended_file.py": [
+                (
+                    'self._path.open("wb" if replace else "ab", buffering=0)',
+                    'self._path.open("wb" if replace else "ab")',
+                ),
+                (
+                    "            while data:\n                data = data[self._file.write(data) :]\n",
+                    "            self._file.write(data)\n            self._file.flush()\n",
+                ),
+            ]
+        },
+    ),
+    Revert(
+        defect="a busy handler keeps the collector from collecting",
+        generator=_SCHEDULES,
+        edits={
+            "delta_tracker/monitor/collector.py": [
+                ("if wake is _Wake.EVENTS and left > 0:", "if wake is _Wake.EVENTS:"),
+                ("time.sleep(min(_BURST_SECONDS, left))", "time.sleep(_BURST_SECONDS)"),
+            ]
+        },
+    ),
+    Revert(
+        defect="a delivery that fails drops its windows and events",
+        generator=_SCHEDULES,
+        edits={
+            "delta_tracker/monitor/outlet.py": [
+                (
+                    "num_windows = num_events = 0\n        try",
+                    "num_windows, num_events = len(windows), len(events)\n        try",
+                ),
+            ]
+        },
+    ),
+    Revert(
+        defect="a sink is called while it delivers",
+        generator=_SCHEDULES,
+        edits={"delta_tracker/monitor/containment.py": [("if guard.is_busy or (now", "if (now")]},
+    ),
+    Revert(
+        defect="the last batch does not wait for a sink that returns late",
+        generator="tests/monitor/test_deliveries.py::test_a_sink_is_called_once_at_a_time_and_closed_after_its_call",
+        edits={
+            "delta_tracker/monitor/containment.py": [("if even_if_muted and guard.call is not None:", "if not guard:")]
+        },
+    ),
+    Revert(
+        defect="nothing is delivered where no thread can be started",
+        generator=_SCHEDULES,
+        edits={
+            "delta_tracker/monitor/containment.py": [
+                ("            if here_if_refused:\n", "            if not guard:\n")
+            ]
+        },
     ),
 ]

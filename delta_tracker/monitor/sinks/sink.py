@@ -12,8 +12,11 @@ class Sink(ABC):
 
     Protocol: the collector calls :meth:`deliver` with each batch, in order, one call at a time, from threads of the
     library; after the last one, and also if none ever came, :meth:`close`. What raises is counted, logged once, and the
-    sink is left alone for a while, so that batches are missing; totals make up for them. What takes longer than the
-    collector's deadline counts as raising, and its thread is given up. In a forked child only :meth:`forget` is called.
+    sink is left alone for a while; the windows and events of that batch come again with the next one, so a sink writes
+    all of a batch or nothing where it can. At most 8192 windows, and as many events as the monitor keeps, wait; beyond,
+    the oldest are dropped and counted. What takes longer than the collector's deadline counts as raising; the sink is
+    not called again before it has returned, its batch counts as delivered if it does so without raising, and a sink
+    that never returns is not closed. In a forked child only :meth:`forget` is called.
     """
 
     @property
