@@ -47,7 +47,7 @@ def _run(*arguments: str) -> str:
 
 
 def test_everything_at_once_waits_for_nothing_and_leaves_nothing() -> None:
-    seen = json.loads(_run("-m", "tests.soak", "--seconds", "5", "--children", "load"))
+    seen = json.loads(_run("-m", "tests.soak", "--seconds", "4", "--children", "load"))
     assert seen["problems"] == 0
     assert seen["versions"] > 3
     assert seen["forks: load"] > 0

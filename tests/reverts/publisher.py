@@ -32,6 +32,7 @@ REVERTS = [
     Revert(
         defect="the training thread starts collectives on the group of the publisher's thread",
         generator="tests/test_collectives.py::test_no_thread_but_the_publishers_starts_a_collective",
+        timeout_seconds=240.0,
         edits={
             "delta_tracker/stream/ranks.py": [
                 (
