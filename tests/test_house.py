@@ -18,6 +18,7 @@ _PACKAGE = _ROOT / "delta_tracker"
 _ORDER = [
     "errors",
     "process_group",
+    "forking",
     "monitor.clock",
     "monitor.names",
     "monitor.buckets",

@@ -124,7 +124,7 @@ def test_an_interrupted_reader_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch,
         done.set()
 
     threads = _start(write)
-    _until(lambda: lock._is_writing)
+    _until(lambda: lock._writer is not None)
     ordinary = lock._may_read.wait
 
     def interrupted() -> None:

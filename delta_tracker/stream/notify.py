@@ -11,6 +11,8 @@ import threading
 import time
 from typing import Protocol
 
+from delta_tracker.forking import protect
+
 _logger = logging.getLogger(__name__)
 
 # How long a wait takes to see that it is to stop.
@@ -60,6 +62,7 @@ class LocalNotifier:
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
         self._changed = threading.Condition()
+        protect(self)
 
     def announce(self, stream: str, version: int) -> None:
         """Tell that ``version`` of the stream is committed."""
@@ -74,6 +77,16 @@ class LocalNotifier:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+    def before_fork(self) -> None:
+        """Nothing to wait for; see :class:`~delta_tracker.forking.Forkable`."""
+
+    def after_fork_in_parent(self) -> None:
+        """Nothing has changed."""
+
+    def after_fork_in_child(self) -> None:
+        """Replace the lock, which another thread of the parent may have held."""
+        self._changed = threading.Condition()
 
 
 class Hints:
