@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import http.server
+import socket
 import threading
 import time
 from collections import Counter
@@ -35,10 +36,12 @@ class SlowS3:
         faults: gives the fault of each GET of a part, by its name, None for none.
         bytes_per_second: how fast each body is sent, None for as fast as it can.
         is_hanging: accept requests and answer none.
+        max_retries: how often the client repeats a request by itself, None for its default.
 
     Attributes:
         sent: bytes of bodies sent, by name.
         num_faults: bodies that were cut or went silent, by name.
+        num_broken: those of them of which something was sent.
         asked: ``METHOD name`` of each request.
     """
 
@@ -46,9 +49,11 @@ class SlowS3:
     faults: Callable[[str], Fault | None] = lambda _: None
     bytes_per_second: float | None = None
     is_hanging: bool = False
+    max_retries: int | None = None
     port: int = 0
     sent: Counter[str] = field(default_factory=Counter)
     num_faults: Counter[str] = field(default_factory=Counter)
+    num_broken: Counter[str] = field(default_factory=Counter)
     asked: list[str] = field(default_factory=list)
     closed: threading.Event = field(default_factory=threading.Event)
 
@@ -60,20 +65,26 @@ class SlowS3:
             "allow_http": "true",
             "skip_signature": "true",
         }
-        return Storage("s3://bucket", options=settings | options)
+        storage = Storage("s3://bucket", options=settings | options)
+        if self.max_retries is not None:
+            storage._settings["retry_config"] = {"max_retries": self.max_retries}
+            storage._store = None  # made anew
+        return storage
 
     def limit(self, name: str, length: int) -> tuple[int, str]:
         """How many bytes of a body are sent, and what follows."""
         fault = self.faults(name) if name.startswith("parts/") else None
-        if fault is None or fault[1] >= length:
-            return length, "end"
-        self.num_faults[name] += 1
-        return fault[1], fault[0]
+        return (length, "end") if fault is None or fault[1] >= length else (fault[1], fault[0])
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     state: SlowS3
+
+    def setup(self) -> None:
+        # So that bytes count as sent when they arrive, not long before.
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        super().setup()
 
     def _name(self) -> str:
         return unquote(urlsplit(self.path).path).removeprefix("/bucket").strip("/")
@@ -145,6 +156,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 late = begin + (start + len(piece)) / state.bytes_per_second - time.monotonic()
                 if state.closed.wait(max(0.0, late)):
                     return
+        if then != "end":
+            state.num_faults[name] += 1
+            state.num_broken[name] += length > 0
         if then == "silent":
             self._hang()
         elif then == "cut":

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from delta_tracker import Predictor, RowTarget
 from delta_tracker.errors import CorruptPartError, StorageError
+from delta_tracker.stream.buffer import PartBuffer
 from delta_tracker.stream.codec import Rows
+from delta_tracker.stream.contents import Contents
 from delta_tracker.stream.encoding import Encoding
 from delta_tracker.stream.manifest import Block, Manifest
 from delta_tracker.stream.retention import Retention
@@ -91,6 +93,7 @@ def test_a_later_call_resumes_where_the_last_one_failed(server: SlowS3, writer: 
     name = part_of(writer.snapshot())
     size = writer.storage.size(name)
     model = writer.model()
+    server.max_retries = 0
     predictor = Predictor(model, server.storage())
     answers = [("cut", 600_000)]
     server.faults = lambda _: answers.pop() if answers else ("cut", 0)
@@ -106,6 +109,7 @@ def test_a_later_call_resumes_where_the_last_one_failed(server: SlowS3, writer: 
 def test_bytes_of_two_objects_are_never_mixed(server: SlowS3, writer: Writer) -> None:
     name = part_of(writer.snapshot())
     data = writer.storage.read(name, max_bytes=1 << 24).tobytes()
+    server.max_retries = 0
     predictor = Predictor(writer.model(), server.storage())
     answers = [("cut", 600_000)]
     server.faults = lambda _: answers.pop() if answers else ("cut", 0)
@@ -121,6 +125,25 @@ def test_bytes_of_two_objects_are_never_mixed(server: SlowS3, writer: Writer) ->
     assert server.sent[name] >= begun + len(data), "read from its beginning"
     writer.storage.put(name, [memoryview(data)])
     predictor.sync()
+
+
+def test_hashing_a_large_part_resumes_where_it_failed() -> None:
+    """Read twice in pieces of 8 MiB, and never held whole."""
+    writer = Writer(Storage("memory://"), num_rows=80_000, dim=64)
+    manifest = writer.snapshot()
+    name = part_of(manifest)
+    size = writer.storage.size(name)
+    buffer = PartBuffer()
+    with slow_s3(writer.storage) as server:
+        server.max_retries = 0
+        storage = server.storage()
+        answers = [("cut", 0), None, None]
+        server.faults = lambda _: answers.pop() if answers else None
+        with pytest.raises(StorageError):
+            Contents(storage, manifest, memory_bytes=0, buffer=buffer)
+        assert answers == []
+        Contents(storage, manifest, memory_bytes=0, buffer=buffer)
+        assert server.sent[name] <= size + (8 << 20), "the piece with the header is read again"
 
 
 # Stopping
