@@ -79,8 +79,8 @@ def test_a_part_arrives_however_slow_its_transfer_is(server: SlowS3, writer: Wri
     size = writer.storage.size(name)
     server.bytes_per_second = size / 2
     model = writer.model()
-    # Ten times the silence that is allowed.
-    Predictor(model, server.storage(read_timeout="200ms")).sync()
+    # Four times the silence that is allowed.
+    Predictor(model, server.storage(read_timeout="500ms")).sync()
     assert torch.equal(model[FQN], writer.table)
     assert server.sent[name] == size
     assert server.asked.count(f"GET {name}") == 1

@@ -49,9 +49,15 @@ class Schedule:
     def delta(self) -> None:
         self.writer.delta(sorted(self.random.sample(range(_NUM_ROWS), _NUM_ROWS // 4)))
 
-    def sync(self, share: float = 0.6) -> bool:
+    def sync(self) -> None:
+        """Try a few times; what one attempt has read the next one does not read again."""
+        self.server.faults = lambda name: self.fault(name, "cut", 0.8)
+        for _ in range(4):
+            if self.attempt():
+                return
+
+    def attempt(self) -> bool:
         """Whether all was read; it is unless a request brought nothing."""
-        self.server.faults = lambda name: self.fault(name, "cut", share)
         before = self.num_empty
         try:
             self.predictor.sync()
@@ -83,7 +89,7 @@ class Schedule:
 
 
 @given(steps=st.lists(st.sampled_from(_STEPS), min_size=3, max_size=7), seed=st.integers(0, 1 << 30))
-@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
 def test_random_interruptions_cost_what_they_interrupt(steps: list[str], seed: int) -> None:
     writer = Writer(Storage("memory://"), num_rows=_NUM_ROWS, dim=64)
     with slow_s3(writer.storage) as server:
@@ -92,5 +98,6 @@ def test_random_interruptions_cost_what_they_interrupt(steps: list[str], seed: i
         for step in ["sync", *steps, "follow"]:
             getattr(schedule, step)()
             schedule.check()
-        assert schedule.sync(share=0.0)
+        server.faults = lambda _: None
+        assert schedule.attempt()
         schedule.check()
