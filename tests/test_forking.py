@@ -229,6 +229,5 @@ assert code == 0, code
 """
 
 
-@pytest.mark.xfail(strict=True, reason="the request waits for threads that the child does not have")
 def test_a_remote_store_is_refused_in_a_child_instead_of_waiting_for_ever(tmp_path: Path) -> None:
     _run(_REMOTE, tmp_path)

@@ -47,6 +47,8 @@ _UPLOADS = 4
 _DOWNLOAD_BYTES = 256 << 10
 _CREATE_ATTEMPTS = 8
 _PAUSE_SECONDS = 0.01
+# The process in which obstore's threads run, once there is one.
+_processes: list[int] = []
 _PAGE_OBJECTS = 1000  # what a remote store returns per request
 
 
@@ -273,6 +275,7 @@ class Storage:
         if after is not None:
             check_name("after", after)
         with self._translated():
+            self._refuse_after_fork()
             store = self._find_store()
             if store is None:
                 return []
@@ -323,10 +326,19 @@ class Storage:
         return self._store
 
     def _open_store(self) -> ObjectStore:
+        self._refuse_after_fork()
         store = self._find_store()
         if store is None:
             raise StorageError(self.url, "the directory does not exist")
         return store
+
+    def _refuse_after_fork(self) -> None:
+        """Note the process that uses obstore first; a remote request would hang or crash in a child of it."""
+        if not _processes:
+            _processes.append(os.getpid())
+        if self._is_remote and os.getpid() not in _processes:
+            reason = "this process was forked after obstore was used, and lacks its threads; start it with spawn, or"
+            raise StorageError(self.url, f"{reason} use no store before the fork")
 
     def _upload(self, name: str, chunks: Iterator[bytes]) -> None:
         """Write to a remote store: one request if it is small, a multipart upload otherwise."""
