@@ -204,8 +204,9 @@ def _tables(kind: Kind) -> tuple[nn.Module, Any]:
         collection = FusedEmbeddingBagCollection if is_bag else FusedEmbeddingCollection
         module = collection(tables, torchrec.optim.RowWiseAdagrad, {"lr": 0.1}, device=meta)
         if not is_bag:
-            # torchrec 1.8 asks for these and does not define them
-            module.use_gather_select, module.use_gather_select_per_sharding = (lambda: False), (lambda: None)
+            # torchrec 1.8 and later ask for these and do not define them
+            module.use_gather_select = module.use_sorted_select = lambda: False
+            module.use_gather_select_per_sharding = lambda: None
             module.device = meta
         return module, FusedEmbeddingBagCollectionSharder() if is_bag else FusedEmbeddingCollectionSharder()
     sharders = {
