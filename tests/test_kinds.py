@@ -27,11 +27,21 @@ def test_a_subclass_is_tracked_like_its_base(two_ranks: RankPool, kind: dict[str
     assert any(answer["changed"] for answer in two_ranks.run(f"{_CASES}:track", kind=kind))
 
 
+@pytest.mark.parametrize("module", ["own ec", "own ebc"])
+def test_a_subclass_serves_like_its_base(two_ranks: RankPool, module: str) -> None:
+    holder = "embedding_bags" if module == "own ebc" else "embeddings"
+    for answer in two_ranks.run(f"{_CASES}:subclasses_serve", module=module):
+        assert answer["dense"] == ["dense.bias", "dense.weight"]
+        assert [fqn for fqn in answer["targets"] if fqn != "dense"] == [f"tables.{holder}.t", f"tables.{holder}.u"]
+
+
 def test_all_modules_that_cannot_be_tracked_are_named_together(two_ranks: RankPool) -> None:
     for said in two_ranks.run(f"{_CASES}:refused_modules"):
         assert said["all"].startswith("UnsupportedModuleError: ")
         assert "'bag' (ShardedEmbeddingBag)" in said["all"]
         assert "'split.weight' (DTensor)" in said["all"]
+        assert "'pool' (ShardedTensorPool)" in said["all"]
+        assert "'tower' (_Tower)" in said["all"]
         assert "fqns_to_skip" in said["all"]
         assert "'bag'" not in said["one skipped"]
         assert "'split.weight' (DTensor)" in said["one skipped"]

@@ -25,6 +25,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     EmbeddingBagSharder,
@@ -40,13 +41,22 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv2D, ShardingPlan
+from torchrec.distributed.tensor_pool import ShardedTensorPool
+from torchrec.distributed.types import (
+    ObjectPoolShardingPlan,
+    ObjectPoolShardingType,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingPlan,
+)
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker, TrackingMode
 from delta_tracker.errors import DeltaTrackerError
+from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.targets import find_targets
 from tests.cases.tracking import differing
 from tests.models import ordinary_optimizer, with_kernel
 
@@ -403,6 +413,19 @@ def lookups_of_compared(rank: int, world_size: int, mode: str) -> dict[str, int]
     return counts
 
 
+class _Tower(ShardedEmbeddingTower):
+    """A tower as far as it is needed here: its real constructor needs several hosts."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+def subclasses_serve(rank: int, world_size: int, module: str) -> dict[str, list[str]]:
+    """A subclass is a table for predictors and no dense tensor, as its base is."""
+    model = build(Kind(module))
+    return {"dense": sorted(dense_tensors(model, model)), "targets": sorted(find_targets(inner(model)))}
+
+
 def refused_modules(rank: int, world_size: int) -> dict[str, str]:
     """All modules with sharded parameters that the tracker does not know are named together; skipping them helps."""
     model = build(Kind())
@@ -413,11 +436,16 @@ def refused_modules(rank: int, world_size: int) -> dict[str, str]:
     root.split = nn.Embedding(6, 4)
     root.split.weight = nn.Parameter(distribute_tensor(root.split.weight.detach(), mesh, [Shard(0)]))
     assert isinstance(root.split.weight, DTensor)
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    plan = ObjectPoolShardingPlan(ObjectPoolShardingType.ROW_WISE)
+    root.pool = ShardedTensorPool(env, 6, 4, torch.float32, plan, torch.device("cpu"))
+    root.tower = _Tower()
+    root.tower.embedding = inner(build(Kind())).tables
     said = {}
     for name, skips in {
         "all": [],
         "one skipped": ["bag"],
-        "skipped": ["bag", "split"],
+        "skipped": ["bag", "split", "pool", "tower"],
     }.items():
         try:
             with ModelDeltaTracker(root, fqns_to_skip=skips) as tracker:
