@@ -47,10 +47,10 @@ def _run(*arguments: str) -> str:
 
 
 def test_everything_at_once_waits_for_nothing_and_leaves_nothing() -> None:
-    seen = json.loads(_run("-m", "tests.soak", "--seconds", "4", "--children", "load"))
+    seen = json.loads(_run("-m", "tests.soak", "--seconds", "4"))
     assert seen["problems"] == 0
     assert seen["versions"] > 3
-    assert seen["forks: load"] > 0
+    assert seen.get("forks: load", 0) + seen.get("forks: serve", 0) > 1
     assert seen["lookups"] > 10
     assert seen["locks acquired"] > 1000
 

@@ -6,7 +6,10 @@ are made from then on. The time that a thread spends in ``Condition.wait`` is no
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  holds a lock while the process forks: not to be watched
 import itertools
+import math
+import os
 import sys
 import threading
 import time
@@ -33,12 +36,24 @@ class Waits:
     longest: tuple[float, str] = (0.0, "")
     too_long: list[str] = field(default_factory=list)
     num_contended: int = 0
+    forking_seconds: float = 0.0
     _acquired: Any = field(default_factory=itertools.count)
 
     @property
     def num_acquired(self) -> int:
         """How often a lock was acquired."""
         return int(repr(self._acquired)[len("count(") : -1])
+
+
+class _Timer:
+    """Seconds since it was made, without those in which this process forked: that stops all threads."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._begin = time.monotonic() - waits.forking_seconds
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._waits.forking_seconds - self._begin
 
 
 class _Watched:
@@ -76,9 +91,9 @@ class _Watched:
 
     def _restore(self, state: Any) -> None:
         """Acquire again at the end of ``Condition.wait``."""
-        begin = time.monotonic()
+        timer = _Timer(self._waits)
         self._lock._acquire_restore(state)
-        self._note(time.monotonic() - begin)
+        self._note(timer.seconds())
         self._holder = threading.get_ident()
         next(self._waits._acquired)
 
@@ -87,12 +102,19 @@ class _Watched:
         self._holder = None
 
     def _wait(self, timeout: float) -> bool:
-        begin, limit = time.monotonic(), self._waits.limit_seconds
-        is_acquired = self._lock.acquire(True, limit if timeout < 0 else min(timeout, limit))
-        if not is_acquired and (timeout < 0 or timeout > limit):
-            self._waits.too_long.append(f"{self._place}\nheld by:\n{self._stack()}\nwaited for by:\n{_stack_here()}")
-            is_acquired = self._lock.acquire(True, -1 if timeout < 0 else timeout - limit)
-        self._note(time.monotonic() - begin)
+        waits, timer = self._waits, _Timer(self._waits)
+        deadline = math.inf if timeout < 0 else time.monotonic() + timeout
+        is_reported = False
+        while True:
+            left = deadline - time.monotonic()
+            more = left if is_reported else min(left, max(waits.limit_seconds - timer.seconds(), 0.01))
+            is_acquired = self._lock.acquire(True, -1 if more == math.inf else max(more, 0.0))
+            if is_acquired or more == left:
+                break
+            if timer.seconds() > waits.limit_seconds:
+                waits.too_long.append(f"{self._place}\nheld by:\n{self._stack()}\nwaited for by:\n{_stack_here()}")
+                is_reported = True
+        self._note(timer.seconds())
         return is_acquired
 
     def _note(self, seconds: float) -> None:
@@ -110,6 +132,15 @@ class _Watched:
 def install(limit_seconds: float) -> Waits:
     """Watch every lock that is made from now on, for good."""
     waits = Waits(limit_seconds)
+    begins = threading.local()
+
+    def begin() -> None:
+        begins.time = time.monotonic()
+
+    def end() -> None:
+        waits.forking_seconds += time.monotonic() - begins.time
+
+    os.register_at_fork(before=begin, after_in_parent=end)
     lock, reentrant_lock = threading.Lock, threading.RLock
     threading.Lock = lambda: _Watched(lock(), waits)  # type: ignore[misc,assignment]
     threading.RLock = lambda: _Watched(reentrant_lock(), waits)  # type: ignore[misc,assignment]
