@@ -87,7 +87,7 @@ threads = [threading.Thread(target=work) for work in (train, look_up)]
 for thread in threads:
     thread.start()
 codes = []
-while len(codes) < 200 and not any(codes):
+while len(codes) < 100 and not any(codes):
     codes.append(in_child(lambda: child(len(codes))))
 done.set()
 for thread in threads:

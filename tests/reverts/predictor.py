@@ -62,7 +62,7 @@ REVERTS = [
     ),
     Revert(
         defect="a way around an unreadable object stops at another one",
-        generator=_SCHEDULE,
+        generator="tests/test_unreadable.py::test_a_newest_entry_that_cannot_be_read_hides_no_snapshot",
         edits={
             "delta_tracker/predictor.py": [("way_back(fault, skips_unreadable=self._keeps_failing)", "way_back(fault)")]
         },
