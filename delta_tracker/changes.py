@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,8 @@ class ChangeLog:
         self._max_bytes = max_bytes
         self._position = 0
         self._num_batches = 0
+        self._open: dict[int, tuple[str, ...]] = {}  # key to tables
+        self._ended: deque[int] = deque()
         self._num_recorded = dict.fromkeys(self._stores, 0)
         self._ages = Ages()
         for name in self._cursors.names:
@@ -165,6 +168,8 @@ class ChangeLog:
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         """Rows of tables are about to be written, under a key that no open batch has."""
         with self.lock:
+            self._close_ended()
+            self._open[key] = tuple(ids)
             for fqn, table_ids in ids.items():
                 self._count(fqn, table_ids)
                 self._stores[fqn].open_batch(key, table_ids)
@@ -172,8 +177,17 @@ class ChangeLog:
     def applied(self, key: int, tables: Iterable[str]) -> None:
         """The rows opened under ``key`` are written."""
         with self.lock:
+            self._open.pop(key, None)
             for fqn in tables:
                 self._stores[fqn].close_batch(key)
+
+    def ended(self, key: int) -> None:
+        """Nothing writes the rows opened under ``key`` any more, whether they were written or not.
+
+        Takes no lock: it may be called by a destructor in any thread. Every cut before this call has marked the rows
+        again, so that the first read after it includes them.
+        """
+        self._ended.append(key)
 
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
         """As :meth:`~delta_tracker.store.segments.SegmentStore.mark`."""
@@ -252,6 +266,7 @@ class ChangeLog:
     def step(self) -> None:
         """Count a batch, and keep the memory within its bound."""
         with self.lock:
+            self._close_ended()
             self._num_batches += 1
             if self._auto_compact:
                 self.compact()
@@ -391,7 +406,15 @@ class ChangeLog:
         except (MemoryError, RuntimeError):  # torch raises the latter, also where a device is out of memory
             _logger.exception("the log of changed rows was not compacted; the next read tries again")
 
+    def _close_ended(self) -> None:
+        """Close the batches of backward passes that have ended without closing them: those that raised."""
+        while self._ended:
+            key = self._ended.popleft()
+            for fqn in self._open.pop(key, ()):
+                self._stores[fqn].close_batch(key)
+
     def _cut(self) -> None:
+        self._close_ended()
         self._position += 1
         for store in self._stores.values():
             store.cut(self._position)

@@ -44,7 +44,8 @@ class TopK:
         max_age: a row that this many committed reads have left out goes with the next, even above the budget.
         score: gives how far each row of a table moved, ``[N]``, higher is more, from its FQN and its
             :class:`~delta_tracker.types.DeltaRows` with values, which are copies that it may write to. By
-            default the mode says it: L2 norm of (current - old) in EMBEDDING, the momentum or its growth in the momentum modes.
+            default the mode says it: L2 norm of (current - old) in EMBEDDING, the momentum or its growth in the
+            momentum modes.
 
     Raises:
         InvalidArgumentError: for no budget or several, or one out of its range.

@@ -83,6 +83,14 @@ class Schedule:
         self.batches[key].closed = self.time
         self.log.applied(key, ["t"])
 
+    def raise_in(self, key: int, *, is_written: bool) -> None:
+        """The pass of an open batch raises, before or after the write; nothing but its end is reported."""
+        if is_written:
+            self.write(key)
+        self.time += 1
+        self.batches[key].closed = self.time
+        self.log.ended(key)
+
     def edit(self, ids: list[int]) -> None:
         """Rows are changed from outside, and the log is told afterwards."""
         self.time += 1

@@ -54,13 +54,7 @@ def test_loading_the_tracker_after_the_model_forgets_the_in_place_writes(two_ran
     two_ranks.run(f"{_CASES}:restored_in_place", path=str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *(pytest.param(how, marks=pytest.mark.xfail(strict=True, reason="stays open")) for how in ("ids", "before")),
-        "after",
-    ],
-)
+@pytest.mark.parametrize("how", ["ids", "before", "after"])
 def test_rows_of_a_backward_that_raised_are_sent_once_more(one_rank: RankPool, how: str) -> None:
     (counts,) = one_rank.run(f"{_CASES}:failed_backwards", how=how, num_failures=400 if how == "ids" else 20)
     assert counts["first"] > 0

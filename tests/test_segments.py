@@ -27,7 +27,7 @@ from tests.reference import NUM_ROWS, Schedule
 _NAMES = ("a", "b", "c")
 _EVENTS = {
     "open": 6, "fail": 0.1, "edit": 0.5, "write": 3, "close": 6, "read": 4, "top-k": 2, "fail_read": 1, "commit": 5,
-    "abort": 1, "add": 0.3, "remove": 0.2, "clear": 0.1, "compact": 1,
+    "abort": 1, "raise": 1, "add": 0.3, "remove": 0.2, "clear": 0.1, "compact": 1,
 }  # fmt: skip
 
 
@@ -43,6 +43,9 @@ def happen(schedule: Schedule, event: str, draw: random.Random) -> None:
     elif event in ("write", "close"):
         if key is not None:
             getattr(schedule, event)(key)
+    elif event == "raise":
+        if key is not None:
+            schedule.raise_in(key, is_written=draw.random() < 0.5)
     elif event in ("read", "top-k"):
         schedule.read(name, set(draw.sample(range(NUM_ROWS), 8)) if event == "top-k" else set())
     elif event == "compact":

@@ -2,13 +2,15 @@
 
 A fused optimizer writes rows inside the backward of the kernel's autograd node. So the node's pre-hook is the last
 moment before the write, and its post-hook proves the write. A forward under ``no_grad`` has no node, an output that
-is dropped never runs it, and a second backward runs both hooks again.
+is dropped never runs it, and a second backward runs both hooks again. A pass that raises between the two is over when
+the autograd engine drops the callbacks that were queued for its end.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -57,6 +59,9 @@ class UpdateListener(Protocol):
 
     def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
         """The rows opened under ``key`` are written."""
+
+    def ended(self, key: int) -> None:
+        """Nothing writes the rows opened under ``key`` any more. Called from any thread; must not take a lock."""
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
         """Rows of a table changed; with ``is_written`` nobody knows what they held before."""
@@ -152,18 +157,22 @@ class KernelHook(Watcher):
             # Nothing proves the write then: every row stays open, which costs bytes and loses nothing.
             output.register_hook(lambda _: self._opened(self._unproven, self._all_rows()))  # type: ignore[no-untyped-call]
             return
-        open_keys: list[int] = []
+        open_keys: dict[int, int] = {}  # by thread: several may run a backward pass of one graph
 
         def before_write(grad_outputs: object) -> None:
             del grad_outputs
             if not self._lookups:
                 self._count(ids)
-            open_keys.append(next(self._keys))
-            self._opened(open_keys[-1], ids)
+            key = next(self._keys)
+            open_keys[threading.get_ident()] = key
+            self._opened(key, ids)
+            self._contained(lambda: _end_with_backward(key, self._listener), otherwise=None)
 
         def after_write(grad_inputs: object, grad_outputs: object) -> None:
             del grad_inputs, grad_outputs
-            self._contained(lambda: self._listener.applied(open_keys.pop(), ids), otherwise=None)
+            key = open_keys.pop(threading.get_ident(), None)
+            if key is not None:  # otherwise a pass inside this one was of the same graph; the end of the pass closes it
+                self._contained(lambda: self._listener.applied(key, ids), otherwise=None)
 
         node.register_prehook(before_write)
         node.register_hook(after_write)
@@ -201,8 +210,38 @@ class _Deaf:
     def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
         """Ignore it."""
 
+    def ended(self, key: int) -> None:
+        """Ignore it."""
+
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
         """Ignore it."""
+
+
+class _BackwardToken:
+    """Report the end of a backward pass, which owns the only reference to this object.
+
+    The autograd engine keeps the callbacks of a pass as long as a thread works on it. After an error it drops them
+    without calling them, once the last of its threads has left the pass.
+    """
+
+    __slots__ = ("_key", "_listener")
+
+    def __init__(self, key: int, listener: UpdateListener) -> None:
+        self._key = key
+        self._listener = listener
+
+    def __call__(self) -> None:
+        """Do nothing at the end of a pass that succeeded."""
+
+    def __del__(self) -> None:
+        self._listener.ended(self._key)
+
+
+def _end_with_backward(key: int, listener: UpdateListener) -> None:
+    """Call ``listener.ended(key)`` when the backward pass that runs in this thread has ended, also by an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
+        _BackwardToken(key, listener)
+    )
 
 
 def _lookup_node(output: Tensor) -> Node:

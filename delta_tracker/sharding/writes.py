@@ -109,9 +109,11 @@ class _Evictions:
 
     def __call__(self, evicted: _Evicted) -> None:
         done = [hook.before(evicted) for hook in self.hooks]
-        self._evict(evicted)
-        for tell in done:
-            tell()
+        try:
+            self._evict(evicted)
+        finally:  # nothing is written after an error
+            for tell in done:
+                tell()
 
 
 def watch_writes(

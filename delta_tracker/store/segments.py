@@ -22,7 +22,7 @@ from delta_tracker.kernels.rows import RowSet
 from delta_tracker.row_memory import new_rows
 from delta_tracker.rows import ChangedRows, put_rows
 
-# Few batches are ever open at a time; more are backward passes that raised between their hooks.
+# Few batches are ever open at a time. More are backward passes that raised and whose end was not reported.
 _MAX_OPEN = 256
 _STUCK = -2
 # A set from here on is emptied and used again: touching so much new memory costs more than a read of few rows.
