@@ -14,7 +14,13 @@ from torch import Tensor
 from delta_tracker.errors import UnsupportedTableError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.discover import LocalShard
-from delta_tracker.sharding.weights import has_rowwise_state, num_optimizer_states, read_optimizer, read_rows
+from delta_tracker.sharding.weights import (
+    WriteWatch,
+    has_rowwise_state,
+    num_optimizer_states,
+    read_optimizer,
+    read_rows,
+)
 from delta_tracker.store.segments import SegmentStore
 from delta_tracker.store.shadow import ShadowStore
 from delta_tracker.types import TrackingMode
@@ -164,7 +170,8 @@ def make_store(fqn: str, shards: Mapping[str, LocalShard], capture: Capture, *, 
             keeps_states=capture.keeps_old,
         )
     old_states = (lambda ids: capture.old_states(shards[fqn], ids)) if capture.keeps_old else None
-    return SegmentStore(num_rows, shard.device, engine=engine, old_states=old_states)
+    was_written = WriteWatch(lambda: shards[fqn])
+    return SegmentStore(num_rows, shard.device, engine=engine, old_states=old_states, was_written=was_written)
 
 
 CAPTURES: dict[TrackingMode, Capture] = {

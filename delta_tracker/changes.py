@@ -114,6 +114,11 @@ class ChangeLog:
         """Table FQN to how many rows are pending for a consumer. Waits for the device."""
         with self.lock:
             name = self._cursors.resolve(consumer)
+            self.notice_writes(self._stores)
+            return self._num_pending(name)
+
+    def _num_pending(self, name: str) -> dict[str, int]:
+        with self.lock:
             start, _ = self._cursors.start(name)
             carried = self._cursors.carried(name)
             return {
@@ -132,7 +137,8 @@ class ChangeLog:
                 if self._cursors.is_behind(name):  # nothing less than all rows brings it up to date
                     tell_pending(name, {fqn: store.num_rows for fqn, store in self._stores.items()}, self._stores)
                 elif counts:
-                    tell_pending(name, self.num_pending(name), self._stores)
+                    # Without notice_writes(): another thread's hook may be between a write and its acknowledgement.
+                    tell_pending(name, self._num_pending(name), self._stores)
 
     def resolve(self, consumer: str | None, owner: object = None) -> str:
         """The name of a consumer that ``owner`` may read and move; None means the only one.
@@ -161,6 +167,7 @@ class ChangeLog:
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Rows of tables were looked up, and that counts."""
         with self.lock:
+            self._notice_before_capture(ids)
             for fqn, table_ids in ids.items():
                 self._count(fqn, table_ids)
                 self._stores[fqn].mark(table_ids)
@@ -169,6 +176,7 @@ class ChangeLog:
         """Rows of tables are about to be written, under a key that no open batch has."""
         with self.lock:
             self._close_ended()
+            self._notice_before_capture(ids)
             self._open[key] = tuple(ids)
             for fqn, table_ids in ids.items():
                 self._count(fqn, table_ids)
@@ -192,8 +200,23 @@ class ChangeLog:
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
         """As :meth:`~delta_tracker.store.segments.SegmentStore.mark`."""
         with self.lock:
+            if states is None and not is_written:
+                self._notice_before_capture([fqn])
             self._count(fqn, ids)
             self._stores[fqn].mark(ids, states=states, is_written=is_written)
+
+    def notice_writes(self, fqns: Iterable[str]) -> None:
+        """Make all rows of those tables changed whose weights were written to in place, by nothing that reported it."""
+        with self.lock:
+            for fqn in fqns:
+                if self._stores[fqn].notice_writes():
+                    self._count(fqn, None)
+
+    def acknowledge_writes(self, fqns: Iterable[str]) -> None:
+        """Ignore the in-place writes so far to the weights of some tables: their rows were reported."""
+        with self.lock:
+            for fqn in fqns:
+                self._stores[fqn].acknowledge_writes()
 
     def replace(self, stores: Mapping[str, SegmentStore]) -> None:
         """Take new stores for some tables; all their rows count as changed, old values unknown. Aborts open reads."""
@@ -209,6 +232,7 @@ class ChangeLog:
     def state(self) -> LogState:
         """What every consumer has not received, sealed and open rows included. Waits for the device; moves nothing."""
         with self.lock:
+            self.notice_writes(self._stores)
             for store in self._stores.values():
                 store.catch_up()
             consumers = {}
@@ -267,6 +291,7 @@ class ChangeLog:
         """Count a batch, and keep the memory within its bound."""
         with self.lock:
             self._close_ended()
+            self.notice_writes(self._stores)
             self._num_batches += 1
             if self._auto_compact:
                 self.compact()
@@ -413,8 +438,13 @@ class ChangeLog:
             for fqn in self._open.pop(key, ()):
                 self._stores[fqn].close_batch(key)
 
+    def _notice_before_capture(self, fqns: Iterable[str]) -> None:
+        """As :meth:`notice_writes`, for the tables of which old states are captured next."""
+        self.notice_writes([fqn for fqn in fqns if self._stores[fqn].keeps_states])
+
     def _cut(self) -> None:
         self._close_ended()
+        self.notice_writes(self._stores)
         self._position += 1
         for store in self._stores.values():
             store.cut(self._position)

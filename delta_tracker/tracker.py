@@ -41,8 +41,10 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
     Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL) are compared with a second copy at each read:
     that is right for momentum, Adam, weight decay and other ranks' gradients, and costs the copy.
 
-    ``load_state_dict`` changes all rows of the other tables. What loads or edits tensors in place, as
-    ``dcp.load({"model": model.state_dict()}, ...)`` does, leaves no trace in them: call :meth:`mark_changed`.
+    ``load_state_dict`` changes all rows of the other tables. So do in-place writes to their weights, such as
+    ``dcp.load({"model": model.state_dict()}, ...)`` or an edit under ``no_grad``: all rows of every table of the same
+    kernel are then pending, with unknown old values. The exceptions are writes through ``.data``, numpy and raw
+    pointers, which torch does not count: call :meth:`mark_changed` after them.
 
     On each rank: build it once the model is sharded; :meth:`step` after each batch; :meth:`get_delta` at any time.
 
@@ -153,6 +155,8 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
         """Say that rows were changed from outside; their old values count as unknown.
+
+        Needed only after writes through ``.data``, numpy or raw pointers. Other in-place writes are found without it.
 
         Args:
             fqn: the table.

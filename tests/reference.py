@@ -21,7 +21,7 @@ from delta_tracker.types import Delta, DeltaRows
 NUM_ROWS = 12
 CONSUMERS = ("a", "b")
 
-MakeStore = Callable[[Callable[[Tensor], Tensor]], SegmentStore]
+MakeStore = Callable[[Callable[[Tensor], Tensor], Callable[[], bool]], SegmentStore]
 
 
 @dataclass
@@ -46,7 +46,8 @@ class Schedule:
 
     def __init__(self, make_store: MakeStore, *, delete_on_read: bool = True) -> None:
         self.weights = [0] * NUM_ROWS
-        self.store = make_store(self.held)
+        self.version = self.seen_version = 0
+        self.store = make_store(self.held, self.was_written)
         self.keeps_states = self.store._old_states is not None
         self.log = ChangeLog({"t": self.store}, CONSUMERS, delete_on_read=delete_on_read, max_bytes=None)
         self.time = 0
@@ -57,6 +58,11 @@ class Schedule:
     def held(self, ids: Tensor) -> Tensor:
         """The states that rows hold now."""
         return torch.tensor([[float(self.weights[row])] for row in ids.tolist()]).reshape(len(ids), 1)
+
+    def was_written(self) -> bool:
+        """Whether rows were changed silently since the last call."""
+        seen, self.seen_version = self.seen_version, self.version
+        return seen != self.version
 
     @property
     def open_batches(self) -> list[int]:
@@ -98,6 +104,14 @@ class Schedule:
             self.weights[row] += 1
         self.batches[len(self.batches)] = _Batch(set(ids), self.time, closed=self.time, failed=True)
         self.log.mark("t", torch.tensor(ids, dtype=torch.int64), is_written=True)
+
+    def overwrite(self, ids: list[int]) -> None:
+        """Rows are changed from outside, and nothing but the version counter of the weights says so."""
+        self.time += 1
+        for row in set(ids):
+            self.weights[row] += 1
+        self.version += 1
+        self.batches[len(self.batches)] = _Batch(set(range(NUM_ROWS)), self.time, closed=self.time, failed=True)
 
     def read(self, name: str, left_out: set[int] = frozenset()) -> None:
         """Read without committing, and leave some rows out."""

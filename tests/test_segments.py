@@ -26,8 +26,8 @@ from tests.reference import NUM_ROWS, Schedule
 
 _NAMES = ("a", "b", "c")
 _EVENTS = {
-    "open": 6, "fail": 0.1, "edit": 0.5, "write": 3, "close": 6, "read": 4, "top-k": 2, "fail_read": 1, "commit": 5,
-    "abort": 1, "raise": 1, "add": 0.3, "remove": 0.2, "clear": 0.1, "compact": 1,
+    "open": 6, "fail": 0.1, "edit": 0.5, "overwrite": 0.3, "write": 3, "close": 6, "raise": 1, "read": 4, "top-k": 2,
+    "fail_read": 1, "commit": 5, "abort": 1, "add": 0.3, "remove": 0.2, "clear": 0.1, "compact": 1,
 }  # fmt: skip
 
 
@@ -38,8 +38,8 @@ def happen(schedule: Schedule, event: str, draw: random.Random) -> None:
     ids = [draw.randrange(-1, NUM_ROWS + 1) for _ in range(draw.randrange(5))]
     if event in ("open", "fail"):
         schedule.open(ids if event == "open" else None)
-    elif event == "edit":
-        schedule.edit([row for row in ids if 0 <= row < NUM_ROWS])
+    elif event in ("edit", "overwrite"):
+        getattr(schedule, event)([row for row in ids if 0 <= row < NUM_ROWS])
     elif event in ("write", "close"):
         if key is not None:
             getattr(schedule, event)(key)
@@ -57,7 +57,9 @@ def happen(schedule: Schedule, event: str, draw: random.Random) -> None:
 def make_store(
     engine: str | None, *, keeps_states: bool, kind: type[SegmentStore] = SegmentStore
 ) -> Callable[[Any], Any]:
-    return lambda held: kind(NUM_ROWS, engine=engine, old_states=held if keeps_states else None)
+    return lambda held, was_written: kind(
+        NUM_ROWS, engine=engine, old_states=held if keeps_states else None, was_written=was_written
+    )
 
 
 def run_random(seed: int, make: Callable[[Any], SegmentStore], num_events: int = 300, **kwargs: Any) -> Schedule:

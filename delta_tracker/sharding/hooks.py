@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -65,6 +65,12 @@ class UpdateListener(Protocol):
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
         """Rows of a table changed; with ``is_written`` nobody knows what they held before."""
+
+    def notice_writes(self, fqns: Iterable[str]) -> None:
+        """Look for in-place writes to the weights of tables that nothing has reported."""
+
+    def acknowledge_writes(self, fqns: Iterable[str]) -> None:
+        """All in-place writes so far to the weights of tables were reported."""
 
 
 class Watcher:
@@ -214,6 +220,12 @@ class _Deaf:
         """Ignore it."""
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
+        """Ignore it."""
+
+    def notice_writes(self, fqns: Iterable[str]) -> None:
+        """Ignore it."""
+
+    def acknowledge_writes(self, fqns: Iterable[str]) -> None:
         """Ignore it."""
 
 

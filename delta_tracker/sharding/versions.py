@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -138,6 +138,17 @@ def load_quantised() -> Quantised:
 def table_configs(module: nn.Module) -> dict[str, Any]:
     """Table name to config (``num_embeddings``, ``embedding_dim``, ``feature_names``) of a sharded collection."""
     return dict(module._table_name_to_config)  # type: ignore[arg-type]  # noqa: SLF001
+
+
+def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]:  # noqa: ANN401  a torchrec class
+    """Return where a fused kernel keeps the tensors of its tables: each a mapping and a key of it."""
+    module = kernel.emb_module
+    return [
+        (owner, name)
+        for name in ("weights_dev", "weights_host", "weights_uvm")
+        for owner in (module._parameters, module._buffers)  # noqa: SLF001
+        if name in owner
+    ]
 
 
 def planned_kernel(module: nn.Module, table: str) -> str:

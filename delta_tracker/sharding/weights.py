@@ -5,13 +5,14 @@ Letters: ``N`` rows, ``D`` columns of the shard, ``S`` column ranges of the shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.versions import weight_slots
 
 
 def column_views(shard: LocalShard) -> list[Tensor]:
@@ -38,6 +39,49 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
     if not views:
         return torch.empty(0, 0, dtype=shard.spec.table.dtype, device=shard.device)
     return _side_by_side([view.clone() if ids is None else take_rows(view, ids) for view in views])
+
+
+class WriteWatch:
+    """Detect in-place writes to a shard's weights, by the version counters of the tensors that hold them.
+
+    Every operation of torch that writes in place increments the counter: a load into the tensors of a state dict, an
+    edit under ``no_grad``. The fused backward and the reads here do not, and neither do writes through ``.data``,
+    numpy or a raw pointer. The tables of one kernel share a counter, so that a write to one is a write to all.
+
+    Args:
+        shard: returns the shard, which may be another one after a reshard.
+    """
+
+    __slots__ = ("_held", "_of", "_shard")
+
+    def __init__(self, shard: Callable[[], LocalShard]) -> None:
+        self._shard = shard
+        self._of = shard()
+        self._held = _versions(self._of)
+
+    def __call__(self) -> bool:
+        """Return whether anything was written since the last call. Takes under a microsecond for most shards."""
+        shard = self._shard()
+        if shard is self._of:
+            for owner, name, tensor, version in self._held:
+                if tensor._version != version or owner.get(name) is not tensor:  # noqa: SLF001
+                    break
+            else:
+                return False
+        before, self._of, self._held = self._held, shard, _versions(shard)
+        return len(before) != len(self._held) or any(
+            now[2] is not held[2] or now[3] != held[3] for now, held in zip(self._held, before, strict=True)
+        )
+
+
+def _versions(shard: LocalShard) -> list[tuple[Mapping[str, Tensor | None], str, Tensor, int]]:
+    """Owner, name, tensor and version of each tensor that holds a part of a shard."""
+    return [
+        (owner, name, tensor, tensor._version)  # noqa: SLF001
+        for kernel, _ in shard.places
+        for owner, name in weight_slots(kernel.module)
+        if (tensor := owner[name]) is not None and tensor.numel()
+    ]
 
 
 def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:

@@ -1,8 +1,8 @@
 """Learn of rows that are written outside autograd: by ``load_state_dict``, and when a managed collision evicts an id.
 
 A collection's post-hook runs for every ``load_state_dict`` that reaches it, whether it is called on the model, on a
-module above it or by ``torch.distributed.checkpoint``. Tensors that are loaded in place, without their module, leave
-no trace.
+module above it or by ``torch.distributed.checkpoint``. Tensors that are loaded in place, without their module, are
+found by :class:`~delta_tracker.sharding.weights.WriteWatch`.
 
 A managed-collision module resets the rows of evicted ids in its forward, just before they are looked up anew. TorchRec
 has no hook there, so its method is wrapped, once for all trackers.
@@ -54,6 +54,7 @@ class LoadHook(Watcher):
         del module, keys
         for fqn in self._tables:
             self._contained(partial(self._listener.mark, fqn, None, is_written=True), otherwise=None)
+        self._contained(partial(self._listener.acknowledge_writes, self._tables), otherwise=None)
 
 
 class EvictionHook(Watcher):
@@ -92,8 +93,14 @@ class EvictionHook(Watcher):
         """Rows are about to be reset; the result is to be called once they are."""
         ids = self._contained(lambda: self._ids_by_table(evicted), otherwise=self._all_rows())
         key = next(self._keys)
+        self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
         self._opened(key, ids)
-        return lambda: self._contained(lambda: self._listener.applied(key, ids), otherwise=None)
+
+        def done() -> None:
+            self._listener.applied(key, ids)
+            self._listener.acknowledge_writes(self._tables)  # the tables of a kernel share a version counter
+
+        return lambda: self._contained(done, otherwise=None)
 
     def _ids_by_table(self, evicted: _Evicted) -> dict[str, Tensor | None]:
         by_table = {fqn: evicted.get(fqn.rpartition(".")[2]) for fqn in self._tables}

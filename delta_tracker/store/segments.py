@@ -77,6 +77,8 @@ class SegmentStore:
         device: where the ids live, the shard's own device.
         engine: which kernels keep the rows, see :func:`~delta_tracker.kernels.engines.choose_engine`.
         old_states: gives the states ``[N, S]`` that the rows ``[N]`` hold now; None to keep none.
+        was_written: returns whether anything wrote to the shard since its last call, without reporting the rows; None
+            if that cannot happen. Its first call is compared with its construction.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
@@ -94,11 +96,13 @@ class SegmentStore:
         *,
         engine: str | None = None,
         old_states: Callable[[Tensor], Tensor] | None = None,
+        was_written: Callable[[], bool] | None = None,
     ) -> None:
         self.num_rows = num_rows
         self._device = torch.device(device)
         self._engine = choose_engine(engine, self._device)
         self._old_states = old_states
+        self._was_written = was_written
         self._pads = self._device.type != "cpu"  # how many rows are new is then known on the device only
         self._segments = [_Segment(start=0)]
         self._open: dict[int, Tensor | None] = {}
@@ -155,11 +159,33 @@ class SegmentStore:
         """Whether a batch is open."""
         return bool(self._open)
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether old states are kept."""
+        return self._old_states is not None
+
     def catch_up(self) -> None:
-        """Mark what changed without a word; here every change is told of."""
+        """Mark what changed without a report; here :meth:`notice_writes` does."""
+
+    def notice_writes(self) -> bool:
+        """Mark all rows, old states unknown, and return True if anything wrote to the shard without reporting the rows.
+
+        Call it before every :meth:`cut` and, where old states are kept, before they are captured: after the write
+        they would be taken for those of before.
+        """
+        if self._was_written is None or self.num_rows == 0 or not self._was_written():
+            return False
+        self._mark(None)
+        return True
+
+    def acknowledge_writes(self) -> None:
+        """Ignore the writes so far: their rows are marked, or need not be."""
+        if self._was_written is not None:
+            self._was_written()
 
     def forget(self) -> None:
         """Drop everything that is marked: the shard as it is now is where the log starts. Open batches stay open."""
+        self.acknowledge_writes()
         self.delete(None)
 
     def unknown(self, ids: Tensor | None = None) -> ChangedRows:

@@ -10,43 +10,13 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from delta_tracker import Delta, ModelDeltaTracker, TopK, TrackingMode
+from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.checkpoint.dcp import SavedTracker
 from tests.cases.publishing import attempt
-from tests.cases.tracking import differing, rows_of
+from tests.cases.tracking import _lookups, differing, local_weights, rows_of, spoil, spoiling_score
 from tests.models import Spec, Table, batch, shard
 
 _TABLE = "ec.embeddings.t"
-
-
-def spoil(delta: Delta) -> None:
-    """Write garbage into every tensor of a delta."""
-    for rows in (*delta.values(), *delta.left_out.values()):
-        for tensor in (rows.ids, rows.states, rows.known, *getattr(rows, "optimizer", ())):
-            if tensor is not None:
-                tensor.zero_() if tensor.dtype == torch.bool else tensor.fill_(-7)
-        if getattr(rows, "ages", None) is not None:
-            rows.ages.fill_(99)
-        if getattr(rows, "values", None) is not None:
-            rows.values.fill_(-7)
-
-
-def spoiling_score(_: str, rows: Any) -> Tensor:
-    """The norm of the difference, computed in place, in the tensors of the rows."""
-    moved = rows.values.sub_(rows.states).norm(dim=1).nan_to_num_(torch.inf)
-    for tensor in (rows.ids, rows.states, rows.values):
-        tensor.fill_(-7)
-    rows.known.zero_()
-    return moved
-
-
-def _contents(delta: Delta) -> list[Tensor]:
-    return [
-        tensor.clone()
-        for rows in (*delta.values(), *delta.left_out.values())
-        for tensor in (rows.ids, rows.states, rows.known)
-        if tensor is not None
-    ]
 
 
 def spoiled(rank: int, world_size: int, what: str) -> None:
@@ -140,17 +110,6 @@ def narrow_ids(rank: int, world_size: int, dtype: str) -> int:
         return len(written)
 
 
-def _local_shards(model: Any) -> dict[str, Tensor]:
-    """Table FQN to the first local shard in the model's state dict, where there is one."""
-    found = {}
-    for key, value in model.state_dict().items():
-        if key.endswith(".weight") and ".ec.embedding" in f".{key}":
-            local = value.local_shards() if hasattr(value, "local_shards") else []
-            if local:
-                found[key.removesuffix(".weight")] = local[0].tensor
-    return found
-
-
 def _saves(model: Any, path: str) -> Callable[[], None]:
     """Save the model; the result loads it in place."""
     dcp.save({"model": model.state_dict()}, checkpoint_id=path)
@@ -180,7 +139,7 @@ def written_in_place(  # noqa: C901
                 write()
             else:
                 with torch.no_grad():
-                    for local in _local_shards(model).values():
+                    for local in local_weights(model):
                         if how == "shard":
                             local[number].add_(1.0)
                         elif how == "index":
@@ -246,15 +205,6 @@ def restored_in_place(rank: int, world_size: int, path: str) -> None:
         for name in ("a", "b"):
             assert {fqn: len(rows) for fqn, rows in tracker.get_delta(name).items()} == saved[name]
             assert tracker.get_delta(name).num_rows == 0
-
-
-def _lookups(node: Any) -> list[Any]:
-    """The autograd nodes of the kernels behind a node."""
-    if node is None:
-        return []
-    if "LookupFunction" in node.name():
-        return [node]
-    return list(dict.fromkeys(found for upstream, _ in node.next_functions for found in _lookups(upstream)))
 
 
 def _fail(model: Any, features: KeyedJaggedTensor, how: str) -> None:

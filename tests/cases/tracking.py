@@ -7,13 +7,14 @@ import warnings
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from delta_tracker import ModelDeltaTracker
-from delta_tracker.errors import DeltaTrackerError
+from delta_tracker import Delta, DeltaRows, ModelDeltaTracker, TopK, TrackingMode
+from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError
 from tests.models import Spec, Table, batch, shard, with_kernel
 
 
@@ -53,8 +54,59 @@ def exact(rank: int, world_size: int, spec: dict[str, Any]) -> dict[str, int]:
     return num_rows
 
 
+def spoil(delta: Delta) -> None:
+    """Write garbage into every tensor of a delta."""
+    for rows in (*delta.values(), *delta.left_out.values()):
+        for tensor in (rows.ids, rows.states, rows.known, getattr(rows, "ages", None), getattr(rows, "values", None)):
+            if tensor is not None:
+                tensor.zero_() if tensor.dtype == torch.bool else tensor.fill_(-7)
+
+
+def spoiling_score(_: str, rows: DeltaRows) -> torch.Tensor:
+    """How far rows moved, computed in place, in tensors that then hold garbage."""
+    assert rows.values is not None
+    moved = rows.values.norm(dim=1) if rows.states is None else rows.values.sub_(rows.states).norm(dim=1)
+    for tensor in (rows.ids, rows.states, rows.values):
+        if tensor is not None:
+            tensor.fill_(-7)
+    return moved.nan_to_num_(1e9)
+
+
+def local_weights(model: Any) -> list[torch.Tensor]:
+    """The first local shard of every sharded table in the model's state dict."""
+    shards = [value.local_shards() for value in model.state_dict().values() if hasattr(value, "local_shards")]
+    return [local[0].tensor for local in shards if local]
+
+
+def fail_backward(model: Any, features: KeyedJaggedTensor, *, bag: bool) -> None:
+    """Run a backward pass that raises at the node of each lookup, before it writes."""
+    looked_up = model.module.ec(features)  # without the dense layer: DDP does not survive a pass that raises
+    loss = looked_up.values().sum() if bag else sum(each.values().sum() for each in looked_up.values())
+
+    def raise_error(*_: object) -> None:
+        raise RuntimeError("a hook of the user's")
+
+    for handle in [node.register_prehook(raise_error) for node in _lookups(loss.grad_fn)]:
+        try:
+            loss.backward(retain_graph=True)
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("nothing was raised")
+        handle.remove()
+
+
+def _lookups(node: Any) -> list[Any]:
+    """The autograd nodes of the kernels behind a node."""
+    if node is None:
+        return []
+    if "LookupFunction" in node.name():
+        return [node]
+    return list(dict.fromkeys(found for upstream, _ in node.next_functions for found in _lookups(upstream)))
+
+
 class _Copy:
-    """A consumer's copy of the rows, which takes every committed read."""
+    """A consumer's copy of the rows, which takes every committed read, and spoils what the read returned."""
 
     def __init__(self, tracker: ModelDeltaTracker, name: str) -> None:
         self.tracker, self.name = tracker, name
@@ -62,21 +114,42 @@ class _Copy:
         self.open: Any = None
         self.allowed: dict[str, set[int]] = {fqn: set() for fqn in tracker.tables}
 
-    def read(self, extra: dict[str, set[int]]) -> None:
+    def read(self, extra: dict[str, set[int]], top_k: TopK | None = None) -> None:
         """Read without committing; nothing that differs may be missing, nothing may be in it without a reason."""
-        delta = self.tracker.get_delta(self.name, commit=False, with_values=True)
+        delta = self.tracker.get_delta(self.name, commit=False, with_values=True, top_k=top_k)
+        left = {fqn: set(rows.ids.tolist()) for fqn, rows in delta.left_out.items()}
         for fqn, now in rows_of(self.tracker).items():
-            needed, found = set(differing(self.rows[fqn], now)), set(delta[fqn].ids.tolist())
+            rows = delta[fqn]
+            needed, found = set(differing(self.rows[fqn], now)), set(rows.ids.tolist()) | left.get(fqn, set())
             assert needed <= found, (fqn, needed, found)
             assert found <= needed | self.allowed[fqn] | extra[fqn], (fqn, found, needed, self.allowed[fqn])
-        self.open = delta, {fqn: set(rows) for fqn, rows in extra.items()}
+            if rows.states is not None and len(rows):
+                assert torch.equal(rows.states[rows.known], self.rows[fqn][rows.ids[rows.known]]), fqn
+        taken = {fqn: (rows.ids.clone(), rows.values.clone()) for fqn, rows in delta.items() if len(rows)}
+        spoil(delta)
+        self.open = delta, taken, {fqn: set(rows) | left.get(fqn, set()) for fqn, rows in extra.items()}
+
+    def fail_read(self, failing_rank: int) -> None:
+        """A read that raises on every rank, because a score has a wrong shape on one of them."""
+
+        def score(_: str, rows: DeltaRows) -> torch.Tensor:
+            return torch.ones(len(rows) + (dist.get_rank() == failing_rank % dist.get_world_size()))
+
+        try:
+            self.tracker.get_delta(self.name, top_k=TopK(rows=1, score=score))
+        except InvalidArgumentError:
+            return
+        raise AssertionError("nothing was raised")
+
+    def allow_all(self) -> None:
+        """Any row may be in the next read."""
+        self.allowed = {fqn: set(range(len(rows))) for fqn, rows in self.rows.items()}
 
     def commit(self) -> None:
-        delta, extra = self.open
+        delta, taken, extra = self.open
         self.tracker.commit(delta)
-        for fqn, changed in delta.items():
-            if self.rows[fqn].numel():
-                self.rows[fqn][changed.ids] = changed.values
+        for fqn, (ids, values) in taken.items():
+            self.rows[fqn][ids] = values
         # Rows that were open at this cut may come again; any other row must change first.
         self.allowed, self.open = extra, None
 
@@ -85,15 +158,25 @@ class _Copy:
         self.open = None
 
 
-def schedule(rank: int, world_size: int, seed: int, num_events: int, bag: bool) -> dict[str, int]:  # noqa: C901
-    """Forward, backward, eval, drop, step, read, commit and abort in random order, also reads inside the backward."""
+def schedule(  # noqa: C901, PLR0912, PLR0915  one branch for each event
+    rank: int, world_size: int, seed: int, num_events: int, bag: bool
+) -> dict[str, int]:
+    """Forward, backward, eval, drop, step, read, commit and abort in random order, also reads inside the backward.
+
+    Among them passes that raise, in-place writes to weights, reads that raise, and scores that work in place.
+    """
     spec = Spec.every_sharding(world_size, bag=bag)
     model = shard(spec)
     draw = random.Random(seed)  # the same events on every rank: they hold collectives
     generator = torch.Generator().manual_seed(seed * 100 + rank)
     names = ["a", "b"]
     counts = dict.fromkeys(("reads between", "reads inside", "backwards"), 0)
-    with ModelDeltaTracker(model, names, auto_compact=bool(seed % 2)) as tracker:
+    mode = TrackingMode.EMBEDDING if seed // 2 % 2 else TrackingMode.ID_ONLY
+    events = {
+        "forward": 2, "backward": 2, "backward inside": 2, "eval": 1, "drop": 1, "step": 1, "read": 2, "abort": 1,
+        "top-k": 1, "raise": 0.5, "overwrite": 0.2, "fail read": 0.3,
+    }  # fmt: skip
+    with ModelDeltaTracker(model, names, auto_compact=bool(seed % 2), mode=mode) as tracker:
         copies = {name: _Copy(tracker, name) for name in names}
         nothing: dict[str, set[int]] = {fqn: set() for fqn in tracker.tables}
         pending: list[torch.Tensor] = []
@@ -108,7 +191,7 @@ def schedule(rank: int, world_size: int, seed: int, num_events: int, bag: bool) 
             copies["b"].commit()
 
         for _ in range(num_events):
-            event = draw.choice(["forward", "backward", "backward inside", "eval", "drop", "step", "read", "abort"])
+            (event,) = draw.choices(list(events), list(events.values()))
             name = draw.choice(names)
             inside = draw.random() < 0.5
             if event == "forward" and len(pending) < 3:
@@ -132,7 +215,28 @@ def schedule(rank: int, world_size: int, seed: int, num_events: int, bag: bool) 
             elif event in ("read", "abort"):
                 counts["reads between"] += 1
                 copies[name].read(nothing)
+                if draw.random() < 0.2:
+                    copies[name].fail_read(draw.randrange(2))
                 getattr(copies[name], "commit" if event == "read" else "abort")()
+            elif event == "top-k":
+                copies[name].read(nothing, TopK(rows=draw.randrange(1, 9), score=spoiling_score))
+                copies[name].commit()
+                copies[name].read(nothing)  # of carried rows alone
+                copies[name].abort()
+            elif event == "fail read":
+                copies[name].fail_read(draw.randrange(2))
+            elif event == "raise" and world_size == 1:  # the other ranks would wait in a collective
+                fail_backward(model, batch(spec, generator), bag=bag)
+                for copy in copies.values():
+                    copy.allow_all()
+            elif event == "overwrite":
+                pending.clear()  # torch refuses the backward of a lookup whose weights were written to
+                row = draw.randrange(3)
+                with torch.no_grad():
+                    for weight in local_weights(model):
+                        weight[row] += 1.0
+                for copy in copies.values():
+                    copy.allow_all()
         for copy in copies.values():
             copy.read(nothing)
             copy.commit()

@@ -28,4 +28,61 @@ REVERTS = [
         generator="tests/test_segments.py::test_random_schedules_agree_with_the_reference",
         edits={"delta_tracker/changes.py": [("        self._ended.append(key)\n", "        del key\n")]},
     ),
+    Revert(
+        defect="in-place writes to weights are not seen at a cut",
+        generator="tests/test_segments.py::test_random_schedules_agree_with_the_reference",
+        edits={
+            "delta_tracker/changes.py": [
+                (
+                    "        self.notice_writes(self._stores)\n        self._position += 1\n",
+                    "        self._position += 1\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="weights that were written to in place are taken for old rows",
+        generator="tests/test_segments.py::test_random_schedules_agree_with_the_reference",
+        edits={
+            "delta_tracker/changes.py": [
+                ("self._notice_before_capture(ids)\n            self._open[key]", "self._open[key]"),
+            ],
+        },
+    ),
+    Revert(
+        defect="weights that are loaded or edited in place are not watched",
+        generator="tests/test_tracker.py::test_reads_inside_a_backward_happened",
+        edits={
+            "delta_tracker/capture.py": [
+                ("was_written = WriteWatch(lambda: shards[fqn])", "was_written = None"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a delta holds the carried rows themselves",
+        generator="tests/test_tracker.py::test_reads_inside_a_backward_happened",
+        edits={
+            "delta_tracker/reader.py": [
+                ("changed.copy() if fqn in reading.shared else changed", "changed"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a score works on the rows of the delta",
+        generator="tests/test_tracker.py::test_reads_inside_a_backward_happened",
+        edits={
+            "delta_tracker/reader.py": [
+                ("self._rows(fqn, changed.copy(), with", "self._rows(fqn, changed, with"),
+            ],
+        },
+    ),
+    Revert(
+        defect="what top-k left out is kept in the caller's tensors",
+        generator="tests/test_tracker.py::test_reads_inside_a_backward_happened",
+        edits={
+            "delta_tracker/types.py": [
+                ("{fqn: rows.copy() for fqn, rows in self.kept.items()}", "dict(self.kept)"),
+            ],
+        },
+    ),
 ]
