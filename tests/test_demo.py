@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.movielens.data import load_ratings
@@ -30,7 +32,7 @@ def python_m(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-_scraped: dict[str, str] = {}
+_scraped: dict[str, set[str]] = defaultdict(set)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
         while process.poll() is None:
             for name, url in urls.items():
                 with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
-                    _scraped[name] = answer.read().decode()
+                    _scraped[name].add(answer.read().decode())
             time.sleep(0.2)
         shown += process.stdout.read()
         assert process.stderr is not None
@@ -61,20 +63,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
 
 
 def test_metrics_can_be_scraped_meanwhile(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """Over all scrapes: a trainer has no figures before its first collection, and no gauges after its training."""
     assert sorted(_scraped) == ["predictor", "trainer-0", "trainer-1"]
-    families = {
-        name: {family.name: family for family in text_string_to_metric_families(text)}
-        for name, text in _scraped.items()
-    }
-    for rank in (0, 1):
-        trainer = families[f"trainer-{rank}"]
-        tables = {sample.labels["table"]: sample.value for sample in trainer["delta_tracker_lookups"].samples}
-        assert tables["ec.embeddings.user"] > 0
-        assert {sample.labels["consumer"] for sample in trainer["delta_tracker_pending_rows"].samples} == {"stream"}
-        assert [sample.value for sample in trainer["delta_tracker_fences"].samples] == [0]
-    published = families["trainer-0"]["delta_tracker_published_versions"].samples
-    applied = families["predictor"]["delta_tracker_applied_versions"].samples
-    assert {sample.labels["kind"] for sample in [*published, *applied]} >= {"snapshot", "delta"}
+    samples: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    for name, text in ((name, text) for name, texts in _scraped.items() for text in texts):
+        for family in text_string_to_metric_families(text):
+            samples[name, family.name.removeprefix("delta_tracker_")] += family.samples
+    for trainer in ("trainer-0", "trainer-1"):
+        lookups = [each.value for each in samples[trainer, "lookups"] if each.labels["table"] == "ec.embeddings.user"]
+        assert max(lookups) > 0
+        assert {sample.labels["consumer"] for sample in samples[trainer, "pending_rows"]} == {"stream"}
+        assert {sample.value for sample in samples[trainer, "fences"]} == {0}
+    for versions in (samples["trainer-0", "published_versions"], samples["predictor", "applied_versions"]):
+        assert {sample.labels["kind"] for sample in versions} >= {"snapshot", "delta"}
 
 
 def test_demo_ends_well_and_shows_its_findings(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
