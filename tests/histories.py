@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -55,8 +56,19 @@ class Clock:
             yield
 
 
+class Killed(BaseException):
+    """The process of a publisher is gone: no handler of it runs."""
+
+
 class ClockedStorage(Storage):
-    """A store in memory that dates its objects by a clock."""
+    """A store in memory that dates its objects by a clock.
+
+    ``dies`` kills the publisher that creates the next object, right after that. ``refusals`` is how often the store
+    answers "try again" to who wants to create one.
+    """
+
+    dies = False
+    refusals = 0
 
     def __init__(self, clock: Clock) -> None:
         super().__init__("memory://")
@@ -71,7 +83,15 @@ class ClockedStorage(Storage):
         created = super().create(name, data)
         if created:
             self.times[name] = self.clock()
+            if self.dies:
+                raise Killed
         return created
+
+    def _create_once(self, name, data) -> bool:
+        if self.refusals:
+            self.refusals -= 1
+            return False
+        return super()._create_once(name, data)
 
     def objects(self, prefix, *, after=None) -> list[StoredObject]:
         return [replace(each, modified=self.times[each.name]) for each in super().objects(prefix, after=after)]
@@ -120,6 +140,12 @@ class History:
         self.unreadable: set[str] = set()  # names that readers cannot read, for ever
         self.claim()
         self.snapshot()
+
+    def fork(self) -> History:
+        """The same publisher in another process, which does not know what happens from here on."""
+        sleeper = copy.copy(self)
+        sleeper.held, sleeper.states, sleeper.state = copy.copy(self.held), dict(self.states), dict(self.state)
+        return sleeper
 
     @property
     def version(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from delta_tracker import follower as follower_module
@@ -15,7 +16,7 @@ from delta_tracker.errors import FencedError, InvalidArgumentError, StreamError
 from delta_tracker.stream.compaction import compact
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.retention import Retention, retain
-from tests.histories import Clock, History
+from tests.histories import Clock, History, Killed
 from tests.serving import Follower, a_history, read
 
 
@@ -248,3 +249,70 @@ def test_faults_of_readers_are_overcome(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(2):
         _run(chance.choices(_READER_STEPS, k=25), chance.randrange(1 << 30))
+
+
+class Sleepers(Schedule):
+    """Publishers that sleep, are fenced, wake after retention, and die right after they created their entry."""
+
+    STEPS = (
+        "delta",
+        "delta",
+        "claim",
+        "claim",
+        "tidy",
+        "tidy",
+        "sleep",
+        "sleep",
+        "wake",
+        "wake",
+        "busy",
+        "sync",
+        "newcomer",
+    )
+
+    def __init__(self, seed: int, clock: Clock) -> None:
+        super().__init__(seed, clock)
+        self.asleep: list[History] = []
+
+    def tidy(self) -> None:
+        retain(self.storage, Retention(versions=1, grace_seconds=0), self.clock)
+
+    def sleep(self) -> None:
+        """A follower holds the sleeper's newest version that it knows of. The next publisher fences it."""
+        self.newcomer()
+        self.followers[-1].sync()
+        sleeper = self.history.fork()
+        if self.random.random() < 0.5:
+            self.history.delta()  # its newest version, whose answer was lost
+        self.asleep.append(sleeper)
+        self.history.claim()
+        self.history.snapshot()
+
+    def wake(self) -> None:
+        self.storage.dies = True
+        for sleeper in self.asleep:
+            with contextlib.suppress(FencedError, Killed):
+                sleeper.delta()
+        self.storage.dies = False
+
+    def busy(self) -> None:
+        self.storage.refusals = 1
+
+    def sync(self) -> None:
+        self.one.sync(1)
+
+
+@given(steps=st.lists(st.sampled_from(Sleepers.STEPS), min_size=10, max_size=20), seed=st.integers(0, 1 << 30))
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
+def test_no_reader_takes_what_a_sleeper_leaves(steps: list[str], seed: int) -> None:
+    clock = Clock()
+    with clock.of_the_log():
+        schedule = Sleepers(seed, clock)
+        for name in (*steps, "wake"):
+            schedule.step(name)
+            schedule.check()
+        for follower in schedule.followers:
+            for _ in range(4):  # version by version
+                assert follower.sync(1) is None
+            assert follower.sync() is None
+            assert follower.predictor.version == schedule.history.version

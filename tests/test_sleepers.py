@@ -9,32 +9,9 @@ import pytest
 
 from delta_tracker.errors import FencedError
 from delta_tracker.stream.retention import Retention, retain
-from tests.histories import Clock, ClockedStorage, History
+from tests.histories import Clock, ClockedStorage, History, Killed
 from tests.interleavings import explore
 from tests.serving import Follower
-
-
-class Killed(BaseException):
-    """The process of a publisher is gone: no handler of it runs."""
-
-
-class Mortal(ClockedStorage):
-    """A store whose writer is killed right after it creates an entry."""
-
-    dies = False
-
-    def create(self, name: str, data: bytes) -> bool:
-        created = super().create(name, data)
-        if self.dies and created:
-            raise Killed
-        return created
-
-
-def fork(history: History) -> History:
-    """The same publisher in another process, which does not know what happens from here on."""
-    sleeper = copy.copy(history)
-    sleeper.held, sleeper.states, sleeper.state = copy.copy(history.held), dict(history.states), dict(history.state)
-    return sleeper
 
 
 def go_on(history: History, clock: Clock) -> None:
@@ -57,18 +34,18 @@ def assert_reads_the_history(follower: Follower, history: History) -> None:
 def test_what_a_fenced_publisher_leaves_when_it_is_killed_is_never_served(is_answer_lost: bool) -> None:
     clock = Clock()
     with clock.of_the_log():
-        storage = Mortal(clock)
+        storage = ClockedStorage(clock)
         history = History(storage, 4)
         slow = Follower(history)
         if is_answer_lost:  # its newest version is in the log, and it does not know
             before = copy.copy(history.held)
             history.delta(2)
             assert slow.sync() is None
-            sleeper = fork(history)
+            sleeper = history.fork()
             sleeper.held = before
         else:
             assert slow.sync() is None
-            sleeper = fork(history)
+            sleeper = history.fork()
         late = Follower(history)
         assert late.sync(1) is None
         go_on(history, clock)
@@ -83,7 +60,7 @@ def test_what_a_fenced_publisher_leaves_when_it_is_killed_is_never_served(is_ans
 def test_the_claim_of_a_publisher_that_is_killed_is_never_served() -> None:
     clock = Clock()
     with clock.of_the_log():
-        storage = Mortal(clock)
+        storage = ClockedStorage(clock)
         history = History(storage, 4)
         slow = Follower(history)
         assert slow.sync() is None

@@ -6,6 +6,15 @@ from tests.reverts.revert import Revert
 
 REVERTS = [
     Revert(
+        defect="retention frees claims, and random readers take what a sleeper leaves",
+        generator="tests/test_resync_random.py::test_no_reader_takes_what_a_sleeper_leaves",
+        edits={
+            "delta_tracker/stream/retention.py": [
+                ("    guards = held.guards()\n", "    guards: set[int] = set()\n"),
+            ],
+        },
+    ),
+    Revert(
         defect="an answer that says try again fences the publisher",
         generator="tests/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
         edits={
