@@ -167,7 +167,7 @@ class Kind:
             module,
             sharding,
             "adagrad" if has_own else optimizer,
-            draw.choice(["updates", "lookups"]),
+            draw.choices(["updates", "lookups"], [1, 3 if sharding in ("dense", "data") else 1])[0],
             draw.choice(["id_only", "embedding"]),
             draw.random() < 0.15,
             module != "bag" and draw.random() < 0.15,
