@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -31,6 +32,7 @@ _logger = logging.getLogger(__name__)
 _GAP_CHECK_SECONDS = 5.0
 _MAX_BACK_OFF_SECONDS = 5.0
 _NO_STREAM_SECONDS = 0.5
+_START_SECONDS = 2.0  # how long start() waits for a store that does not answer
 _LOCK_SECONDS = 0.1  # how long waiting for the lock takes to see that it is to stop
 
 
@@ -100,18 +102,38 @@ class Follower:
         if self.is_running:
             raise InvalidArgumentError("follow()", "already following", "Call stop() first")
 
-    def start(self, poll_seconds: float) -> None:
-        """Start the thread.
+    def start(self, poll_seconds: float, refuse: Callable[[], None]) -> None:
+        """Start the thread, which calls ``refuse`` first.
+
+        A ``refuse`` that takes over two seconds, because the store does not answer, no longer holds up the caller.
+        What it raises then is ignored: the thread meets the same fault when it takes the version, and retries.
+
+        Args:
+            poll_seconds: seconds between two looks at the stream.
+            refuse: raises if the stream cannot be followed.
 
         Raises:
             InvalidArgumentError: as :meth:`check`.
+            Exception: what ``refuse`` raises; the thread has ended then.
         """
         with self._control:
             self.check(poll_seconds)
             self._stop.clear()
             self.error = None
-            self._thread = threading.Thread(target=self._run, args=(poll_seconds,), name="predictor", daemon=True)
-            self._thread.start()
+            begun: Future[None] = Future()
+            thread = threading.Thread(
+                target=self._run, args=(poll_seconds, refuse, begun), name="predictor", daemon=True
+            )
+            thread.start()
+            try:
+                wait([begun], _START_SECONDS)
+                if not begun.cancel():
+                    begun.result()
+            except BaseException:
+                self._stop.set()
+                thread.join()
+                raise
+            self._thread = thread
 
     def stop(self, *, raises: bool = True) -> None:
         """End the thread at its next piece or request; raises what ended it before, or holds it up."""
@@ -153,10 +175,12 @@ class Follower:
             return None
         return count, max(0.0, time.time() - created) if count else 0.0
 
-    def _run(self, poll_seconds: float) -> None:
+    def _run(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None]) -> None:
         """Run until stopped. A version that is cut short is read again by the next advance, as after a fault."""
         self._pause, self._gap_check = poll_seconds, time.monotonic() + _GAP_CHECK_SECONDS
         with interruptible(self._stop), suppress(Interrupted):
+            if not self._begins(refuse, begun):
+                return
             try:
                 while not self._stop.is_set():
                     self._turn(poll_seconds)
@@ -169,6 +193,24 @@ class Follower:
                 _drop_frames(error)
                 self._survives(lambda: self._beat(is_last=True))
                 self.error = ended
+
+    @staticmethod
+    def _begins(refuse: Callable[[], None], begun: Future[None]) -> bool:
+        """Call ``refuse`` and let :meth:`start` return or raise; return whether to follow."""
+        refusal: BaseException | None = None
+        try:
+            refuse()
+        except Interrupted:
+            raise
+        except BaseException as error:  # noqa: BLE001  start() raises it
+            refusal = error
+        if not begun.set_running_or_notify_cancel():
+            return True  # start() has returned
+        if refusal is None:
+            begun.set_result(None)
+        else:
+            begun.set_exception(refusal)
+        return refusal is None
 
     @contextmanager
     def _held_lock(self) -> Iterator[None]:

@@ -230,12 +230,10 @@ class Predictor:
 
         Raises:
             InvalidArgumentError: if it is following already, or for a time that is negative or not finite.
-            TableMismatchError, DenseMismatchError: if the stream can be read now, and the model cannot receive its
-                newest version.
+            TableMismatchError, DenseMismatchError: if the stream can be read within two seconds, and the model cannot
+                receive its newest version.
         """
-        self._follower.check(poll_seconds)
-        self._check_newest()
-        self._follower.start(poll_seconds)
+        self._follower.start(poll_seconds, self._check_newest)
 
     def stop(self) -> None:
         """End :meth:`follow` within about a second; raises what ended it before, or holds it up now.

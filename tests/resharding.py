@@ -95,10 +95,11 @@ def units_of(columns: tuple[tuple[int, int], ...], mode: TrackingMode) -> list[l
 
 
 def _module(mode: TrackingMode, memory: Tensor) -> SimpleNamespace:
+    # Writes of a fused kernel do not change the version counters of its tensors, so it shows none.
+    kernel = SimpleNamespace(_parameters={}, _buffers={}, split_optimizer_states=lambda: [[memory[:, 0]]])
     if mode is TrackingMode.MOMENTUM_DIFF:
-        states = SimpleNamespace(split_optimizer_states=lambda: [[memory[:, 0]]])
-        return SimpleNamespace(flush=lambda: None, emb_module=states)
-    return SimpleNamespace(flush=lambda: None, split_embedding_weights=lambda: [memory])
+        return SimpleNamespace(flush=lambda: None, emb_module=kernel)
+    return SimpleNamespace(flush=lambda: None, emb_module=kernel, split_embedding_weights=lambda: [memory])
 
 
 @dataclass

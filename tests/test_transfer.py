@@ -182,7 +182,18 @@ def test_stop_does_not_wait_for_a_sync_that_hangs(server: SlowS3, writer: Writer
     predictor.follow(poll_seconds=0.01)
     time.sleep(0.1)
     returns_promptly(predictor.stop, server.closed.set)
+    server.is_hanging = False
+    server.closed.set()  # ends the request that hangs
     sync.join(60)
+    assert not sync.is_alive()
+
+
+def test_follow_does_not_wait_for_a_server_that_hangs(server: SlowS3, writer: Writer) -> None:
+    writer.snapshot()
+    server.is_hanging = True
+    predictor = Predictor(writer.model(), server.storage(read_timeout="20s", timeout="20s"))
+    returns_promptly(lambda: predictor.follow(poll_seconds=0.01))
+    returns_promptly(predictor.stop, server.closed.set)
 
 
 def _fails(call: Callable[[], object]) -> None:

@@ -41,7 +41,14 @@ REVERTS = [
     Revert(
         defect="follow() does not refuse a model that cannot receive the newest version",
         generator="tests/test_follow.py::test_follow_refuses_at_once_what_the_model_cannot_receive",
-        edits={"delta_tracker/predictor.py": [("        self._check_newest()\n", "")]},
+        edits={
+            "delta_tracker/predictor.py": [
+                (
+                    "self._follower.start(poll_seconds, self._check_newest)",
+                    "self._follower.start(poll_seconds, lambda: None)",
+                )
+            ]
+        },
     ),
     Revert(
         defect="rows of a version that was cut short are hidden by the version before it",
