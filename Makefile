@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 CODE := delta_tracker benchmarks examples tests
 
-.PHONY: help demo test test-matrix test-no-extras test-reverts bench docs lint types format clean
+.PHONY: help demo test test-matrix test-no-extras test-reverts test-sweeps bench docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,10 @@ test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional
 
 test-reverts: $(VENV)/.installed  ## take each fix out of a copy and see that a test fails; ARGS selects some by word
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
+
+test-sweeps: $(VENV)/.installed  ## run the sweeps whole of which `make test` runs a part
+	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist load -k "test_every_operation or quiet_point" \
+	    tests/test_fault_sweep.py tests/test_crash.py
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
