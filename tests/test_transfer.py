@@ -179,11 +179,10 @@ def test_stop_does_not_wait_for_a_sync_that_hangs(server: SlowS3, writer: Writer
     sync = threading.Thread(target=lambda: _fails(predictor.sync), daemon=True)
     sync.start()
     eventually(lambda: len(server.asked) > number)
+    server.is_hanging = False  # the request of sync() goes on hanging
     predictor.follow(poll_seconds=0.01)
     time.sleep(0.1)
-    returns_promptly(predictor.stop, server.closed.set)
-    server.is_hanging = False
-    server.closed.set()  # ends the request that hangs
+    returns_promptly(predictor.stop, server.closed.set)  # which ends the request
     sync.join(60)
     assert not sync.is_alive()
 
