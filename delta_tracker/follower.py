@@ -79,17 +79,19 @@ class Follower:
         self._lock = lock
         self._beat = beat
         self._stop = threading.Event()
-        self._control = threading.Lock()  # held while the thread is started or stopped
+        # Held while the thread is started or stopped. A signal handler may call stop() meanwhile.
+        self._control = threading.RLock()
         self._notifier = notifier
         self._hints = Hints(notifier, self._stop)
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()  # the thread has ended
         self._pause = self._gap_check = 0.0
         self.error: Exception | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether the thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._over.is_set()
 
     def check(self, poll_seconds: float) -> None:
         """Refuse a start.
@@ -121,28 +123,35 @@ class Follower:
             self._stop.clear()
             self.error = None
             begun: Future[None] = Future()
-            thread = threading.Thread(
-                target=self._run, args=(poll_seconds, refuse, begun), name="predictor", daemon=True
-            )
+            over = threading.Event()
+            arguments = poll_seconds, refuse, begun, over
+            thread = threading.Thread(target=self._run, args=arguments, name="predictor", daemon=True)
             thread.start()
+            self._thread, self._over = thread, over
             try:
                 wait([begun], _START_SECONDS)
                 if not begun.cancel():
                     begun.result()
             except BaseException:
                 self._stop.set()
-                thread.join()
+                self._join(thread)
                 raise
-            self._thread = thread
 
     def stop(self, *, raises: bool = True) -> None:
-        """End the thread at its next piece or request; raises what ended it before, or holds it up."""
+        """End the thread at its next piece or request; raises what ended it before, or holds it up.
+
+        Raises:
+            InvalidArgumentError: in the thread itself, which cannot wait for its own end.
+            Exception: what ended the thread, or holds it up, if ``raises``.
+        """
+        if self._thread is threading.current_thread():
+            raise InvalidArgumentError("stop()", "called in the thread of follow()", "Call it in another thread")
         with self._control:
-            thread, self._thread = self._thread, None
+            thread = self._thread
             if thread is None:
                 return
             self._stop.set()
-            thread.join()
+            self._join(thread)
         if self.error is not None and raises:
             raise self.error
         if self.error is not None:
@@ -156,7 +165,7 @@ class Follower:
         """
         if self._thread is threading.current_thread():
             return  # it forked, in a RowTarget: the child is what it continues as
-        self._lock, self._control, self._stop = lock, threading.Lock(), threading.Event()
+        self._lock, self._control, self._stop = lock, threading.RLock(), threading.Event()
         self._hints = Hints(self._notifier, self._stop)
         if self._thread is not None and not isinstance(self.error, FollowEndedError):
             self.error = ForkedError("no thread applies versions here", "Call follow() or sync() in this process")
@@ -175,7 +184,19 @@ class Follower:
             return None
         return count, max(0.0, time.time() - created) if count else 0.0
 
-    def _run(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None]) -> None:
+    def _join(self, thread: threading.Thread) -> None:
+        """Wait for the end of the thread. Until it has come the thread is not forgotten, also after an interrupt."""
+        self._over.wait()  # not join(): if that is interrupted, Python 3.11 takes the thread for ended
+        thread.join()
+        self._thread = None
+
+    def _run(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None], over: threading.Event) -> None:
+        try:
+            self._follow(poll_seconds, refuse, begun)
+        finally:
+            over.set()
+
+    def _follow(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None]) -> None:
         """Run until stopped. A version that is cut short is read again by the next advance, as after a fault."""
         self._pause, self._gap_check = poll_seconds, time.monotonic() + _GAP_CHECK_SECONDS
         with interruptible(self._stop), suppress(Interrupted):

@@ -240,11 +240,12 @@ class Predictor:
 
         It waits for no store: a request that hangs is abandoned. A version whose parts are still being read is not
         applied. Of one whose rows are being written all are written, unless its parts have to be read again, being
-        larger than 256 MiB together; until the next call applies it whole, ``reading()`` then says that it is being
-        applied.
+        larger than 256 MiB together, or another thread stays inside :meth:`reading`; until the next call applies it
+        whole, ``reading()`` then says that it is being applied. A signal handler may call it.
 
         Raises:
-            InvalidArgumentError: inside :meth:`reading`, for whose end the version may be waiting.
+            InvalidArgumentError: inside :meth:`reading`, for whose end the version may be waiting, or in the thread of
+                :meth:`follow`.
         """
         self._refuse_inside_reading("stop()")
         self._follower.stop()

@@ -8,7 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from delta_tracker.stream.interruption import check
+
 _FORK_SECONDS = 1.0
+_SLICE_SECONDS = 0.1  # how long waiting for readers takes to see that the thread is to stop
 
 
 class TableLock:
@@ -62,13 +65,18 @@ class TableLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep everybody else out."""
+        """Keep everybody else out.
+
+        Raises:
+            Interrupted: if the stop flag of this thread is set while it waits.
+        """
         with self._mutex:
             self._num_waiting += 1
             is_in = False
             try:
                 while self._writer is not None or self._readers or self._num_invited or self._forking:
-                    self._may_write.wait()
+                    self._may_write.wait(_SLICE_SECONDS)
+                    check()
                 self._writer = threading.get_ident()
                 is_in = True
             finally:

@@ -127,7 +127,7 @@ def test_an_interrupted_reader_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch,
     _until(lambda: lock._writer is not None)
     ordinary = lock._may_read.wait
 
-    def interrupted() -> None:
+    def interrupted(timeout: float | None = None) -> None:
         if is_invited:
             hold.set()
             ordinary()
@@ -159,7 +159,7 @@ def test_an_interrupted_writer_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch)
     threads = _start(first)
     _until(lambda: bool(lock._readers))
 
-    def interrupted() -> None:
+    def interrupted(timeout: float | None = None) -> None:
         lock._mutex.release()
         threads.extend(_start(second))
         _until(lambda: lock._num_queued == 1)
