@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -293,9 +293,7 @@ class ChangeLog:
             self._close_ended()
             self.notice_writes(self._stores)
             self._num_batches += 1
-            if self._auto_compact:
-                self.compact()
-            self._shed()
+            self._tidy(*([self.compact] if self._auto_compact else []), self._shed)
 
     def read(self, consumer: str) -> Reading:
         """Cut the log and collect what ``consumer`` has not received. Nothing moves before :meth:`seal`.
@@ -323,7 +321,7 @@ class ChangeLog:
     def discard(self) -> None:
         """Remove the cut of a :meth:`read` that failed; the consumer's earlier uncommitted read stays valid."""
         with self.lock:
-            self._tidy()
+            self._tidy(self.compact)
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
         """Make ``delta`` its consumer's uncommitted read, or commit it at once."""
@@ -420,14 +418,17 @@ class ChangeLog:
 
     def _after_read(self) -> None:
         # Every sixteenth read also under auto_compact: nobody need call step().
-        if not self._auto_compact or self._position % 16 == 0:
-            self._tidy()
-        self._shed()
+        compacts = not self._auto_compact or self._position % 16 == 0
+        self._tidy(*([self.compact] if compacts else []), self._shed)
 
-    def _tidy(self) -> None:
-        """Compact. If memory runs out, log it and leave the rest to the next call: the log is complete either way."""
+    def _tidy(self, *tasks: Callable[[], None]) -> None:
+        """Run tasks of upkeep. If memory runs out, log it and leave the rest to the next call.
+
+        The log is complete either way, and the read or commit before has succeeded.
+        """
         try:
-            self.compact()
+            for task in tasks:
+                task()
         except (MemoryError, RuntimeError):  # torch raises the latter, also where a device is out of memory
             _logger.exception("the log of changed rows was not compacted; the next read tries again")
 

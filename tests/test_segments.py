@@ -469,3 +469,30 @@ def test_a_slow_consumer_is_given_up_and_finds_its_way_back() -> None:
     log.clear("slow")
     log.opened(99, {"t": torch.tensor([7])})
     assert log.read("slow").rows["t"].ids.tolist() == [7]
+
+
+def test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = [True]
+    store = SegmentStore(8, engine="torch", was_written=lambda: bool(writes) and writes.pop())
+    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store._engine(8, torch.device("cpu"))), "mark_all", _raises_memory_error)
+        with pytest.raises(MemoryError):
+            log.read("a")
+    assert log.read("a").rows["t"].ids.tolist() == list(range(8))
+
+
+def _raises_memory_error(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_commit_succeeds_where_memory_runs_out_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SegmentStore(1000, engine="torch")
+    log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=10)
+    log.mark("t", torch.tensor([3]))
+    reading = log.read("fast")
+    sent = Delta({"t": DeltaRows(reading.rows["t"].ids)}, consumer="fast", start=0, stop=reading.stop, batches=(0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "cut", _raises_memory_error)
+        log.seal(sent, commit=True)
+    assert log.read("fast").rows["t"].ids.tolist() == []

@@ -103,6 +103,7 @@ class SegmentStore:
         self._engine = choose_engine(engine, self._device)
         self._old_states = old_states
         self._was_written = was_written
+        self._has_unmarked = False  # something was written to the shard, and its rows are not marked yet
         self._pads = self._device.type != "cpu"  # how many rows are new is then known on the device only
         self._segments = [_Segment(start=0)]
         self._open: dict[int, Tensor | None] = {}
@@ -173,9 +174,13 @@ class SegmentStore:
         Call it before every :meth:`cut` and, where old states are kept, before they are captured: after the write
         they would be taken for those of before.
         """
-        if self._was_written is None or self.num_rows == 0 or not self._was_written():
+        if self._was_written is None or self.num_rows == 0:
             return False
-        self._mark(None)
+        self._has_unmarked = self._was_written() or self._has_unmarked
+        if not self._has_unmarked:
+            return False
+        self._mark(None)  # which may run out of memory: then the next call marks them
+        self._has_unmarked = False
         return True
 
     def acknowledge_writes(self) -> None:
@@ -186,6 +191,7 @@ class SegmentStore:
     def forget(self) -> None:
         """Drop everything that is marked: the shard as it is now is where the log starts. Open batches stay open."""
         self.acknowledge_writes()
+        self._has_unmarked = False
         self.delete(None)
 
     def unknown(self, ids: Tensor | None = None) -> ChangedRows:
