@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,7 +83,8 @@ class Publisher:
         DetachedError: if the tracker is detached.
         InvalidArgumentError: for a url that names no store, dense names or an encoding that do not fit the model.
         UnsafeStoreError: if the store lets two writers create one object.
-        StorageError: if this rank cannot use the store.
+        StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
+            claimed, and its former publisher fenced.
         PublishError: if another rank cannot, or uses another one.
         RankLostError: if a rank dies meanwhile, or does not build a publisher in time. After any error nothing of the
             publisher is left, and all ranks may build a new one.
@@ -104,7 +106,7 @@ class Publisher:
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         self._tracker = tracker
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._upkeep: Upkeep | None = None
         self._cutter: Cutter | None = None
         self._flight: _Flight | None = None
@@ -211,7 +213,8 @@ class Publisher:
         Raises:
             FencedError: if a newer publisher has the stream, on every rank; nothing was published.
             PublishError: if another rank failed, or stands at another batch; every row stays pending.
-            StorageError: if this rank could not write; every row stays pending.
+            StorageError: if this rank could not write; every row stays pending. If the store failed while the version
+                was being committed, predictors may have it; the next version then continues behind it.
             RankLostError: if a rank died or did not answer; every row stays pending.
             InvalidArgumentError: after :meth:`close`, or from another thread than the one that built it.
         """
@@ -261,6 +264,10 @@ class Publisher:
         """The tracker's side, while the publisher may be used, and from the thread that may use it."""
         if self._cutter is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
+        if os.getpid() != self._process:
+            raise InvalidArgumentError(
+                "process", os.getpid(), "Publish in the process that built it, not in a fork of it"
+            )
         if threading.get_ident() != self._thread:
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
         return self._cutter

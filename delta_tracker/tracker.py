@@ -43,8 +43,9 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
     ``load_state_dict`` changes all rows of the other tables. So do in-place writes to their weights, such as
     ``dcp.load({"model": model.state_dict()}, ...)`` or an edit under ``no_grad``: all rows of every table of the same
-    kernel are then pending, with unknown old values. The exceptions are writes through ``.data``, numpy and raw
-    pointers, which torch does not count: call :meth:`mark_changed` after them.
+    kernel are then pending, with unknown old values. Torch does not count collectives that write to the weights
+    (``broadcast``, ``all_reduce``), and writes through ``.data``, ``untyped_storage()``, DLPack, numpy and raw
+    pointers: call :meth:`mark_changed` after them.
 
     On each rank: build it once the model is sharded; :meth:`step` after each batch; :meth:`get_delta` at any time.
 
@@ -156,7 +157,8 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
         """Say that rows were changed from outside; their old values count as unknown.
 
-        Needed only after writes through ``.data``, numpy or raw pointers. Other in-place writes are found without it.
+        Needed only after writes that torch does not count: collectives that write to the weights, and writes through
+        ``.data``, ``untyped_storage()``, DLPack, numpy or raw pointers. Other in-place writes are found without it.
 
         Args:
             fqn: the table.

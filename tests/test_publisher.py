@@ -122,3 +122,8 @@ def test_tables_of_ordinary_optimizers_are_published_once(two_ranks: RankPool, u
 
 def test_an_interrupt_leaves_the_version_under_way_its_memory(one_rank: RankPool, url: str) -> None:
     assert one_rank.run(f"{_CASES}:interrupted", url=url) == [4]
+
+
+def test_a_fork_of_a_publisher_is_refused(one_rank: RankPool, url: str) -> None:
+    (said,) = one_rank.run(f"{_CASES}:forked", url=url)
+    assert "Publish in the process that built it" in said

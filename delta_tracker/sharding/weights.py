@@ -44,9 +44,10 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
 class WriteWatch:
     """Detect in-place writes to a shard's weights, by the version counters of the tensors that hold them.
 
-    Every operation of torch that writes in place increments the counter: a load into the tensors of a state dict, an
-    edit under ``no_grad``. The fused backward and the reads here do not, and neither do writes through ``.data``,
-    numpy or a raw pointer. The tables of one kernel share a counter, so that a write to one is a write to all.
+    Operators of torch that write in place increment the counter: a load into the tensors of a state dict, an edit under
+    ``no_grad``. The fused backward and the reads here do not. Neither do collectives that write to a tensor
+    (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack, numpy or a
+    raw pointer. The tables of one kernel share a counter, so that a write to one is a write to all.
 
     Args:
         shard: returns the shard, which may be another one after a reshard.

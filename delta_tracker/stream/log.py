@@ -190,7 +190,7 @@ class StreamLog:
 
         Raises:
             NameConflictError: if the name of the next entry is refused, though no entry of that name is listed.
-            MalformedError, StorageError: as :meth:`read`.
+            MalformedError, StorageError: as :meth:`read`. If the store failed, the claim may have been created.
         """
         writer = secrets.token_hex(16)
         refused, name = 0, ""
@@ -221,7 +221,7 @@ class StreamLog:
 
         Raises:
             MalformedError: if no reader would accept it, so that it would end the stream; nothing was created.
-            StorageError: if the store fails and the entry is not seen in it.
+            StorageError: if the store fails; the entry may have been created.
         """
         name, data = entry_name(draft.version), draft.to_json()
         entry = parse_manifest(name, data)
@@ -290,7 +290,8 @@ class Claim:
             FencedError: if a newer generation has the stream; nothing was committed, now or ever after.
             NameConflictError: if the store refuses the name of the entry and shows no entry; nothing was committed.
             MalformedError: if no reader would accept the entry; nothing was committed.
-            StorageError: if the store fails and the entry is not seen in it.
+            StorageError: if the store fails. If it failed after the entry was created, readers may have it; the next
+                commit continues behind it.
         """
         if self._fenced is not None:
             raise self._fenced

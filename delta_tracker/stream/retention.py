@@ -8,7 +8,7 @@ its next version missing and begins anew.
 Each claim and the entry before it stay for ever, without parts: a publisher that was fenced by the claim, and does not
 know it yet, tries to create one of the two, and must find the name taken. That is at most two entries per generation.
 
- Any process may do this at any time, beside publishers, readers, compactions and others of its
+Any process may do this at any time, beside publishers, readers, compactions and others of its
 kind: all of them only ever take away what stays superseded.
 
 The age of a version counts from its ``created``, by the clocks of its publisher and of this process. The age of an

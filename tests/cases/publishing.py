@@ -392,3 +392,24 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
         assert_equal(tracker, held)
         publisher.close()
         return predictor.version
+
+
+def forked(rank: int, world_size: int, url: str) -> str:
+    """What a publisher says in a fork of its process."""
+    spec = Spec([Table("t", 6, "row")])
+    with ModelDeltaTracker(shard(spec)) as tracker:
+        publisher = Publisher(tracker, url)
+        reader, answer = os.pipe()
+        pid = os.fork()
+        if not pid:
+            signal.alarm(10)
+            os.write(answer, attempt(publisher.publish).encode())
+            os._exit(0)
+        os.close(answer)
+        _, status = os.waitpid(pid, 0)
+        said = os.read(reader, 1000).decode()
+        os.close(reader)
+        assert status == 0, status
+        publisher.publish()
+        publisher.close()
+        return said
