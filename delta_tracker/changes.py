@@ -127,12 +127,14 @@ class ChangeLog:
             }
 
     def tell(self, *, counts: bool) -> None:
-        """Tell the monitor how all consumers stand, with ``counts`` also their pending rows.
+        """Report the lag of all consumers to the monitor, with ``counts`` also their pending rows.
 
-        Counting waits for the device.
+        Counting waits for the device. Consumers that a publisher adds for the time of a snapshot are not reported.
         """
         with self.lock:
             for name in self._cursors.names:
+                if self._cursors.is_transient(name):
+                    continue
                 tell_lag(name, self._ages.lag(name, self._num_batches - self._cursors.start(name)[1]))
                 if self._cursors.is_behind(name):  # nothing less than all rows brings it up to date
                     tell_pending(name, {fqn: store.num_rows for fqn, store in self._stores.items()}, self._stores)
@@ -414,7 +416,8 @@ class ChangeLog:
     def _commit(self, delta: Delta) -> None:
         self._cursors.commit(delta)
         self._ages.committed(delta.consumer, delta.stop, leaves_out=bool(delta.kept))
-        tell_received(delta.consumer, delta)
+        if not self._cursors.is_transient(delta.consumer):
+            tell_received(delta.consumer, delta)
 
     def _after_read(self) -> None:
         # Every sixteenth read also under auto_compact: nobody need call step().

@@ -229,6 +229,16 @@ class Figures:
         return found
 
 
+def _check_an_owners_consumer(tracker: ModelDeltaTracker, figures: Figures) -> None:
+    """A consumer that a publisher adds for the time of a snapshot has no gauges."""
+    owner = object()
+    tracker.add_consumer("for a while", owner=owner)
+    assert not figures.has("consumer_lag_seconds", consumer="for a while")
+    assert not any(figures.has("pending_rows", table=fqn, consumer="for a while") for fqn in tracker.tables)
+    tracker.release("for a while", owner)
+    tracker.remove_consumer("for a while")
+
+
 def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
     """What a tracker tells, beside what is true; the sums over ranks are the caller's to check."""
     spec = Spec.every_sharding(world_size)
@@ -269,6 +279,7 @@ def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
         assert figures.last("pending_rows", table=fqn, consumer="b") == count
     assert figures.last("consumer_lag_batches", consumer="a") == 0
     assert figures.last("oldest_pending_seconds", consumer="a") == 0
+    _check_an_owners_consumer(tracker, figures)
     tracker.remove_consumer("b")
     assert not figures.has("consumer_lag_seconds", consumer="b")
     assert not any(figures.has("pending_rows", table=fqn, consumer="b") for fqn in tracker.tables)
