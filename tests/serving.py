@@ -183,7 +183,12 @@ class Follower:
                 assert_holds(self.model, self.history, served.version)
 
     def restart(self) -> Follower:
-        return Follower(self.history, self.predictor.state_dict(), self.model)
+        """Another predictor of the same tables. Of a version that was cut short they hold rows that are newer."""
+        with self.predictor.reading() as served:
+            is_cut_short = served.applying is not None
+        restarted = Follower(self.history, self.predictor.state_dict(), self.model)
+        restarted.is_lost = is_cut_short
+        return restarted
 
 
 def read(storage: Storage, name: str) -> bytes:
