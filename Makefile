@@ -32,7 +32,7 @@ test-reverts: $(VENV)/.installed  ## take each fix out of a copy and see that a 
 
 test-sweeps: $(VENV)/.installed  ## run the sweeps whole of which `make test` runs a part
 	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist load -k "test_every_operation or quiet_point" \
-	    tests/test_fault_sweep.py tests/test_crash.py
+	    tests/system/test_fault_sweep.py tests/system/test_crash.py
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
@@ -43,7 +43,7 @@ bench: $(VENV)/.installed  ## run all benchmarks and fill the README's table; mi
 docs: $(VENV)/.installed  ## write the API reference to docs-output/
 	@$(BIN)/python -W ignore -m pdoc --docformat google --output-directory docs-output \
 	    $$(find delta_tracker -name '[a-z]*.py' | sed -e 's|\.py$$||' -e 's|/|.|g') delta_tracker \
-	    '!delta_tracker.kernels.triton_programs' '!delta_tracker.cli.__main__'
+	    '!delta_tracker.tracker.row_sets.triton_programs' '!delta_tracker.cli.__main__'
 
 lint: $(VENV)/.installed  ## check code and format
 	@$(BIN)/python -m ruff check $(CODE)

@@ -67,7 +67,7 @@ def run(ranks: RankPool, *, rows: int, dim: int, shares: Sequence[float], repeat
             folder = Path(tempfile.mkdtemp())
             try:
                 said = ranks.run(
-                    "tests.cases.checkpoint_cost:measure",
+                    "tests.system.checkpoint_cost_cases:measure",
                     timeout_seconds=600,
                     path=str(folder),
                     rows=rows,

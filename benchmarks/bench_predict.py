@@ -25,15 +25,15 @@ from torch.nn import functional
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
 from benchmarks.workloads import distinct_ids, uniform_ids
 from delta_tracker import Predictor
-from delta_tracker.applying import Applier
-from delta_tracker.stream.codec import Rows
-from delta_tracker.stream.contents import Contents
-from delta_tracker.stream.encoding import Encoding
+from delta_tracker.predictor.apply import Applier
+from delta_tracker.predictor.lock import TableLock
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.manifest import Block, Manifest
+from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.manifest import Block, Manifest
-from delta_tracker.stream.storage import Storage
-from delta_tracker.table_lock import TableLock
-from tests.streams import FQN, Writer
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.streams import FQN, Writer
 
 _DIM = 64
 _LOOKUPS = 4096

@@ -20,11 +20,11 @@ from torch import Tensor
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, provide_pages, timed
 from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
 from delta_tracker import ModelDeltaTracker, Publisher
-from delta_tracker.cadence import Cadence
-from delta_tracker.stream.contents import Contents
-from delta_tracker.stream.encoding import Encoding, decode_rows, encode_rows
+from delta_tracker.publisher.cadence import Cadence
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.storage.storage import Storage
 
 # MB/s of a prototype, on another day.
 _PROTOTYPE = 2879

@@ -24,7 +24,7 @@ from torchrec import KeyedJaggedTensor
 from benchmarks.harness import Report, Sample, parser
 from benchmarks.workloads import one_rank
 from delta_tracker import DeltaRows, Encoding, ModelDeltaTracker, Predictor, Publisher, Storage, TopK, TrackingMode
-from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest
 from examples.movielens.data import Ratings, load_ratings
 from examples.movielens.model import FactorizationMachine
 from examples.movielens.settings import Settings

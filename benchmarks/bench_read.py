@@ -19,8 +19,8 @@ from benchmarks.harness import Figures, Report, Sample, interleaved, parser, tim
 from benchmarks.stores import Ours, lookups
 from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
 from delta_tracker import Delta, ModelDeltaTracker, Publisher, TopK, TrackingMode
-from delta_tracker.cadence import Cadence
-from delta_tracker.stream.storage import Storage
+from delta_tracker.publisher.cadence import Cadence
+from delta_tracker.stream.storage.storage import Storage
 
 _DIM = 64
 _NARROW = 4  # columns of the tables that grow, so that 10^8 rows have room

@@ -7,7 +7,7 @@ turn is so many steps of each and the tracker's read; then the models change the
 rows that were looked up.
 
 On the CPU nothing waits for a device. So the points at which recording would wait for one are counted beside, on a
-simulated device (:mod:`delta_tracker.monitor.syncs`).
+simulated device (:mod:`delta_tracker.monitor.device.syncs`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.stores import Ours, Store, Theirs, lookups
 from benchmarks.workloads import Table, bags, one_rank, shard, tables, zipf_ids
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.monitor.default import metrics
-from delta_tracker.monitor.syncs import SIMULATED, find_syncs, on_device
+from delta_tracker.monitor.device.syncs import SIMULATED, find_syncs, on_device
 
 _NUM_DENSE = 13
 _OFF, _THEIRS = "no tracker", "TorchRec, ID_ONLY"

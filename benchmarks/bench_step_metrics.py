@@ -3,7 +3,7 @@
 A small vision model is trained with the mean loss, accuracy, precision, recall and F1 over all classes, once by
 torchmetrics as its documentation shows it, and once by the monitor's device metrics. Counted are the points of a step
 at which the metrics wait for the device: on a GPU by ``torch.cuda.set_sync_debug_mode``, elsewhere by a simulated
-device (:mod:`delta_tracker.monitor.syncs`). Both must say the same at the end. On a GPU the steps are timed too.
+device (:mod:`delta_tracker.monitor.device.syncs`). Both must say the same at the end. On a GPU the steps are timed too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torchmetrics
 from torch import Tensor, nn
 
 from delta_tracker.monitor import Monitor
-from delta_tracker.monitor.classification import FIGURES, DeviceClassification
-from delta_tracker.monitor.device import DeviceMean
-from delta_tracker.monitor.syncs import SIMULATED, find_syncs, held, on_device
+from delta_tracker.monitor.device.classification import FIGURES, DeviceClassification
+from delta_tracker.monitor.device.metrics import DeviceMean
+from delta_tracker.monitor.device.syncs import SIMULATED, find_syncs, held, on_device
 
 Update = Callable[[Tensor, Tensor, Tensor], None]
 """Takes loss ``[]``, scores ``[B, C]`` and targets ``[B]``."""

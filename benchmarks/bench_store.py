@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
 from benchmarks.stores import Found, Ours, Store, Theirs, assert_same, lookups
 from benchmarks.workloads import uniform_ids, zipf_ids
-from delta_tracker.row_memory import MEMORY
+from delta_tracker.buffers import MEMORY
 
 _DIM = 64
 _FRACTIONS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5)

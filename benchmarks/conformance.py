@@ -15,7 +15,7 @@ from pathlib import Path
 from delta_tracker import TrackingMode
 from tests.ranks import RankPool
 
-_CASES = "tests.cases.conformance"
+_CASES = "tests.tracker.conformance_cases"
 
 MODULES = ("EC", "EBC")
 KERNELS = ("FUSED", "FUSED_UVM", "FUSED_UVM_CACHING", "DENSE")

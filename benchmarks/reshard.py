@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from delta_tracker import TrackingMode
-from tests.checkpoint_files import compare, load, same_weights
 from tests.ranks import RankPool
+from tests.tracker.checkpoint_files import compare, load, same_weights
 
-_CASES = "tests.cases.checkpointing"
+_CASES = "tests.tracker.checkpointing_cases"
 _ROWS = (17, 10, 9)
 
 

@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from delta_tracker.cadence import Cadence
-    from delta_tracker.gate import Gate
-    from delta_tracker.predictor import Predictor
-    from delta_tracker.publisher import Publisher
+    from delta_tracker.predictor.gate import Gate
+    from delta_tracker.predictor.predictor import Predictor
+    from delta_tracker.publisher.cadence import Cadence
+    from delta_tracker.publisher.publisher import Publisher
     from delta_tracker.row_target import RowTarget
-    from delta_tracker.selection import TopK
-    from delta_tracker.store.lookups import DeltaStore
-    from delta_tracker.stream.encoding import Encoding
-    from delta_tracker.stream.retention import Retention
-    from delta_tracker.stream.storage import Storage
-    from delta_tracker.tracker import ModelDeltaTracker
+    from delta_tracker.stream.format.encoding import Encoding
+    from delta_tracker.stream.maintenance.retention import Retention
+    from delta_tracker.stream.storage.storage import Storage
+    from delta_tracker.tracker.store.lookups import DeltaStore
+    from delta_tracker.tracker.top_k import TopK
+    from delta_tracker.tracker.tracker import ModelDeltaTracker
     from delta_tracker.types import (
         Delta,
         DeltaRows,
@@ -54,24 +54,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Cadence": "delta_tracker.cadence",
+    "Cadence": "delta_tracker.publisher.cadence",
     "Delta": "delta_tracker.types",
     "DeltaRows": "delta_tracker.types",
-    "DeltaStore": "delta_tracker.store.lookups",
+    "DeltaStore": "delta_tracker.tracker.store.lookups",
     "EmbdUpdateMode": "delta_tracker.types",
-    "Encoding": "delta_tracker.stream.encoding",
-    "Gate": "delta_tracker.gate",
+    "Encoding": "delta_tracker.stream.format.encoding",
+    "Gate": "delta_tracker.predictor.gate",
     "IndexedLookup": "delta_tracker.types",
     "Memory": "delta_tracker.types",
-    "ModelDeltaTracker": "delta_tracker.tracker",
-    "Predictor": "delta_tracker.predictor",
-    "Publisher": "delta_tracker.publisher",
-    "Retention": "delta_tracker.stream.retention",
+    "ModelDeltaTracker": "delta_tracker.tracker.tracker",
+    "Predictor": "delta_tracker.predictor.predictor",
+    "Publisher": "delta_tracker.publisher.publisher",
+    "Retention": "delta_tracker.stream.maintenance.retention",
     "RowTarget": "delta_tracker.row_target",
     "ShardSpec": "delta_tracker.types",
-    "Storage": "delta_tracker.stream.storage",
+    "Storage": "delta_tracker.stream.storage.storage",
     "TableSpec": "delta_tracker.types",
-    "TopK": "delta_tracker.selection",
+    "TopK": "delta_tracker.tracker.top_k",
     "TrackingMode": "delta_tracker.types",
 }
 

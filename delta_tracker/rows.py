@@ -5,6 +5,7 @@ Letters: ``N`` rows, ``S`` numbers in an old state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from delta_tracker.row_memory import new_rows
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+NewRows = Callable[[int, Tensor], Tensor]
+"""Gives memory ``[num_rows, ...]`` like a tensor; not set."""
+
+
+def plain_rows(num_rows: int, like: Tensor) -> Tensor:
+    """Memory from torch's own allocator; see :data:`NewRows`."""
+    return like.new_empty((num_rows, *like.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,20 +50,22 @@ class ChangedRows:
         """Bytes that it holds."""
         return sum(each.nbytes for each in (self.ids, self.states, self.known, self.ages) if each is not None)
 
-    def take(self, index: Tensor) -> ChangedRows:
+    def take(self, index: Tensor, new_rows: NewRows = plain_rows) -> ChangedRows:
         """Some of the rows.
 
         Args:
             index: ``[M]`` int64 places in ascending order, or ``[N]`` bool.
+            new_rows: where the memory comes from.
         """
         places = index.nonzero().flatten() if index.dtype == torch.bool else index
         columns = (self.states, self.known, self.ages)
         return ChangedRows(
-            take_rows(self.ids, places), *(None if each is None else take_rows(each, places) for each in columns)
+            take_rows(self.ids, places, new_rows),
+            *(None if each is None else take_rows(each, places, new_rows) for each in columns),
         )
 
-    def copy(self) -> ChangedRows:
-        """Return the same rows in tensors of their own."""
+    def copy(self, new_rows: NewRows = plain_rows) -> ChangedRows:
+        """Return the same rows in tensors of their own, in memory from ``new_rows``."""
         columns = (self.ids, self.states, self.known, self.ages)
         ids, *rest = (None if each is None else new_rows(len(each), each).copy_(each) for each in columns)
         assert ids is not None, "rows have ids"
@@ -119,12 +129,13 @@ def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     return first_per_id(ids.flip(0), states.flip(0))
 
 
-def take_rows(memory: Tensor, places: Tensor) -> Tensor:
+def take_rows(memory: Tensor, places: Tensor, new_rows: NewRows = plain_rows) -> Tensor:
     """A copy of rows.
 
     Args:
         memory: ``[R, ...]``.
         places: ``[N]`` int64 in ``[0, R)``.
+        new_rows: where the memory comes from.
 
     Returns:
         ``[N, ...]``.

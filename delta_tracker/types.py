@@ -33,7 +33,7 @@ class TrackingMode(Enum):
 
 
 class EmbdUpdateMode(Enum):
-    """Which of a row's recorded states a :class:`~delta_tracker.store.lookups.DeltaStore` keeps."""
+    """Which of a row's recorded states a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` keeps."""
 
     NONE = "none"
     """None: ids only."""

@@ -28,7 +28,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.checkpoint.dcp import SavedTracker
+from delta_tracker.integrations.dcp import SavedTracker
 
 NUM_ROWS, COLUMNS = 5000, 8
 TABLE = "embeddings.user"

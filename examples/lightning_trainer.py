@@ -21,7 +21,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.lightning import TrackerCallback
+from delta_tracker.integrations.lightning import TrackerCallback
 
 NUM_ROWS, COLUMNS = 1000, 8
 TABLE = "model.embedding_bags.item"

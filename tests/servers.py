@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from delta_tracker.errors import StorageError
-from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.storage.storage import Storage
 
 _START_SECONDS = 60
 _HOST = "127.0.0.1"

@@ -26,7 +26,7 @@ _PRELOAD = [
     "torchrec.distributed.mc_embedding",
     "torchrec.distributed.model_tracker.model_delta_tracker",
     "torchrec.distributed.sharding_plan",
-    "delta_tracker.kernels.numba",  # numba takes a second
+    "delta_tracker.tracker.row_sets.numba",  # numba takes a second
 ]
 _GROUP_TIMEOUT = timedelta(seconds=10)
 _CASE_SECONDS = 60.0

@@ -1,1 +1,4 @@
-"""The command line ``delta-tracker``: what stands in a stream, for the people who run it. One file per command."""
+"""The command line, ``delta-tracker``.
+
+Open ``main.py`` first: it has the group of commands. Each command has a file of its name.
+"""

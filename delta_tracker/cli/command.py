@@ -14,9 +14,9 @@ import click
 
 from delta_tracker.cli.output import Output
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.manifest import Manifest
-from delta_tracker.stream.storage import Storage, Transfer
+from delta_tracker.stream.storage.storage import Storage, Transfer
 
 if TYPE_CHECKING:
     import numpy as np

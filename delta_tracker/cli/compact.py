@@ -7,9 +7,9 @@ import click
 from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.text import size
-from delta_tracker.stream.compaction import DEFAULT_MAX_BYTES, compact
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Merged
-from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.maintenance.compaction import DEFAULT_MAX_BYTES, compact
 
 _HELP = """Merge the deltas behind the newest snapshot into larger ones, or with it into a newer snapshot.
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from delta_tracker.cli.output import Output
 from delta_tracker.cli.text import count, duration, plain, size
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.predictor import Predictor
-from delta_tracker.store.lookups import DeltaStore
-from delta_tracker.stream.codec import Rows
-from delta_tracker.stream.encoding import Encoding
-from delta_tracker.stream.manifest import Block, IdForm, Kind, Manifest
-from delta_tracker.stream.writer import Draft, StreamWriter
+from delta_tracker.predictor.predictor import Predictor
+from delta_tracker.publisher.coordinator import Draft, StreamWriter
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.manifest import Block, IdForm, Kind, Manifest
+from delta_tracker.stream.format.part_writer import Rows
+from delta_tracker.tracker.store.lookups import DeltaStore
 from delta_tracker.types import TableSpec
 
 _NUM_USERS, _NUM_ITEMS, _DIM = 100_000, 20_000, 16

@@ -18,7 +18,7 @@ from delta_tracker.cli.text import count
 from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, write_rows
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream.cursor import StreamCursor
-from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.types import TableSpec
 
 _CHUNK_BYTES = 4 << 20

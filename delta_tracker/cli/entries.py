@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TypeVar
 
 from delta_tracker.errors import MalformedError
-from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest
 
 _READS = 16  # of a remote store at once
 _T = TypeVar("_T")

@@ -20,9 +20,9 @@ from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.text import size
 from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, shape_of, write_rows
 from delta_tracker.errors import InvalidArgumentError, StorageError
-from delta_tracker.stream.codec import ALIGNMENT, SIZE_BYTES
 from delta_tracker.stream.cursor import StreamCursor
-from delta_tracker.stream.manifest import DTYPE_NAMES, DenseSpec, Manifest
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, DenseSpec, Manifest
+from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES
 from delta_tracker.types import TableSpec
 
 _METADATA = "__metadata__"

@@ -15,9 +15,9 @@ from delta_tracker.cli.movement import Movement, TableMovement
 from delta_tracker.cli.survey import contiguous
 from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
-from delta_tracker.stream.contents import Contents
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
 from delta_tracker.stream.log import entry_name
-from delta_tracker.stream.manifest import DTYPE_NAMES, Manifest
 
 Figures = dict[str, Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import Heartbeat, read_heartbeats
-from delta_tracker.stream.manifest import Manifest
-from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.storage.storage import Storage
 
 # A predictor leaves one every five seconds while it applies versions or waits for them.
 SILENT_SECONDS = 30.0

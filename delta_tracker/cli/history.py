@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from delta_tracker.cli.entries import Amount, amounts
 from delta_tracker.monitor.buckets import LogBuckets
-from delta_tracker.stream.manifest import Block, Manifest
+from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.types import TableSpec
 
 MAX_BINS = 240

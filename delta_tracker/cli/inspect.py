@@ -14,7 +14,7 @@ from delta_tracker.cli.followers import Follower
 from delta_tracker.cli.output import cell, table
 from delta_tracker.cli.survey import Survey, count_kinds, survey
 from delta_tracker.cli.text import count, duration, moment, several, size
-from delta_tracker.stream.manifest import DTYPE_NAMES
+from delta_tracker.stream.format.manifest import DTYPE_NAMES
 
 _STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
 

@@ -14,7 +14,7 @@ from delta_tracker.cli.followers import Follower, read_followers
 from delta_tracker.cli.text import plain
 from delta_tracker.errors import MalformedError, NoSnapshotError
 from delta_tracker.stream.cursor import StreamCursor
-from delta_tracker.stream.manifest import DTYPE_NAMES, Manifest
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
 from delta_tracker.types import TableSpec
 
 _NONE = Amount()

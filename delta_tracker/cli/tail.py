@@ -10,7 +10,7 @@ from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.text import count, duration, moment, size
 from delta_tracker.stream.cursor import StreamCursor
-from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest
 
 _STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
 # The log is listed, to tell a gap from the head, once in so many looks.

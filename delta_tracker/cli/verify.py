@@ -13,9 +13,9 @@ from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.survey import contiguous
 from delta_tracker.cli.text import plain, several, size
 from delta_tracker.errors import CorruptPartError, MalformedError
+from delta_tracker.stream.format.manifest import Link, Manifest, Part
+from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.log import entry_name
-from delta_tracker.stream.manifest import Link, Manifest, Part
-from delta_tracker.stream.part import PartReader
 
 # A part up to this size is read at once, a larger one in pieces of 8 MiB.
 _MEMORY_BYTES = 32 << 20

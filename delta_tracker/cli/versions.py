@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import MalformedError
-from delta_tracker.placement import place
+from delta_tracker.predictor.placement import place
 from delta_tracker.row_target import TensorTarget
-from delta_tracker.stream.contents import Contents
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.manifest import DenseSpec, Manifest, Part
 from delta_tracker.stream.log import entry_name
-from delta_tracker.stream.manifest import DenseSpec, Manifest, Part
-from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 
 # Of the parts of one version; what is larger is read in pieces of 8 MiB.
@@ -35,7 +35,7 @@ def contents_of(storage: Storage, manifest: Manifest, tables: Collection[str] | 
         tables: read only the parts that hold these, by FQN; None for all.
 
     Raises:
-        CorruptPartError, StorageError: as :class:`~delta_tracker.stream.contents.Contents`.
+        CorruptPartError, StorageError: as :class:`~delta_tracker.stream.format.contents.Contents`.
     """
     return Contents(storage, replace(manifest, parts=_parts(manifest, tables)), memory_bytes=_MEMORY_BYTES)
 

@@ -10,8 +10,8 @@ from itertools import islice
 
 from delta_tracker.cli.entries import Amount, Entry
 from delta_tracker.cli.followers import Follower
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.manifest import Manifest
 from delta_tracker.types import TableSpec
 
 _MAX_READS = 500  # per refresh: a screen must not stand still until a long log is read

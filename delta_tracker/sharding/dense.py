@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.sharding.discover import has_unknown_rows, walk
 from delta_tracker.sharding.versions import load_torchrec
-from delta_tracker.stream.manifest import DTYPE_NAMES, MAX_DIMS
 
 
 def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[str, Tensor]:
@@ -25,8 +24,7 @@ def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[st
         detached. A tensor with several names stands under each.
 
     Raises:
-        InvalidArgumentError: for a name that the model has not, or a tensor that is not whole on this rank or of
-            a dtype that streams do not have.
+        InvalidArgumentError: for a name that the model has not, or a tensor that is not whole on this rank.
     """
     if isinstance(dense, nn.Module):
         found = dict(_tensors(model, dense))
@@ -41,8 +39,6 @@ def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[st
     for name, tensor in found.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_sparse:
             raise InvalidArgumentError("dense", name, f"Leave it out: a {type(tensor).__name__} is not whole here")
-        if tensor.dtype not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
-            raise InvalidArgumentError("dense", name, f"Leave it out: a stream has no {tensor.dim()}-d {tensor.dtype}")
     return {name: tensor.detach() for name, tensor in found.items()}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from delta_tracker.buffers import new_rows
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.versions import weight_slots
@@ -38,7 +39,7 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
     views = column_views(shard)
     if not views:
         return torch.empty(0, 0, dtype=shard.spec.table.dtype, device=shard.device)
-    return _side_by_side([view.clone() if ids is None else take_rows(view, ids) for view in views])
+    return _side_by_side([view.clone() if ids is None else take_rows(view, ids, new_rows) for view in views])
 
 
 class WriteWatch:

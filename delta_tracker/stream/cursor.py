@@ -19,8 +19,8 @@ from delta_tracker.errors import (
     StreamReplacedError,
     TableMismatchError,
 )
+from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.stream.manifest import Link, Manifest
 
 _logger = logging.getLogger(__name__)
 

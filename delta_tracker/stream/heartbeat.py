@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError
-from delta_tracker.stream.storage import Storage
+from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
 

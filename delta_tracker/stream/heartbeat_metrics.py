@@ -10,7 +10,7 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.source import Source
 from delta_tracker.monitor.stat import Gauge
 from delta_tracker.stream.heartbeat import read_heartbeats
-from delta_tracker.stream.storage import Storage, open_storage
+from delta_tracker.stream.storage.storage import Storage, open_storage
 
 GONE_SECONDS = 3600.0
 _NS_PER_SECOND = 10**9

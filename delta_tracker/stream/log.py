@@ -21,9 +21,9 @@ import time
 from dataclasses import dataclass, replace
 
 from delta_tracker.errors import FencedError, MalformedError, NameConflictError, StorageError
-from delta_tracker.stream.manifest import Manifest
-from delta_tracker.stream.parse import parse_manifest
-from delta_tracker.stream.storage import Storage, back_off
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.parse import parse_manifest
+from delta_tracker.stream.storage.storage import Storage, back_off
 
 _DIGITS = 20  # names sort as the versions do, up to 2**63
 _CLAIM_ATTEMPTS = 100  # of which each but the last ones was lost to another publisher

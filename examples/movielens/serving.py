@@ -16,7 +16,7 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import NoSnapshotError
-from delta_tracker.stream.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest
 from examples.movielens.data import load_ratings
 from examples.movielens.metrics import serve
 from examples.movielens.model import FactorizationMachine

@@ -93,7 +93,7 @@ from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink
 from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, PrometheusSink
 from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink
 from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink
-from delta_tracker.monitor.torchmetric import TorchMetric
+from delta_tracker.monitor.device.torchmetric import TorchMetric
 
 class Fake:
     _reductions = {{}}

@@ -10,9 +10,9 @@ import torch
 
 from delta_tracker import DeltaStore, EmbdUpdateMode
 from delta_tracker.monitor import Monitor, Window
-from delta_tracker.monitor.classification import DeviceClassification
-from delta_tracker.monitor.device import DeviceCounter, DeviceHistogram, DeviceMean, DeviceSum
-from delta_tracker.store.segments import SegmentStore
+from delta_tracker.monitor.device.classification import DeviceClassification
+from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean, DeviceSum
+from delta_tracker.tracker.store.segments import SegmentStore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

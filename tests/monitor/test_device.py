@@ -18,14 +18,14 @@ from torchmetrics.classification import (
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor, Window
-from delta_tracker.monitor.classification import FIGURES, DeviceClassification
-from delta_tracker.monitor.device import DeviceCounter, DeviceHistogram, DeviceMean, DeviceSum
-from delta_tracker.monitor.syncs import SIMULATED, SyncError, assert_no_sync, find_syncs, held, on_device
-from delta_tracker.monitor.torchmetric import TorchMetric
+from delta_tracker.monitor.device.classification import FIGURES, DeviceClassification
+from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean, DeviceSum
+from delta_tracker.monitor.device.syncs import SIMULATED, SyncError, assert_no_sync, find_syncs, held, on_device
+from delta_tracker.monitor.device.torchmetric import TorchMetric
 from tests.monitor.clocks import ManualClock
 from tests.ranks import RankPool
 
-_CASES = "tests.cases.monitoring"
+_CASES = "tests.monitor.monitoring_cases"
 _STATS = [DeviceMean, DeviceSum, DeviceCounter, DeviceHistogram]
 _floats = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
 

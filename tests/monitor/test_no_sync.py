@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from delta_tracker import DeltaStore, EmbdUpdateMode
-from delta_tracker.kernels.engines import row_set
-from delta_tracker.monitor.syncs import SIMULATED, assert_no_sync, find_syncs, held, on_device
-from delta_tracker.store.segments import SegmentStore
+from delta_tracker.monitor.device.syncs import SIMULATED, assert_no_sync, find_syncs, held, on_device
+from delta_tracker.tracker.row_sets.engines import row_set
+from delta_tracker.tracker.store.segments import SegmentStore
 from tests.ranks import RankPool
 
 _IDS = torch.tensor([5, 2, 5, 7, 0])
@@ -27,7 +27,7 @@ _IDS = torch.tensor([5, 2, 5, 7, 0])
     ],
 )
 def test_recording_in_every_mode(two_ranks: RankPool, mode: str, record: str, bag: bool) -> None:
-    for answer in two_ranks.run("tests.cases.monitoring:recording_syncs", mode=mode, record=record, bag=bag):
+    for answer in two_ranks.run("tests.monitor.monitoring_cases:recording_syncs", mode=mode, record=record, bag=bag):
         assert answer["syncs"] == []
         assert answer["errors"] == 0
         assert answer["calls"] >= 4 * 3
@@ -36,7 +36,7 @@ def test_recording_in_every_mode(two_ranks: RankPool, mode: str, record: str, ba
 
 def test_the_tracker_check_finds_what_it_looks_for(two_ranks: RankPool) -> None:
     """With stores as on the CPU, recording old states does wait: the check above would see it."""
-    (answer, _) = two_ranks.run("tests.cases.monitoring:recording_syncs_unpadded")
+    (answer, _) = two_ranks.run("tests.monitor.monitoring_cases:recording_syncs_unpadded")
     assert any("unique" in sync or "masked_select" in sync for sync in answer)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from delta_tracker.checkpoint.counters import Mergeable
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.state import KEY, LogicalCounters, load, restore, state_dict, totals
+from delta_tracker.tracker.checkpoint.counters import Mergeable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -137,7 +137,7 @@ def test_restore_sums_parts() -> None:
 
 
 def test_ranks_save_together(two_ranks, tmp_path) -> None:
-    answers = two_ranks.run("tests.cases.monitoring:save_counters", path=str(tmp_path))
+    answers = two_ranks.run("tests.monitor.monitoring_cases:save_counters", path=str(tmp_path))
     assert answers == [10, 20]
     monitor = _rank({})
     load(dcp.FileSystemReader(tmp_path), 0, 1, monitor)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.reverts.revert import Revert
 
-_SCHEDULE = "tests/test_resync_random.py::test_faults_of_readers_are_overcome"
-_FORKS = "tests/test_forking.py::test_children_of_a_process_that_follows"
+_SCHEDULE = "tests/predictor/test_resync_random.py::test_faults_of_readers_are_overcome"
+_FORKS = "tests/predictor/test_forking.py::test_children_of_a_process_that_follows"
 
 REVERTS = [
     Revert(
         defect="an error that is none of the stream's ends follow()",
         generator=_SCHEDULE,
         edits={
-            "delta_tracker/follower.py": [
+            "delta_tracker/predictor/follower.py": [
                 (
                     "        except Exception as error:  # noqa: BLE001",
                     "        except StreamError as error:  # noqa: BLE001",
@@ -24,7 +24,7 @@ REVERTS = [
         defect="a version with an unknown table holds a predictor up for ever",
         generator=_SCHEDULE,
         edits={
-            "delta_tracker/predictor.py": [
+            "delta_tracker/predictor/predictor.py": [
                 ("    StreamReplacedError,\n    TableMismatchError,\n)\n#", "    StreamReplacedError,\n)\n#")
             ]
         },
@@ -33,16 +33,16 @@ REVERTS = [
         defect="a panic of the store is no typed error",
         generator=_SCHEDULE,
         edits={
-            "delta_tracker/stream/storage.py": [
+            "delta_tracker/stream/storage/storage.py": [
                 ("            if not is_panic(error):\n                raise\n", "            raise\n")
             ]
         },
     ),
     Revert(
         defect="follow() does not refuse a model that cannot receive the newest version",
-        generator="tests/test_follow.py::test_follow_refuses_at_once_what_the_model_cannot_receive",
+        generator="tests/predictor/test_follow.py::test_follow_refuses_at_once_what_the_model_cannot_receive",
         edits={
-            "delta_tracker/predictor.py": [
+            "delta_tracker/predictor/predictor.py": [
                 (
                     "self._follower.start(poll_seconds, self._check_newest)",
                     "self._follower.start(poll_seconds, lambda: None)",
@@ -52,9 +52,9 @@ REVERTS = [
     ),
     Revert(
         defect="rows of a version that was cut short are hidden by the version before it",
-        generator="tests/test_follow.py::test_rows_of_a_later_version_that_was_cut_short_are_not_hidden",
+        generator="tests/predictor/test_follow.py::test_rows_of_a_later_version_that_was_cut_short_are_not_hidden",
         edits={
-            "delta_tracker/predictor.py": [
+            "delta_tracker/predictor/predictor.py": [
                 (
                     'manifest.kind == "snapshot" or begun.version <= manifest.version:',
                     "manifest is not None:",
@@ -65,54 +65,66 @@ REVERTS = [
     Revert(
         defect="an object that cannot be read holds a predictor up for ever",
         generator=_SCHEDULE,
-        edits={"delta_tracker/predictor.py": [("_NUM_TRIES = 3", "_NUM_TRIES = 1 << 30")]},
+        edits={"delta_tracker/predictor/predictor.py": [("_NUM_TRIES = 3", "_NUM_TRIES = 1 << 30")]},
     ),
     Revert(
         defect="a way around an unreadable object stops at another one",
-        generator="tests/test_unreadable.py::test_a_newest_entry_that_cannot_be_read_hides_no_snapshot",
+        generator="tests/predictor/test_unreadable.py::test_a_newest_entry_that_cannot_be_read_hides_no_snapshot",
         edits={
-            "delta_tracker/predictor.py": [("way_back(fault, skips_unreadable=self._keeps_failing)", "way_back(fault)")]
+            "delta_tracker/predictor/predictor.py": [
+                ("way_back(fault, skips_unreadable=self._keeps_failing)", "way_back(fault)")
+            ]
         },
     ),
     Revert(
         defect="a fork leaves the lock of the tables as threads of the parent held it",
         generator=f"{_FORKS}[many]",
-        edits={"delta_tracker/predictor.py": [("self._lock.after_fork_in_child() or self._is_torn", "self._is_torn")]},
+        edits={
+            "delta_tracker/predictor/predictor.py": [
+                ("self._lock.after_fork_in_child() or self._is_torn", "self._is_torn")
+            ]
+        },
     ),
     Revert(
         defect="a fork does not wait for the end of a write",
         generator=f"{_FORKS}[many]",
-        edits={"delta_tracker/predictor.py": [("        self._lock.before_fork()\n", "")]},
+        edits={"delta_tracker/predictor/predictor.py": [("        self._lock.before_fork()\n", "")]},
     ),
     Revert(
         defect="a forked process does not say that rows may be torn",
         generator=f"{_FORKS}[too slow]",
-        edits={"delta_tracker/predictor.py": [("            if self._is_torn:\n", "            if False:\n")]},
+        edits={
+            "delta_tracker/predictor/predictor.py": [("            if self._is_torn:\n", "            if False:\n")]
+        },
     ),
     Revert(
         defect="a remote store is asked in a forked process",
-        generator="tests/test_forking.py::test_a_remote_store_is_refused_in_a_child_instead_of_waiting_for_ever",
+        generator="tests/predictor/test_forking.py::test_a_remote_store_is_refused_in_a_child_instead_of_waiting_for_ever",
         edits={
-            "delta_tracker/stream/storage.py": [("if self._is_remote and os.getpid() not in _processes:", "if False:")]
+            "delta_tracker/stream/storage/storage.py": [
+                ("if self._is_remote and os.getpid() not in _processes:", "if False:")
+            ]
         },
     ),
     Revert(
         defect="a signal handler that calls stop() hangs while stop() or follow() waits",
-        generator="tests/test_stopping.py::test_a_signal_handler_may_stop_while_the_thread_that_it_interrupts_does",
+        generator="tests/predictor/test_stopping.py::test_a_signal_handler_may_stop_while_the_thread_that_it_interrupts_does",
         edits={
-            "delta_tracker/follower.py": [("self._control = threading.RLock()", "self._control = threading.Lock()")]
+            "delta_tracker/predictor/follower.py": [
+                ("self._control = threading.RLock()", "self._control = threading.Lock()")
+            ]
         },
         timeout_seconds=30,
         hangs=True,
     ),
     Revert(
         defect="a thread whose stop() was interrupted runs beside the next one",
-        generator="tests/test_stopping.py::test_an_interrupted_stop_leaves_one_thread_at_most",
-        edits={"delta_tracker/follower.py": [("        self._over.wait()", "        self._thread = None")]},
+        generator="tests/predictor/test_stopping.py::test_an_interrupted_stop_leaves_one_thread_at_most",
+        edits={"delta_tracker/predictor/follower.py": [("        self._over.wait()", "        self._thread = None")]},
     ),
     Revert(
         defect="stop() waits for a lookup",
-        generator="tests/test_stopping.py::test_stop_does_not_wait_for_a_lookup",
-        edits={"delta_tracker/table_lock.py": [("                    check()\n", "")]},
+        generator="tests/predictor/test_stopping.py::test_stop_does_not_wait_for_a_lookup",
+        edits={"delta_tracker/predictor/lock.py": [("                    check()\n", "")]},
     ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.reverts.revert import Revert
 
-_KINDS = "tests/test_kinds.py::test_random_kinds_are_tracked_exactly_or_refused"
+_KINDS = "tests/tracker/test_kinds.py::test_random_kinds_are_tracked_exactly_or_refused"
 _REFUSALS = "delta_tracker/sharding/refusals.py"
 
 REVERTS = [
@@ -38,7 +38,7 @@ REVERTS = [
         defect="recorded lookups replace the comparison of dense tables",
         generator=_KINDS,
         edits={
-            "delta_tracker/tracker.py": [
+            "delta_tracker/tracker/tracker.py": [
                 (
                     "        return make_store(fqn, self._shards, self._capture, engine=self._engine)\n",
                     (

@@ -7,18 +7,18 @@ from tests.reverts.revert import Revert
 REVERTS = [
     Revert(
         defect="retention frees claims, and random readers take what a sleeper leaves",
-        generator="tests/test_resync_random.py::test_no_reader_takes_what_a_sleeper_leaves",
+        generator="tests/predictor/test_resync_random.py::test_no_reader_takes_what_a_sleeper_leaves",
         edits={
-            "delta_tracker/stream/retention.py": [
+            "delta_tracker/stream/maintenance/retention.py": [
                 ("    guards = held.guards()\n", "    guards: set[int] = set()\n"),
             ],
         },
     ),
     Revert(
         defect="an answer that says try again fences the publisher",
-        generator="tests/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        generator="tests/stream/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
         edits={
-            "delta_tracker/stream/storage.py": [
+            "delta_tracker/stream/storage/storage.py": [
                 (
                     "            if self.size(name) is not None:\n                return False\n",
                     "            return False\n",
@@ -34,7 +34,7 @@ REVERTS = [
     ),
     Revert(
         defect="a claim whose name is refused tries for ever",
-        generator="tests/test_log.py::test_a_claim_whose_name_cannot_be_had_ends",
+        generator="tests/stream/test_log.py::test_a_claim_whose_name_cannot_be_had_ends",
         edits={
             "delta_tracker/stream/log.py": [
                 ("            if refused == _REFUSALS:\n", "            if refused < 0:\n"),
@@ -47,25 +47,25 @@ REVERTS = [
     ),
     Revert(
         defect="retention frees the names that a fenced publisher tries",
-        generator="tests/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        generator="tests/stream/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
         edits={
-            "delta_tracker/stream/retention.py": [
+            "delta_tracker/stream/maintenance/retention.py": [
                 ("    guards = held.guards()\n", "    guards: set[int] = set()\n"),
             ],
         },
     ),
     Revert(
         defect="retention frees the name of the entry before a claim",
-        generator="tests/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        generator="tests/stream/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
         edits={
-            "delta_tracker/stream/retention.py": [
+            "delta_tracker/stream/maintenance/retention.py": [
                 ("                found.add(version - 1)\n", "                pass\n"),
             ],
         },
     ),
     Revert(
         defect="a reader takes a claim that was created late",
-        generator="tests/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        generator="tests/stream/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
         edits={
             "delta_tracker/stream/cursor.py": [
                 (
@@ -77,7 +77,7 @@ REVERTS = [
     ),
     Revert(
         defect="a late claim counts as part of the log because its parent is still there",
-        generator="tests/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        generator="tests/stream/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
         edits={
             "delta_tracker/stream/log.py": [
                 (

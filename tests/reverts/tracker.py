@@ -7,32 +7,32 @@ from tests.reverts.revert import Revert
 REVERTS = [
     Revert(
         defect="a cut does not mark open rows again",
-        generator="tests/test_segments.py::test_random_schedules_agree_with_the_reference",
+        generator="tests/tracker/test_segments.py::test_random_schedules_agree_with_the_reference",
         edits={
-            "delta_tracker/store/segments.py": [
+            "delta_tracker/tracker/store/segments.py": [
                 ("        for ids in self._open.values():\n            self._mark(ids)\n", ""),
             ],
         },
     ),
     Revert(
         defect="a read that raised keeps its cut",
-        generator="tests/test_segments.py::test_random_schedules_agree_with_the_reference",
+        generator="tests/tracker/test_segments.py::test_random_schedules_agree_with_the_reference",
         edits={
-            "delta_tracker/changes.py": [
+            "delta_tracker/tracker/change_log.py": [
                 ("            self._tidy(self.compact)\n\n    def seal(", "            pass\n\n    def seal("),
             ],
         },
     ),
     Revert(
         defect="batches of backward passes that raised stay open",
-        generator="tests/test_segments.py::test_random_schedules_agree_with_the_reference",
-        edits={"delta_tracker/changes.py": [("        self._ended.append(key)\n", "        del key\n")]},
+        generator="tests/tracker/test_segments.py::test_random_schedules_agree_with_the_reference",
+        edits={"delta_tracker/tracker/change_log.py": [("        self._ended.append(key)\n", "        del key\n")]},
     ),
     Revert(
         defect="in-place writes to weights are not seen at a cut",
-        generator="tests/test_segments.py::test_random_schedules_agree_with_the_reference",
+        generator="tests/tracker/test_segments.py::test_random_schedules_agree_with_the_reference",
         edits={
-            "delta_tracker/changes.py": [
+            "delta_tracker/tracker/change_log.py": [
                 (
                     "        self.notice_writes(self._stores)\n        self._position += 1\n",
                     "        self._position += 1\n",
@@ -42,43 +42,43 @@ REVERTS = [
     ),
     Revert(
         defect="weights that were written to in place are taken for old rows",
-        generator="tests/test_segments.py::test_random_schedules_agree_with_the_reference",
+        generator="tests/tracker/test_segments.py::test_random_schedules_agree_with_the_reference",
         edits={
-            "delta_tracker/changes.py": [
+            "delta_tracker/tracker/change_log.py": [
                 ("self._notice_before_capture(ids)\n            self._open[key]", "self._open[key]"),
             ],
         },
     ),
     Revert(
         defect="weights that are loaded or edited in place are not watched",
-        generator="tests/test_tracker.py::test_reads_inside_a_backward_happened",
+        generator="tests/tracker/test_tracker.py::test_reads_inside_a_backward_happened",
         edits={
-            "delta_tracker/capture.py": [
+            "delta_tracker/tracker/modes.py": [
                 ("was_written = WriteWatch(lambda: shards[fqn])", "was_written = None"),
             ],
         },
     ),
     Revert(
         defect="a delta holds the carried rows themselves",
-        generator="tests/test_tracker.py::test_reads_inside_a_backward_happened",
+        generator="tests/tracker/test_tracker.py::test_reads_inside_a_backward_happened",
         edits={
-            "delta_tracker/reader.py": [
-                ("changed.copy() if fqn in reading.shared else changed", "changed"),
+            "delta_tracker/tracker/delta_reader.py": [
+                ("changed.copy(new_rows) if fqn in reading.shared else changed", "changed"),
             ],
         },
     ),
     Revert(
         defect="a score works on the rows of the delta",
-        generator="tests/test_tracker.py::test_reads_inside_a_backward_happened",
+        generator="tests/tracker/test_tracker.py::test_reads_inside_a_backward_happened",
         edits={
-            "delta_tracker/reader.py": [
-                ("self._rows(fqn, changed.copy(), with", "self._rows(fqn, changed, with"),
+            "delta_tracker/tracker/delta_reader.py": [
+                ("self._rows(fqn, changed.copy(new_rows), with", "self._rows(fqn, changed, with"),
             ],
         },
     ),
     Revert(
         defect="what top-k left out is kept in the caller's tensors",
-        generator="tests/test_tracker.py::test_reads_inside_a_backward_happened",
+        generator="tests/tracker/test_tracker.py::test_reads_inside_a_backward_happened",
         edits={
             "delta_tracker/types.py": [
                 ("{fqn: rows.copy() for fqn, rows in self.kept.items()}", "dict(self.kept)"),
@@ -87,9 +87,9 @@ REVERTS = [
     ),
     Revert(
         defect="in-place writes are forgotten if memory runs out while they are marked",
-        generator="tests/test_segments.py::test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call",
+        generator="tests/tracker/test_segments.py::test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call",
         edits={
-            "delta_tracker/store/segments.py": [
+            "delta_tracker/tracker/store/segments.py": [
                 (
                     "self._has_unmarked = self._was_written() or self._has_unmarked",
                     "self._has_unmarked = self._was_written()",
@@ -99,9 +99,9 @@ REVERTS = [
     ),
     Revert(
         defect="a read that has committed its rows raises",
-        generator="tests/test_segments.py::test_a_commit_succeeds_where_memory_runs_out_after_it",
+        generator="tests/tracker/test_segments.py::test_a_commit_succeeds_where_memory_runs_out_after_it",
         edits={
-            "delta_tracker/changes.py": [
+            "delta_tracker/tracker/change_log.py": [
                 (
                     "        self._tidy(*([self.compact] if compacts else []), self._shed)",
                     "        self._tidy(*([self.compact] if compacts else []))\n        self._shed()",

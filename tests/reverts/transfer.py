@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.reverts.revert import Revert
 
-_RANDOM = "tests/test_transfer_random.py::test_random_interruptions_cost_what_they_interrupt"
-_TESTS = "tests/test_transfer.py"
-_STORAGE = "delta_tracker/stream/storage.py"
-_PART = "delta_tracker/stream/part.py"
+_RANDOM = "tests/stream/test_transfer_random.py::test_random_interruptions_cost_what_they_interrupt"
+_TESTS = "tests/stream/test_transfer.py"
+_STORAGE = "delta_tracker/stream/storage/storage.py"
+_PART = "delta_tracker/stream/format/part_reader.py"
 
 REVERTS = [
     Revert(
@@ -36,7 +36,7 @@ REVERTS = [
         defect="a transfer is limited by its whole time",
         generator=f"{_TESTS}::test_a_part_arrives_however_slow_its_transfer_is",
         edits={
-            "delta_tracker/stream/address.py": [
+            "delta_tracker/stream/storage/url.py": [
                 ('_CLIENT_DEFAULTS = {"timeout": "365days", "read_timeout": "30s"}', "_CLIENT_DEFAULTS: dict = {}")
             ]
         },
@@ -74,7 +74,7 @@ REVERTS = [
         defect="stop() waits for a sync() that hangs",
         generator=f"{_TESTS}::test_stop_does_not_wait_for_a_sync_that_hangs",
         edits={
-            "delta_tracker/follower.py": [
+            "delta_tracker/predictor/follower.py": [
                 ("while not self._lock.acquire(timeout=_LOCK_SECONDS):", "while not self._lock.acquire():")
             ]
         },
@@ -102,13 +102,13 @@ REVERTS = [
     Revert(
         defect="close() waits for upkeep that hangs",
         generator=f"{_TESTS}::test_closing_does_not_wait_for_upkeep_that_hangs",
-        edits={"delta_tracker/stream/upkeep.py": [("                self._stop.set()\n", "")]},
+        edits={"delta_tracker/stream/maintenance/upkeep.py": [("                self._stop.set()\n", "")]},
     ),
     Revert(
         defect="follow() waits for a server that hangs",
         generator=f"{_TESTS}::test_follow_does_not_wait_for_a_server_that_hangs",
         edits={
-            "delta_tracker/follower.py": [("wait([begun], _START_SECONDS)", "wait([begun])")],
+            "delta_tracker/predictor/follower.py": [("wait([begun], _START_SECONDS)", "wait([begun])")],
         },
     ),
 ]

@@ -1,0 +1,43 @@
+"""Figures of all ranks together, on request, in one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.aggregate import Aggregate
+from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean
+
+Mergeable = DeviceMean | DeviceCounter | DeviceHistogram
+
+
+def merge_ranks(stats: Sequence[Mergeable], group: dist.ProcessGroup | None = None) -> dict[str, Aggregate]:
+    """What device stats recorded from tensors on all ranks since the last call, in one all-reduce.
+
+    Every rank must call it with the same stats in the same order. It waits for the device and for the other ranks.
+
+    Args:
+        stats: what to merge.
+        group: over which ranks; all of them if not given. With gloo the sums go through the host.
+
+    Returns:
+        Name of each stat to its figures, the same on every rank.
+
+    Raises:
+        InvalidArgumentError: for no stats, or one that stands twice.
+    """
+    names = [stat.name for stat in stats]
+    if not stats or len(set(names)) < len(names):
+        raise InvalidArgumentError("stats", names, "Pass each stat once")
+    device = torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    now = [stat.sums(device) for stat in stats]
+    vector = torch.cat([each - stat.merged_until(each) for stat, each in zip(stats, now, strict=True)])
+    dist.all_reduce(vector, group=group)
+    parts: Sequence[Tensor] = torch.split(vector.cpu(), [stat.num_sums for stat in stats])
+    return {stat.name: stat.figures(part.tolist()) for stat, part in zip(stats, parts, strict=True)}

@@ -1,0 +1,115 @@
+"""Accuracy, precision, recall and F1 of a classifier, from counts that live on the device.
+
+Letters: ``B`` predictions of a call, ``C`` classes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.default import MONITOR
+from delta_tracker.monitor.device.metrics import reader_of
+from delta_tracker.monitor.device.state import DeviceState, EpochEnd, sum_dtype
+from delta_tracker.monitor.monitor import Monitor
+
+Average = Literal["macro", "micro"]
+FIGURES = ("accuracy", "precision", "recall", "f1")
+
+
+class DeviceClassification(DeviceState):
+    """Figures of single-label classification, over all predictions since the last end of an epoch.
+
+    Recorded at each collection as the gauges ``<name>.accuracy``, ``.precision``, ``.recall`` and ``.f1``. They are
+    those of torchmetrics' Multiclass metrics: with ``macro`` the mean over the classes that were predicted or seen,
+    where accuracy is the recall; with ``micro`` all four are the fraction that was right.
+
+    Args:
+        name: dots make namespaces.
+        num_classes: ``C``.
+        average: over classes or over predictions.
+        monitor: whose gauges; the program's if not given.
+
+    Raises:
+        InvalidArgumentError: for fewer than 2 classes or an unknown average.
+    """
+
+    def __init__(self, name: str, num_classes: int, *, average: Average = "macro", monitor: Monitor = MONITOR) -> None:
+        if type(num_classes) is not int or num_classes < 2:  # noqa: PLR2004
+            raise InvalidArgumentError("num_classes", num_classes, "Pass a whole number of 2 or more")
+        if average not in ("macro", "micro"):
+            raise InvalidArgumentError("average", average, "Pass 'macro' or 'micro'")
+        self._average = average
+        self._num_classes = num_classes
+        self._gauges = {each: monitor.gauge(f"{name}.{each}", f"{each.capitalize()}, {average}.") for each in FIGURES}
+        for gauge in self._gauges.values():
+            gauge.cell().is_remote = True
+        self._rejected = monitor.counter(f"{name}.rejected", "Predictions or targets that are no class.")
+        self._sums = [0.0] * (3 * num_classes + 1)
+        super().__init__(name, len(self._sums), reader_of(monitor))
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Take predictions in.
+
+        Args:
+            predictions: ``[B]`` class indices, or ``[B, C]`` scores, of which the largest counts.
+            targets: ``[B]`` class indices. A pair of which one is no class is counted as rejected and left out.
+
+        Raises:
+            InvalidArgumentError: for other shapes.
+        """
+        if predictions.dim() == 2:  # noqa: PLR2004
+            predictions = predictions.detach().argmax(dim=1)
+        if predictions.shape != targets.shape or targets.dim() != 1:
+            shapes = (tuple(predictions.shape), tuple(targets.shape))
+            raise InvalidArgumentError("targets", shapes, "Pass [B] or [B, C] predictions and [B] targets")
+        size = self._num_classes
+        is_class = (predictions >= 0) & (predictions < size) & (targets >= 0) & (targets < size)
+        trash = 3 * size
+        right = torch.where(is_class & (predictions == targets), predictions, trash)
+        places = torch.cat(
+            (
+                right,
+                torch.where(is_class, predictions + size, trash),
+                torch.where(is_class, targets + 2 * size, trash),
+            )
+        )
+        # The last place counts what is rejected: once for each prediction, so its other entries are 0.
+        ones = torch.ones(places.shape, dtype=sum_dtype(places.device), device=places.device)
+        ones = torch.where((places == trash) & is_class.repeat(3), 0, ones)
+        self._add(places.device, ones, places)
+
+    def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
+        """Record the figures of everything since the epoch began."""
+        self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
+        if growth[-1]:
+            self._rejected.add(round(growth[-1]) // 3)
+        for name, value in self.figures().items():
+            self._gauges[name].set(value)
+        if epoch_end is not None:
+            self._sums = [0.0] * len(self._sums)
+            for gauge in self._gauges.values():
+                gauge.cell().end_epoch(epoch_end)
+
+    def figures(self) -> dict[str, float]:
+        """The figures as of the newest reading; none of no predictions."""
+        size = self._num_classes
+        right, predicted, actual = (self._sums[place * size : (place + 1) * size] for place in range(3))
+        num_seen = sum(actual)
+        if not num_seen:
+            return {}
+        if self._average == "micro":
+            return dict.fromkeys(FIGURES, sum(right) / num_seen)
+        rows = [each for each in zip(right, predicted, actual, strict=True) if each[1] + each[2]]
+        precision = sum(hit / said if said else 0.0 for hit, said, _ in rows) / len(rows)
+        recall = sum(hit / there if there else 0.0 for hit, _, there in rows) / len(rows)
+        f1 = sum(2 * hit / (said + there) for hit, said, there in rows) / len(rows)
+        return {"accuracy": recall, "precision": precision, "recall": recall, "f1": f1}
+
+    def forget(self) -> None:
+        """Begin at 0."""
+        super().forget()
+        self._sums = [0.0] * len(self._sums)

@@ -1,0 +1,286 @@
+"""Stats of values on a device, recorded where the values are: nothing here waits for the device.
+
+A value may be a tensor of any shape on any device, a Python number, or a tensor on the CPU. A number that is not finite
+is counted as rejected and left out; nothing is checked on the host. Windows close when a reading arrives, so one by
+count may be somewhat larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.aggregate import Aggregate
+from delta_tracker.monitor.buckets import HIGHEST, LOWEST, PER_OCTAVE, LogBuckets
+from delta_tracker.monitor.default import MONITOR
+from delta_tracker.monitor.device.state import DeviceReader, DeviceState, EpochEnd, sum_dtype
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.stat import Stat
+
+_HOST = torch.device("cpu")
+_NUM_BUCKETS = HIGHEST - LOWEST + 1
+# A histogram's state: total, positive buckets, negative buckets, zeros, rejected.
+_ZEROS, _REJECTED = 1 + 2 * _NUM_BUCKETS, 2 + 2 * _NUM_BUCKETS
+
+
+def reader_of(monitor: Monitor) -> DeviceReader:
+    """The reader of a monitor's device states; there is one."""
+    for source in monitor.registry.sources:
+        if isinstance(source, DeviceReader):
+            return source
+    reader = DeviceReader(monitor.registry.progress)
+    monitor.registry.add_source(reader)
+    return reader
+
+
+class _DeviceStat(DeviceState):
+    """A device state behind one cell of a stat.
+
+    Args:
+        stat: what it is recorded as.
+        num_sums: size of the state.
+        monitor: whose.
+        labels: of the cell.
+    """
+
+    def __init__(self, stat: Stat, num_sums: int, monitor: Monitor, labels: Mapping[str, object] | None) -> None:
+        super().__init__(stat.name, num_sums, reader_of(monitor))
+        self._stat = stat
+        self._cell = stat.cell(**(labels or {}))
+        self._cell.is_remote = True
+
+    @property
+    def enabled(self) -> bool:
+        """Whether values are taken."""
+        return self._cell.enabled
+
+    def figures(self, sums: list[float]) -> Aggregate:
+        """What ``K`` sums say."""
+        raise NotImplementedError
+
+    def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
+        """Record the growth, and end the window with the epoch if it does."""
+        self._cell.merge(self.figures(growth))
+        if epoch_end is not None:
+            self._cell.end_epoch(epoch_end)
+
+
+class DeviceMean(_DeviceStat):
+    """The mean of values, weighted if weights are given: sum(value * weight) / sum(weight).
+
+    Args:
+        name: as in :meth:`~delta_tracker.monitor.monitor.Monitor.stat`.
+        help: likewise.
+        monitor: whose stat it is; the program's if not given.
+        labels: label names and values.
+        options: as in :meth:`~delta_tracker.monitor.monitor.Monitor.stat`.
+
+    Raises:
+        InvalidArgumentError: as :meth:`~delta_tracker.monitor.monitor.Monitor.stat`.
+
+    Example:
+        >>> monitor = Monitor()
+        >>> loss = DeviceMean("training.loss", monitor=monitor, aggregations=("mean", "count"))
+        >>> loss.update(torch.tensor([1.0, 3.0]), weight=torch.tensor([3.0, 1.0]))
+        >>> [report.values for report in monitor.collect().windows]
+        [{'mean': 1.5, 'count': 2}]
+    """
+
+    def __init__(
+        self,
+        name: str,
+        help: str = "",  # noqa: A002  the field's word
+        *,
+        monitor: Monitor = MONITOR,
+        labels: Mapping[str, object] | None = None,
+        **options: Any,  # noqa: ANN401  as Monitor.stat takes them
+    ) -> None:
+        options.setdefault("aggregations", ("mean", "count"))
+        stat = monitor.stat(name, help, labels=tuple(labels or ()), **options)
+        super().__init__(stat, 4, monitor, labels)
+
+    def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """Take values in.
+
+        Args:
+            value: ``[...]`` of any shape and real dtype, or a number.
+            weight: a number, or a tensor that broadcasts to ``value``.
+
+        Raises:
+            InvalidArgumentError: for complex values, or a weight of another shape or device.
+        """
+        if not self.enabled:
+            return
+        if isinstance(value, Tensor):
+            self._update(value.detach(), weight.detach() if isinstance(weight, Tensor) else weight)
+        elif isinstance(weight, Tensor):
+            self._update(torch.full_like(weight.detach(), value, dtype=sum_dtype(weight.device)), weight.detach())
+        else:
+            self._add(_HOST, _single(value, weight))
+
+    def figures(self, sums: list[float]) -> Aggregate:
+        """Total, weight, count of taken and of all values."""
+        return _figures(*sums)
+
+    def _update(self, value: Tensor, weight: Tensor | float) -> None:
+        _check(value, weight)
+        dtype = sum_dtype(value.device)
+        weighted = value.to(dtype) * weight
+        is_good = weighted.isfinite()
+        sums = (
+            torch.where(is_good, weighted, 0).sum(dtype=dtype),
+            torch.where(is_good, weight, 0).sum(dtype=dtype),
+            is_good.sum(dtype=dtype),
+            torch.full((), value.numel(), dtype=dtype, device=value.device),
+        )
+        self._add(value.device, torch.stack(sums))
+
+
+class DeviceSum(DeviceMean):
+    """The sum of values."""
+
+    def __init__(
+        self,
+        name: str,
+        help: str = "",  # noqa: A002
+        *,
+        monitor: Monitor = MONITOR,
+        labels: Mapping[str, object] | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        options.setdefault("aggregations", ("sum", "count"))
+        super().__init__(name, help, monitor=monitor, labels=labels, **options)
+
+
+class DeviceCounter(_DeviceStat):
+    """Something that only grows: values are increments, and a negative one is rejected.
+
+    Args:
+        name: as in :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
+        help: likewise.
+        monitor: whose stat it is; the program's if not given.
+        labels: label names and values.
+        options: as in :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        help: str = "",  # noqa: A002
+        *,
+        monitor: Monitor = MONITOR,
+        labels: Mapping[str, object] | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(monitor.counter(name, help, labels=tuple(labels or ()), **options), 4, monitor, labels)
+
+    def update(self, value: Tensor | float = 1) -> None:
+        """Add values, ``[...]`` of any shape and real dtype, or a number; it counts exactly up to 2**53."""
+        if not self.enabled:
+            return
+        if not isinstance(value, Tensor):
+            self._add(_HOST, _single(value if value >= 0 else math.nan))
+            return
+        _check(value, 1)
+        increments, dtype = value.detach().to(sum_dtype(value.device)), sum_dtype(value.device)
+        is_good = increments.isfinite() & (increments >= 0)
+        num_good = is_good.sum(dtype=dtype)
+        total = torch.where(is_good, increments, 0).sum(dtype=dtype)
+        num_values = torch.full((), value.numel(), dtype=dtype, device=value.device)
+        self._add(value.device, torch.stack((total, num_good, num_good, num_values)))
+
+    def figures(self, sums: list[float]) -> Aggregate:
+        """Total, weight, count of taken and of all values."""
+        total, *rest = sums
+        return _figures(int(total) if total.is_integer() else total, *rest)
+
+
+class DeviceHistogram(_DeviceStat):
+    """Quantiles of values, in the buckets of :mod:`delta_tracker.monitor.buckets`; 51 kB on each device.
+
+    Also min and max are then off by the error that is stated there.
+
+    Arguments as of :class:`DeviceMean`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        help: str = "",  # noqa: A002
+        *,
+        monitor: Monitor = MONITOR,
+        labels: Mapping[str, object] | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        options.setdefault("aggregations", ("count", "mean", "p50", "p95", "p99", "histogram"))
+        stat = monitor.histogram(name, help, labels=tuple(labels or ()), **options)
+        super().__init__(stat, _REJECTED + 1, monitor, labels)
+
+    def update(self, value: Tensor | float) -> None:
+        """Take values in, ``[...]`` of any shape and real dtype, or a number."""
+        if not self.enabled:
+            return
+        if not isinstance(value, Tensor):
+            value = torch.tensor(value, dtype=torch.float64)
+        _check(value, 1)
+        dtype = sum_dtype(value.device)
+        values = value.detach().reshape(-1).to(dtype)
+        is_good = values.isfinite()
+        clean = torch.where(is_good, values, 0)
+        # Of 0 the logarithm is -inf, which the clamp takes; its place is replaced below.
+        buckets = (clean.abs().log2() * PER_OCTAVE).ceil().sub(1).clamp(LOWEST, HIGHEST).long() - LOWEST + 1
+        places = torch.where(clean < 0, buckets + _NUM_BUCKETS, buckets)
+        places = torch.where(is_good, torch.where(clean == 0, _ZEROS, places), _REJECTED)
+        # One launch adds the counts, and the sum as one more place.
+        counts = torch.cat((torch.ones_like(clean), clean.sum(dim=0, keepdim=True)))
+        places = torch.cat((places, torch.zeros_like(places[:1]) if values.numel() else places.new_zeros(1)))
+        self._add(value.device, counts, places)
+
+    def figures(self, sums: list[float]) -> Aggregate:
+        """Total and buckets."""
+        result = Aggregate(with_buckets=True)
+        buckets = LogBuckets()
+        for place, count in enumerate(sums[1:_ZEROS]):
+            if count:
+                sign = buckets.positive if place < _NUM_BUCKETS else buckets.negative
+                sign[place % _NUM_BUCKETS + LOWEST] = round(count)
+        buckets.zero = round(sums[_ZEROS])
+        result.buckets = buckets
+        # Known to within a bucket, as everything else here.
+        result.min, result.max = buckets.quantile(0), buckets.quantile(1)
+        result.count = buckets.count
+        result.total, result.weight, result.num_rejected = sums[0], result.count, round(sums[_REJECTED])
+        return result
+
+
+def _check(value: Tensor, weight: Tensor | float) -> None:
+    if value.is_complex():
+        raise InvalidArgumentError("value", value.dtype, "Pass real numbers")
+    if isinstance(weight, Tensor):
+        is_scalar_on_host = weight.dim() == 0 and weight.device.type == "cpu"
+        if weight.device != value.device and not is_scalar_on_host:
+            raise InvalidArgumentError("weight", weight.device, f"The values are on {value.device}: move it there")
+        pairs = zip(reversed(weight.shape), reversed(value.shape), strict=False)
+        if weight.dim() > value.dim() or any(w not in (1, v) for w, v in pairs):
+            raise InvalidArgumentError(
+                "weight", tuple(weight.shape), f"Use one that broadcasts to {tuple(value.shape)}"
+            )
+
+
+def _figures(total: float, weight: float, count: float, num_values: float) -> Aggregate:
+    result = Aggregate()
+    result.total, result.weight, result.count = total, weight, round(count)
+    result.num_rejected = round(num_values) - result.count
+    return result
+
+
+def _single(value: float, weight: float = 1) -> Tensor:
+    """The sums of one number with a weight."""
+    weighted = float(value) * float(weight)
+    sums = (weighted, float(weight), 1.0, 1.0) if math.isfinite(weighted) else (0.0, 0.0, 0.0, 1.0)
+    return torch.tensor(sums, dtype=torch.float64)

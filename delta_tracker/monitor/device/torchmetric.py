@@ -1,0 +1,300 @@
+"""Reads a ``torchmetrics.Metric``: its states are copied without a wait, its value is computed on the host."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.monitor.default import MONITOR
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.source import Source
+
+_REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stacked: stacked.sum(dim=0),
+    "max": lambda stacked: stacked.amax(dim=0),
+    "min": lambda stacked: stacked.amin(dim=0),
+}
+
+_Copies = dict[str, Tensor | list[Tensor]]
+
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+"""The same on every rank, if all run the same torch."""
+_MAX_DIMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a state is laid out: ``[shape]`` of a dtype. Of more than 8 dimensions the shape is not complete."""
+
+    dtype: torch.dtype
+    num_dims: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, header: Sequence[int]) -> _Layout:
+        dtype, num_dims, *sizes = header
+        return cls(_DTYPES[dtype], num_dims, tuple(sizes[:num_dims]))
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _header(state: Tensor) -> list[int]:
+    """Place of the dtype, number of dimensions, their sizes."""
+    sizes = list(state.shape)[:_MAX_DIMS]
+    return [_DTYPES.index(state.dtype), state.dim(), *sizes, *[0] * (_MAX_DIMS - len(sizes))]
+
+
+def _bytes(state: Tensor) -> Tensor:
+    """``[bytes]`` uint8 of a state."""
+    return state.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _unpacked(data: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
+    """The states whose bytes follow each other in ``[bytes]`` uint8."""
+    states, place = [], 0
+    for layout in layouts:
+        # A copy, because a view of another dtype must begin at a multiple of its size.
+        part = data[place : place + layout.num_bytes].clone()
+        states.append(part.view(layout.dtype).reshape(layout.shape))
+        place += layout.num_bytes
+    return states
+
+
+class TorchMetric(Source):
+    """Records the value of a metric at each collection, as a gauge.
+
+    The value is that of this rank. It is computed on a copy that never synchronizes, whatever ``sync_on_compute``,
+    ``dist_sync_fn`` and process group the metric has. Integers are exact. A ``compute`` that calls a collective of its
+    own accord must not be used: it would run in the collector's thread.
+
+    Call :meth:`update` and :meth:`reset` here, not on the metric, so that no reading falls between two of its states.
+    What the metric's own ``update`` waits for, this one waits for too. These do not wait:
+    :class:`~delta_tracker.monitor.device.metrics.DeviceMean` and
+    :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
+
+    Args:
+        name: of the gauge.
+        metric: whose states all reduce over ranks by sum, max, min or cat; its ``compute`` gives one number, or a dict
+            of such, which become the label ``figure``.
+        monitor: whose gauge; the program's if not given.
+
+    Raises:
+        InvalidArgumentError: if it is no ``torchmetrics.Metric``, if it contains other metrics, whose states it does
+            not list, or if a state reduces in another way, which a sum of parts could not reproduce.
+        MissingExtraError: if torchmetrics is not installed.
+    """
+
+    def __init__(self, name: str, metric: Any, *, monitor: Monitor = MONITOR) -> None:  # noqa: ANN401  torchmetrics has no types here
+        self.name = name
+        self.metric = metric
+        self._reductions = _reductions(metric)
+        self._lock = threading.RLock()
+        self._host = _copy_without_sync(metric)
+        # Two threads may compute on the copy: the collector's, and the one that merges.
+        self._computing = threading.Lock()
+        self._gauge = monitor.gauge(name, f"{type(metric).__name__} of torchmetrics.", labels=("figure",))
+        self._num_updates = 0
+        self._num_read = 0
+        self._pending: tuple[_Copies, Any] | None = None
+        monitor.registry.add_source(self)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  the metric's own
+        """Update the metric."""
+        with self._lock:
+            self.metric.update(*args, **kwargs)
+            self._num_updates += 1
+
+    def reset(self) -> None:
+        """Reset the metric, as at the end of an epoch."""
+        with self._lock:
+            self.metric.reset()
+            self._num_updates = self._num_read = 0
+            self._pending = None
+
+    def read(self, *, is_last: bool) -> None:
+        """Record the value as of the last copy of the states, then start the next copy."""
+        with self._lock:
+            pending, self._pending = self._pending, None
+            if pending is None and self._num_updates > self._num_read:
+                pending = self._start_copies()
+            if pending is None:
+                return
+            states, event = pending
+            if event is not None and is_last:
+                event.synchronize()
+            elif event is not None and not event.query():
+                self._pending = pending
+                return
+        self._record(self.value_of(states))
+
+    def value_of(self, states: Mapping[str, Tensor | list[Tensor]]) -> Tensor | Mapping[str, Tensor]:
+        """What the metric computes of states on the host; starts no collective."""
+        with self._computing:
+            for name, state in states.items():
+                setattr(self._host, name, state)
+            self._host._computed = None  # noqa: SLF001  its cache
+            # With 0 it warns that it was never updated.
+            self._host._update_count = max(self._num_updates, 1)  # noqa: SLF001
+            return cast("Tensor | Mapping[str, Tensor]", self._host.compute())
+
+    def merge_ranks(self, group: dist.ProcessGroup | None = None) -> Tensor | Mapping[str, Tensor]:
+        """The value over all ranks, the same on each; every rank must call it. Waits for the device and the ranks.
+
+        Two all-gathers: of the shapes and dtypes of the states, and of their bytes. With gloo they go through the host.
+
+        Args:
+            group: over which ranks; all of them if not given.
+
+        Raises:
+            InvalidArgumentError: on every rank, if a state that does not concatenate has different shapes on the ranks,
+                or one has more than 8 dimensions.
+        """
+        with self._lock:
+            states, event = self._start_copies()
+        if event is not None:
+            event.synchronize()
+        device = torch.device("cpu")
+        if dist.get_backend(group) == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+        joined = [_joined(states[name]) for name in self._reductions]
+        header = torch.tensor([_header(each) for each in joined], device=device)
+        headers = [torch.empty_like(header) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(headers, header, group=group)
+        layouts = [[_Layout.of(row) for row in each.tolist()] for each in headers]
+        self._check(layouts)
+        data = torch.cat([_bytes(each) for each in joined]).to(device)
+        longest = max(sum(layout.num_bytes for layout in of_rank) for of_rank in layouts)
+        gathered = [data.new_empty(longest) for _ in layouts]
+        dist.all_gather(gathered, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
+        parts = [_unpacked(each.cpu(), of_rank) for each, of_rank in zip(gathered, layouts, strict=True)]
+        return self.value_of(self._reduced(parts))
+
+    def after_fork(self) -> None:
+        """Make a lock that nobody holds."""
+        self._lock = threading.RLock()
+        self._computing = threading.Lock()
+        self._pending = None
+
+    def _check(self, layouts: Sequence[Sequence[_Layout]]) -> None:
+        """Raise where the ranks' states do not fit together."""
+        for place, (name, reduction) in enumerate(self._reductions.items()):
+            shapes = {of_rank[place].shape for of_rank in layouts}
+            if any(of_rank[place].num_dims > _MAX_DIMS for of_rank in layouts):
+                raise InvalidArgumentError("metric", f"{self.name}: {name}", "Use states of at most 8 dimensions")
+            if reduction != "cat" and len(shapes) > 1:
+                remedy = "Build the metric with the same arguments on every rank"
+                raise InvalidArgumentError("metric", f"{self.name}: {name} has shapes {shapes}", remedy)
+
+    def _reduced(self, parts: Sequence[Sequence[Tensor]]) -> _Copies:
+        """The states of all ranks together, of the parts of each rank."""
+        result: _Copies = {}
+        for place, (name, reduction) in enumerate(self._reductions.items()):
+            of_ranks = [part[place] for part in parts]
+            if reduction == "cat":
+                # A rank without updates does not know dtype and shape.
+                whole = torch.cat([each for each in of_ranks if each.numel()] or of_ranks[:1])
+                result[name] = [whole] if isinstance(getattr(self.metric, name), list) else whole
+            else:
+                result[name] = _REDUCE[reduction](torch.stack(of_ranks))
+        return result
+
+    def _start_copies(self) -> tuple[_Copies, Any]:
+        self._num_read = self._num_updates
+        copies: _Copies = {}
+        devices = set()
+        for name in self._reductions:
+            state = getattr(self.metric, name)
+            devices |= {each.device for each in (state if isinstance(state, list) else [state])}
+            copies[name] = [_to_host(each) for each in state] if isinstance(state, list) else _to_host(state)
+        if not any(device.type == "cuda" for device in devices):
+            return copies, None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return copies, event
+
+    def _record(self, value: Tensor | float | Mapping[str, Tensor | float]) -> None:
+        figures = value if isinstance(value, Mapping) else {"value": value}
+        for figure, number in figures.items():
+            if isinstance(number, Tensor) and number.numel() != 1:
+                remedy = "Use an average, so that compute() gives one number, or a dict of such"
+                raise InvalidArgumentError("metric", f"{self.name}: {figure} {tuple(number.shape)}", remedy)
+            # A float would round integers beyond 2**53.
+            self._gauge.cell(figure=figure).add(number.item() if isinstance(number, Tensor) else number)
+
+
+def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
+    """Name of each state to how it reduces.
+
+    Raises:
+        InvalidArgumentError: for one that is none of those known.
+    """
+    try:
+        import torchmetrics  # noqa: PLC0415  optional
+        from torchmetrics.utilities import data  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("torchmetrics", "torchmetrics") from error
+    if not isinstance(metric, torchmetrics.Metric):
+        raise InvalidArgumentError("metric", type(metric).__name__, "Pass one torchmetrics.Metric")
+    inner = [type(each).__name__ for each in metric.modules() if each is not metric and hasattr(each, "_reductions")]
+    reductions: Mapping[str, Any] = metric._reductions  # noqa: SLF001  the only place where they are
+    if inner or not reductions:
+        remedy = f"Its states are those of {', '.join(inner) or 'nothing'}: pass a metric with states of its own"
+        raise InvalidArgumentError("metric", type(metric).__name__, remedy)
+    known = {
+        data.dim_zero_sum: "sum",
+        data.dim_zero_max: "max",
+        data.dim_zero_min: "min",
+        data.dim_zero_cat: "cat",
+    }
+    found = {}
+    for name, reduction in reductions.items():
+        if reduction not in known:
+            what = getattr(reduction, "__name__", str(reduction))
+            remedy = f"Its state {name!r} reduces by {what}; only sum, max, min and cat can be read in parts"
+            raise InvalidArgumentError("metric", type(metric).__name__, remedy)
+        found[name] = known[reduction]
+    return found
+
+
+def _copy_without_sync(metric: Any) -> Any:  # noqa: ANN401
+    """A copy on the host whose ``compute`` gives this process's value, and starts no collective.
+
+    torchmetrics takes ``sync_on_compute`` over at construction only, into ``_to_sync``, and resets restore it.
+    """
+    # A process group cannot be copied.
+    left_out = (metric.process_group, metric.dist_sync_fn, metric.distributed_available_fn)
+    host = copy.deepcopy(metric, {id(each): None for each in left_out}).to("cpu")
+    host.process_group = host.dist_sync_fn = None
+    host.distributed_available_fn = _is_not_distributed
+    host.sync_on_compute = host.dist_sync_on_step = host._to_sync = False  # noqa: SLF001
+    return host
+
+
+def _is_not_distributed() -> bool:
+    return False
+
+
+def _joined(state: Tensor | list[Tensor]) -> Tensor:
+    """A state that concatenates as one tensor; others as they are."""
+    if not isinstance(state, list):
+        return state
+    return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in state]) if state else torch.empty(0)
+
+
+def _to_host(state: Tensor) -> Tensor:
+    """A copy on the host, which may still be under way."""
+    if state.device.type != "cuda":
+        return state.detach().to("cpu", copy=True)
+    host = torch.empty(state.shape, dtype=state.dtype, pin_memory=True)
+    return host.copy_(state.detach(), non_blocking=True)

@@ -1,0 +1,150 @@
+"""Gate: what a version must pass before a predictor lets it in front of users."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+from delta_tracker.errors import HeldVersionError, InvalidArgumentError
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.format.manifest import Link, Manifest
+
+_logger = logging.getLogger(__name__)
+
+Measure = dict[tuple[str, str], float]
+"""Kind of version and FQN to the size of its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Bounds on the rows and dense tensors of a version.
+
+    The size of a table's rows in a version is the root of the mean of their squared L2 norms. It does not depend on
+    how the trainer cut the table into columns.
+
+    Args:
+        non_finite: refuse NaN and infinite values.
+        max_drift: by how much that size may differ from that of the last version of its kind (snapshot or delta) that
+            was let through, as a share of the smaller one: 0.5 lets it grow by half, or shrink by a third. None for
+            no bound. The first version of a kind sets the measure.
+        min_rows: tables with fewer rows in the version are not measured for drift: few rows vary much.
+
+    Raises:
+        InvalidArgumentError: for a bound that is not a positive number.
+    """
+
+    non_finite: bool = True
+    max_drift: float | None = None
+    min_rows: int = 100
+
+    def __post_init__(self) -> None:
+        if self.max_drift is not None and not (math.isfinite(self.max_drift) and self.max_drift > 0):
+            raise InvalidArgumentError("max_drift", self.max_drift, "Pass a positive number")
+        if self.min_rows < 1:
+            raise InvalidArgumentError("min_rows", self.min_rows, "Pass a count of 1 or more")
+
+
+class GateKeeper:
+    """Measures versions, and remembers what the last one that was let through measured.
+
+    Args:
+        gate: the bounds.
+
+    Attributes:
+        held: the version that was held back last, None once another one was let through.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        if not isinstance(gate, Gate):
+            raise InvalidArgumentError("gate", gate, "Pass a Gate")
+        self._gate = gate
+        self._sizes: Measure = {}
+        self._accepted: set[int] = set()
+        self._refused: dict[Link, HeldVersionError] = {}
+        self.held: HeldVersionError | None = None
+
+    def accept(self, version: int) -> None:
+        """Let a version through, once.
+
+        Raises:
+            InvalidArgumentError: for what is no version.
+        """
+        if type(version) is not int or version < 0:
+            raise InvalidArgumentError("version", version, "Pass the number of the version that is held")
+        self._accepted.add(version)
+
+    def recall(self, manifest: Manifest) -> None:
+        """Hold a version that was held before, without reading it again: it may be large.
+
+        Raises:
+            HeldVersionError: if it was, and is not accepted since.
+        """
+        refused = self._refused.get(manifest.link)
+        if refused is not None and manifest.version not in self._accepted:
+            self.held = refused
+            raise refused
+
+    def check(self, manifest: Manifest, contents: Contents) -> Measure:
+        """Measure a version.
+
+        Returns:
+            Its measure, for :meth:`passed`.
+
+        Raises:
+            HeldVersionError: if it is outside the bounds, and not accepted.
+        """
+        measure, reason = self._measure(manifest, contents)
+        reason = reason or self._drift(measure)
+        if reason and manifest.version not in self._accepted:
+            _logger.error("version %d is held back: %s", manifest.version, reason)
+            self.held = self._refused[manifest.link] = HeldVersionError(manifest.version, reason)
+            raise self.held
+        return measure
+
+    def passed(self, manifest: Manifest, measure: Measure) -> None:
+        """A version with this measure was applied."""
+        # What is not finite, and was let through all the same, measures nothing.
+        self._sizes |= {key: size for key, size in measure.items() if math.isfinite(size)}
+        self._accepted.discard(manifest.version)
+        self._refused.clear()
+        self.held = None
+
+    def restart(self) -> None:
+        """The tables go back: what newer versions measured counts no more."""
+        self._sizes.clear()
+
+    def follow(self, manifest: Manifest, contents: Contents) -> Measure:
+        """The measure of a version that is applied again, whatever it is."""
+        return self._measure(manifest, contents)[0]
+
+    def _measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
+        """The size of its rows, and what is not finite, if anything."""
+        sums: dict[str, tuple[float, float]] = {}
+        reason = ""
+        for fqn, values in contents.chunks():
+            if self._gate.non_finite and not bool(values.isfinite().all()):
+                reason = reason or f"table {fqn!r} has rows with NaN or infinite values"
+            squares, rows = sums.get(fqn, (0.0, 0.0))
+            squares += float(values.double().square().sum())
+            sums[fqn] = squares, rows + values.numel() / manifest.tables[fqn].dim
+        for name, tensor in contents.dense.items():
+            if self._gate.non_finite and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                reason = reason or f"dense tensor {name!r} has NaN or infinite values"
+        sizes = {
+            (str(manifest.kind), fqn): math.sqrt(squares / rows)
+            for fqn, (squares, rows) in sums.items()
+            if rows >= self._gate.min_rows
+        }
+        return sizes, reason
+
+    def _drift(self, measure: Measure) -> str:
+        bound = self._gate.max_drift
+        for (kind, fqn), size in measure.items():
+            before = self._sizes.get((kind, fqn))
+            if bound is None or before is None or before == size:
+                continue
+            smaller, larger = sorted((before, size))
+            if smaller == 0 or not larger / smaller <= 1 + bound:
+                return f"the size of the rows of table {fqn!r} went from {before:.4g} to {size:.4g}"
+        return ""

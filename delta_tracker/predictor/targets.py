@@ -1,0 +1,123 @@
+"""Where a predictor puts rows: the tables of its model, by fully qualified name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from delta_tracker.errors import InvalidArgumentError, TableMismatchError
+from delta_tracker.row_target import RowTarget, TensorTarget
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.types import ShardSpec
+
+_MATRIX_DIMS = 2
+_COMPILED = "_orig_mod."
+# The rest of TorchRec holds its tables in nn.Embedding and nn.EmbeddingBag, and works without fbgemm.
+_WITH_FBGEMM = ("torchrec.distributed.", "torchrec.quant.")
+
+
+def find_targets(
+    model: nn.Module | Mapping[str, Tensor | RowTarget], names: Mapping[str, str] | None = None
+) -> dict[str, RowTarget]:
+    """The tables that a model could receive, each with the memory that its lookups read at this moment.
+
+    Args:
+        model: a module whose tables are ``<fqn>.weight`` parameters or buffers, such as ``nn.Embedding``,
+            ``nn.EmbeddingBag`` and TorchRec collections: unsharded, sharded in any way (each rank then holds its own
+            rows and columns), or quantised, sharded or not; compiled ones too. Or a mapping of FQN (or
+            ``<fqn>.weight``) to a ``[rows, columns]`` tensor or a target.
+        names: FQN in the stream to FQN in the model, where they differ.
+
+    Returns:
+        FQN in the stream to target.
+
+    Raises:
+        InvalidArgumentError: if the model is neither, has no matrix in it, or names one table twice; if ``names``
+            names a table that the model does not have, or one table twice.
+        MissingExtraError: if there are sharded or quantised TorchRec modules and fbgemm is not installed.
+    """
+    targets: dict[str, RowTarget] = {}
+    for name, table in _modules_tables(model) if isinstance(model, nn.Module) else _items(model):
+        fqn = name.replace(_COMPILED, "").removesuffix(".weight")
+        if isinstance(table, Tensor):
+            if table.dim() != _MATRIX_DIMS:
+                continue
+            table = TensorTarget.of(table)  # noqa: PLW2901
+        if fqn in targets:
+            raise InvalidArgumentError("model", fqn, f"Give one of {fqn!r} and {fqn + '.weight'!r}, not both")
+        targets[fqn] = table
+    if not targets:
+        raise InvalidArgumentError("model", type(model).__name__, "Pass a module or mapping with embedding tables")
+    return _renamed(targets, names or {})
+
+
+def _modules_tables(model: nn.Module) -> Iterable[tuple[str, Tensor | RowTarget]]:
+    if any(kind.__module__.startswith(_WITH_FBGEMM) for each in model.modules() for kind in type(each).__mro__):
+        from delta_tracker.sharding.inference_tables import model_tables  # noqa: PLC0415  it needs torchrec
+
+        return model_tables(model)
+    return itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+
+
+def _items(model: object) -> Iterable[tuple[str, Tensor | RowTarget]]:
+    """The items of what should be a mapping of tables."""
+    if not isinstance(model, Mapping) or not all(isinstance(table, Tensor | RowTarget) for table in model.values()):
+        raise InvalidArgumentError(
+            "model", type(model).__name__, "Pass a module, or a mapping of FQN to tensor or RowTarget"
+        )
+    return ((str(name), table) for name, table in model.items())
+
+
+def _renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
+    for name in names.values():
+        if name not in targets:
+            raise InvalidArgumentError("names", name, f"Name tables that the model has: {sorted(targets)}")
+    if len(set(names.values())) < len(names):
+        raise InvalidArgumentError("names", dict(names), "Give each table of the model one name")
+    kept = {fqn: target for fqn, target in targets.items() if fqn not in names.values()}
+    return kept | {fqn: targets[name] for fqn, name in names.items()}
+
+
+def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
+    """Refuse a version whose tables the model cannot receive.
+
+    Raises:
+        TableMismatchError: for the first table that is missing, has another shape or dtype, cannot be written in
+            place, or shares its memory with another table of the stream.
+        InvalidArgumentError: for a target whose block lies outside its table.
+    """
+    for fqn, table in manifest.tables.items():
+        target = targets.get(fqn)
+        if target is None:
+            raise TableMismatchError(fqn, str(table), "missing", sorted(targets))
+        dtype = target.dtype or table.dtype
+        if (target.num_rows, target.dim, dtype) != (table.num_rows, table.dim, table.dtype):
+            found = f"{target.num_rows} x {target.dim} {str(dtype).removeprefix('torch.')}"
+            raise TableMismatchError(fqn, str(table), found)
+        ShardSpec(table, target.rows[0], target.rows[1] - target.rows[0], target.columns)
+        if isinstance(target, TensorTarget) and target.obstacle:
+            raise TableMismatchError(fqn, str(table), target.obstacle)
+    _refuse_shared_memory(manifest, targets)
+
+
+def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
+    memories = [
+        (fqn, region.memory)
+        for fqn in manifest.tables
+        if isinstance(target := targets[fqn], TensorTarget)
+        for region in target.regions
+        if region.memory.numel()
+    ]
+    spans = sorted((*_span(memory), fqn) for fqn, memory in memories)
+    for (device, _, end, fqn), (other_device, begin, _, other) in itertools.pairwise(spans):
+        if begin < end and device == other_device:
+            shared = f"in memory that {fqn!r} has too (tied weights)"
+            raise TableMismatchError(other, str(manifest.tables[other]), shared)
+
+
+def _span(tensor: Tensor) -> tuple[str, int, int]:
+    """Device, and address of the first byte and after the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

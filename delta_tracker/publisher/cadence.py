@@ -1,0 +1,114 @@
+"""When a publisher publishes by itself."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.tracker.tracker import ModelDeltaTracker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """When :meth:`Publisher.step` publishes: as soon as one of the bounds is reached.
+
+    Rows and bytes are those that are pending on one rank; tables whose optimizer is not fused count nothing, because
+    only a read finds out what changed in them.
+
+    Args:
+        batches: this many batches after the last version.
+        seconds: this many seconds after the last version, by rank 0's clock.
+        rows: when this many rows are pending on a rank.
+        num_bytes: when the values of the pending rows of a rank have this many bytes in the tables' dtypes.
+        snapshot_every: make every such version a snapshot; None for the first one only.
+
+    Raises:
+        InvalidArgumentError: for a bound that is not a positive number, or when there is none.
+
+    Example:
+        >>> Cadence(batches=100, seconds=60).batches
+        100
+    """
+
+    batches: int | None = None
+    seconds: float | None = None
+    rows: int | None = None
+    num_bytes: int | None = None
+    snapshot_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            bound = getattr(self, field.name)
+            is_whole = field.name == "seconds" or isinstance(bound, int)
+            is_number = isinstance(bound, int | float) and not isinstance(bound, bool) and math.isfinite(bound)
+            if bound is not None and not (is_number and is_whole and bound > 0):
+                raise InvalidArgumentError(field.name, bound, "Pass a positive number")
+        if all(bound is None for bound in (self.batches, self.seconds, self.rows, self.num_bytes)):
+            raise InvalidArgumentError("Cadence", "no bound", "Give one of batches, seconds, rows and num_bytes")
+
+
+class Pace:
+    """Tells when a rank is due.
+
+    Counting the pending rows exactly costs a scan of the row sets, so it is done only when enough lookups were
+    recorded since the last count to have reached the bound.
+
+    Args:
+        cadence: the bounds.
+        tracker: whose rows.
+        consumer: for whom they are pending.
+    """
+
+    def __init__(self, cadence: Cadence, tracker: ModelDeltaTracker, consumer: str | None) -> None:
+        self._cadence = cadence
+        self._tracker = tracker
+        self._consumer = consumer
+        self._batch = 0
+        self._time = time.monotonic()
+        self._counted = (0, 0)
+        self._counted_at = self._recorded()
+
+    def restart(self) -> None:
+        """A version is cut now."""
+        self._batch = self._tracker.num_batches
+        self._time = time.monotonic()
+        self._counted, self._counted_at = (0, 0), self._recorded()
+
+    def is_due(self, *, is_clock: bool) -> bool:
+        """Whether a version should be cut at the next batch; seconds count on the rank that is the clock only."""
+        cadence = self._cadence
+        if cadence.batches is not None and self._tracker.num_batches + 1 - self._batch >= cadence.batches:
+            return True
+        if is_clock and cadence.seconds is not None and time.monotonic() - self._time >= cadence.seconds:
+            return True
+        bounds = (cadence.rows, cadence.num_bytes)
+        if not self._reaches(bounds, self._most()):
+            return False
+        self._counted, self._counted_at = self._pending(), self._recorded()
+        return self._reaches(bounds, self._counted)
+
+    def _most(self) -> tuple[int, int]:
+        """At most as many rows and bytes are pending."""
+        now = self._recorded()
+        return (
+            self._counted[0] + now[0] - self._counted_at[0],
+            self._counted[1] + now[1] - self._counted_at[1],
+        )
+
+    def _pending(self) -> tuple[int, int]:
+        return self._sizes(self._tracker.num_pending(self._consumer))
+
+    def _recorded(self) -> tuple[int, int]:
+        return self._sizes(self._tracker.num_recorded)
+
+    def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
+        """Rows, and bytes of their values in the tables' dtypes."""
+        row_bytes = {fqn: shard.num_columns * shard.table.dtype.itemsize for fqn, shard in self._tracker.shards.items()}
+        return sum(num_rows.values()), sum(count * row_bytes[fqn] for fqn, count in num_rows.items())
+
+    @staticmethod
+    def _reaches(bounds: tuple[int | None, int | None], found: tuple[int, int]) -> bool:
+        return any(bound is not None and value >= bound for bound, value in zip(bounds, found, strict=True))

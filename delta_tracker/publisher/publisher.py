@@ -1,0 +1,380 @@
+"""Publisher: writes a tracker's changed rows to a stream, one version at a time, from all ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch import nn
+
+from delta_tracker.distributed import DEFAULT_TIMEOUT
+from delta_tracker.errors import FencedError, InvalidArgumentError, RankLostError
+from delta_tracker.predictor.observing import count_failure, count_published, watch_publisher
+from delta_tracker.publisher.cadence import Cadence, Pace
+from delta_tracker.publisher.coordinator import Draft, StreamWriter, check_alike
+from delta_tracker.publisher.ranks import CALL, Flags
+from delta_tracker.publisher.row_gatherer import EncodingChoice
+from delta_tracker.publisher.version_source import Cutter
+from delta_tracker.stream.format.manifest import Kind, Manifest, Part
+from delta_tracker.stream.maintenance.retention import Retention
+from delta_tracker.stream.maintenance.upkeep import Upkeep
+from delta_tracker.stream.notify.notifier import Hints, Notifier
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.tracker.top_k import TopK
+from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.types import Delta
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A version on its way. A snapshot's rows are copied first; then it is cut, written and committed as any other."""
+
+    kind: Kind
+    job: Future[Any]
+    is_copying: bool
+    read: Delta | None = None
+
+
+class Publisher:
+    """Publishes what changed since its last version, from all ranks, as one version.
+
+    Every rank builds one, and every rank calls :meth:`publish`, :meth:`snapshot` or, after each batch, :meth:`step` at
+    the same batch, from the thread that built it, which is the one that trains. At the cut a rank gathers its own
+    rows; a thread of its own writes them and commits. Ranks exchange a few hundred bytes, never rows. The version
+    exists once rank 0 has created its manifest. Until then nothing is visible and every row stays pending, whatever
+    fails.
+
+    A snapshot of fused tables is copied while training goes on; the rows that changed meanwhile are read at its cut
+    and stand in the same version. Beside the tables it takes a few chunks of 4 MiB.
+
+    Building one claims the stream: a publisher of an older generation is fenced from then on. Its first version is a
+    snapshot, unless the tracker's state was loaded from a checkpoint that knows the stream: then it is a delta of what
+    was pending in the checkpoint and of whatever later versions have carried, with the rows as the trainer holds them,
+    and without ``top_k``. It also reserves its consumer, so that no other reader can take rows out of the stream.
+
+    Args:
+        tracker: whose rows.
+        url: the stream, ``file:///directory``, ``s3://bucket/prefix``, ... or an opened
+            :class:`~delta_tracker.stream.storage.storage.Storage`; the same place for every rank.
+        consumer: the tracker's consumer that this publisher reads as; may be left out when there is only one.
+        top_k: publish a part of the rows only, those that changed most; the others stay pending.
+        dense: dense parameters and buffers that each version carries, as rank 0 holds them at its cut: a module, or
+            their names in the model's ``state_dict``.
+        encoding: how rows are stored, one :class:`~delta_tracker.stream.format.encoding.Encoding` for all tables or
+            FQN to one; a table that is not named is stored in its own dtype.
+        cadence: when :meth:`step` publishes. Versions count from the first one of this publisher.
+        retention: what the stream keeps; rank 0 removes the rest now and then, in a thread of its own. Only what lies
+            before a snapshot can go: have some made, by ``cadence.snapshot_every`` or ``compact_every``.
+        compact_every: after so many versions rank 0 merges them, in that thread too; None for never.
+        notifier: carries a hint of each version to predictors that wait for one.
+        timeout: how long ranks wait for each other, also for the slowest one to build its publisher.
+
+    Raises:
+        UnknownConsumerError: if the tracker has no such consumer.
+        ReservedConsumerError: if another publisher reads as it.
+        DetachedError: if the tracker is detached.
+        InvalidArgumentError: for a url that names no store, dense names or an encoding that do not fit the model.
+        UnsafeStoreError: if the store lets two writers create one object.
+        StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
+            claimed, and its former publisher fenced.
+        PublishError: if another rank cannot, or uses another one.
+        RankLostError: if a rank dies meanwhile, or does not build a publisher in time. After any error nothing of the
+            publisher is left, and all ranks may build a new one.
+    """
+
+    def __init__(  # noqa: PLR0913  all but two have a default that most users keep
+        self,
+        tracker: ModelDeltaTracker,
+        url: str | Storage,
+        consumer: str | None = None,
+        *,
+        top_k: TopK | None = None,
+        dense: nn.Module | Iterable[str] | None = None,
+        encoding: EncodingChoice = None,
+        cadence: Cadence | None = None,
+        retention: Retention | None = None,
+        compact_every: int | None = None,
+        notifier: Notifier | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        self._tracker = tracker
+        self._thread, self._process = threading.get_ident(), os.getpid()
+        self._upkeep: Upkeep | None = None
+        self._cutter: Cutter | None = None
+        self._flight: _Flight | None = None
+        self._error: Exception | None = None
+        self._num_versions = 0
+        self._is_open = False
+
+        def prepare() -> dict[str, Any]:
+            for name, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
+                if value is not None and not isinstance(value, kind):
+                    raise InvalidArgumentError(name, value, f"Pass a {kind.__name__}")
+            is_first = self._writer.rank == 0
+            self._cutter = Cutter(
+                tracker, consumer, owner=self, top_k=top_k, dense=dense, encoding=encoding, is_first=is_first
+            )
+            return {"arguments": "no top_k" if top_k is None else "top_k"}
+
+        self._writer = StreamWriter(timeout)
+        try:
+            self._flags = Flags(timeout)
+        except BaseException:
+            self._writer.close()
+            raise
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._hints = Hints(notifier)
+        try:
+            check_alike(self._writer.exchange("arguments", prepare), "arguments")
+            if top_k is not None:
+                tracker.join_top_k(CALL, timeout)
+            self._writer.open(url)
+            self._checked_cutter().resume(self._writer)
+            if retention is not None or compact_every is not None:
+                self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every)
+        except BaseException:
+            self.close()
+            raise
+        self._is_open = True
+        watch_publisher(counts_versions=self._writer.rank == 0)
+        self._cadence = cadence
+        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer)
+
+    @property
+    def generation(self) -> int:
+        """This publisher's generation."""
+        return self._writer.head.generation
+
+    @property
+    def stream(self) -> str:
+        """Id of the stream, 32 hex digits."""
+        return self._writer.head.stream
+
+    @property
+    def version(self) -> int:
+        """The newest version that this publisher has committed, its claim to begin with."""
+        return self._writer.head.version
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the last version that :meth:`step` began was not published; None once a later one was."""
+        return self._error
+
+    @property
+    def upkeep_error(self) -> Exception | None:
+        """Why the last retention or compaction failed, on rank 0; None if it did not, or there is none."""
+        return None if self._upkeep is None else self._upkeep.error
+
+    def step(self) -> None:
+        """Publish when the cadence says so; call it after each batch, and after ``tracker.step()``, on every rank.
+
+        Training waits for the gather of the rows only. While a version is on its way no other is begun: rows that
+        change meanwhile wait in the tracker, so a slow store costs no memory and makes the next version larger.
+
+        Failures do not reach training: they are logged and kept in :attr:`error`, all rows stay pending and the next
+        version tries again. After a :class:`~delta_tracker.errors.FencedError` or a
+        :class:`~delta_tracker.errors.RankLostError` nothing is tried any more.
+
+        Raises:
+            InvalidArgumentError: without a cadence, after :meth:`close`, or from another thread than the one that
+                built it.
+        """
+        self._checked_cutter()
+        if self._pace is None:
+            raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
+        if isinstance(self._error, FencedError | RankLostError):
+            return
+        try:
+            agreed = self._flags.result()
+            if agreed is not None:
+                self._advance(*map(bool, agreed))
+            self._flags.start(self._wishes(self._pace))
+        except RankLostError as error:
+            self._fail(error)
+
+    def publish(self) -> Manifest:
+        """Publish the rows that changed since the last version; all rows where the stream cannot be known to hold them.
+
+        That is so for the first version of a publisher, and when the tracker has given its consumer up. A version
+        without changed rows is published too: it tells predictors how fresh they are. Rows whose update is under way
+        are in this version and again in the next. What :meth:`step` has begun is finished first.
+
+        Returns:
+            The committed manifest, the same on every rank.
+
+        Raises:
+            FencedError: if a newer publisher has the stream, on every rank; nothing was published.
+            PublishError: if another rank failed, or stands at another batch; every row stays pending.
+            StorageError: if this rank could not write; every row stays pending. If the store failed while the version
+                was being committed, predictors may have it; the next version then continues behind it.
+            RankLostError: if a rank died or did not answer; every row stays pending.
+            InvalidArgumentError: after :meth:`close`, or from another thread than the one that built it.
+        """
+        return self._publish("delta")
+
+    def snapshot(self) -> Manifest:
+        """Publish every row of every table, as they are now; also after weights were loaded or edited by hand.
+
+        Returns, raises: as :meth:`publish`.
+        """
+        return self._publish("snapshot")
+
+    def flush(self) -> None:
+        """Finish what :meth:`step` has begun; every rank calls it at the same batch.
+
+        Raises: as :meth:`publish`.
+        """
+        self._checked_cutter()
+        self._flags.result()
+        self._land()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Finish what is under way, release the consumer and leave the ranks' group; every rank calls it.
+
+        The stream stays claimed. A version that fails now is logged, and its rows stay pending. A retention or
+        compaction that takes more than 10 seconds longer is ended; a later one does its work.
+
+        Raises:
+            InvalidArgumentError: from another thread than the one that built it; nothing was closed.
+        """
+        if self._cutter is not None:
+            self._checked_cutter()
+        if self._cutter is not None:
+            self._land()
+            self._cutter.close(forgets=self._is_open)
+        self._cutter = None
+        self._worker.shutdown()
+        self._hints.close()
+        if self._upkeep is not None:
+            self._upkeep.close()
+        self._flags.close()
+        self._writer.close()
+
+    def _checked_cutter(self) -> Cutter:
+        """The tracker's side, while the publisher may be used, and from the thread that may use it."""
+        if self._cutter is None:
+            raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
+        if os.getpid() != self._process:
+            raise InvalidArgumentError(
+                "process", os.getpid(), "Publish in the process that built it, not in a fork of it"
+            )
+        if threading.get_ident() != self._thread:
+            raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
+        return self._cutter
+
+    # Every rank goes through the same states at the same batches: nothing, copying, writing, nothing.
+
+    def _publish(self, kind: Kind) -> Manifest:
+        cutter = self._checked_cutter()
+        self._flags.result()
+        self._land()
+        self._error = None
+        wanted: Kind = "snapshot" if cutter.needs_snapshot else kind
+        self._begin(self._writer.agree(wanted, self._tracker.num_batches, self._tracker.tables))
+        self._land()
+        if self._error is not None:
+            raise self._error
+        return self._writer.head
+
+    def _wishes(self, pace: Pace) -> list[bool]:
+        """What this rank tells for the next batch: begin a version, make it a snapshot, wait for what is under way."""
+        if self._flight is not None:
+            return [False, False, not self._flight.job.done()]
+        assert self._cadence is not None, "there is a pace"
+        every = self._cadence.snapshot_every
+        wants_snapshot = self._checked_cutter().needs_snapshot or (
+            every is not None and self._num_versions % every == 0
+        )
+        return [pace.is_due(is_clock=self._writer.rank == 0), wants_snapshot, False]
+
+    def _advance(self, is_due: bool, wants_snapshot: bool, is_under_way: bool) -> None:  # noqa: FBT001  as told
+        if self._flight is None:
+            if is_due:
+                self._begin("snapshot" if wants_snapshot else "delta")
+        elif not is_under_way:
+            self._go_on(self._flight)
+
+    def _land(self) -> None:
+        """Wait until nothing is under way."""
+        while self._flight is not None:
+            self._go_on(self._flight)
+
+    def _go_on(self, flight: _Flight) -> None:
+        if flight.is_copying:
+            self._cut("snapshot", flight.job)
+        else:
+            self._finish(flight)
+
+    def _begin(self, kind: Kind) -> None:
+        if self._pace is not None:
+            self._pace.restart()
+        if kind == "delta":
+            self._cut(kind, None)
+        else:
+            try:
+                rows = self._checked_cutter().copy()
+                job = self._worker.submit(lambda: self._writer.write_part(rows) if rows else None)
+            except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks hear of it
+                job = Future()
+                job.set_exception(error)
+            self._flight = _Flight(kind, job, is_copying=True)
+
+    def _cut(self, kind: Kind, copy: Future[Part | None] | None) -> None:
+        """Read a version's rows and let the worker write it."""
+        read: Delta | None = None
+        try:
+            draft, read = self._checked_cutter().cut(kind, None if copy is None else copy.result())
+        except Exception as error:  # noqa: BLE001  the other ranks have to hear of it: the writer tells them
+            failure = error
+            job = self._worker.submit(self._commit, lambda: _raise(failure))
+        else:
+            job = self._worker.submit(self._commit, lambda: draft)
+        self._flight = _Flight(kind, job, is_copying=False, read=read)
+
+    def _commit(self, prepare: Callable[[], Draft]) -> Manifest:
+        """On the worker: write a version, commit it, and tell who waits for it."""
+        manifest = self._writer.commit(prepare)
+        if self._writer.rank == 0:
+            self._hints.announce(manifest.stream, manifest.version)
+            if self._upkeep is not None:
+                self._upkeep.after(manifest.version)
+        return manifest
+
+    def _finish(self, flight: _Flight) -> None:
+        """Wait for a version's end, and tell the tracker.
+
+        Interrupted, it is still under way: the worker reads the memory that the next one would gather into.
+        """
+        try:
+            committed = flight.job.result()
+        except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
+            self._flight = None
+            self._checked_cutter().end(flight.read, None)
+            self._fail(error)
+            return
+        self._flight = None
+        self._checked_cutter().end(flight.read, committed)
+        if self._writer.rank == 0:  # every rank has the entry; it counts once
+            count_published(committed)
+        self._error = None
+        self._num_versions += 1
+
+    def _fail(self, error: Exception) -> None:
+        count_failure(error)
+        if str(error) != str(self._error):
+            _logger.warning("version %d was not published: %s", self.version + 1, error)
+        self._error = error
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

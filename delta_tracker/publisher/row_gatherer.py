@@ -1,0 +1,138 @@
+"""From a trainer's tables to rows for a part: gathered chunk by chunk, each encoded while it is in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.format.encoding import Encoding, encode_rows
+from delta_tracker.stream.format.manifest import Block, IdForm
+from delta_tracker.stream.format.part_writer import Rows
+from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.types import Delta, ShardSpec
+
+_CHUNK_BYTES = 4 << 20
+
+EncodingChoice = Encoding | Mapping[str, Encoding] | None
+
+
+def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict[str, Encoding]:
+    """How each table's rows are stored.
+
+    Args:
+        choice: one for all tables; or FQN to one, the others in their own dtype; or None, all in their own.
+        tracker: whose tables.
+
+    Raises:
+        InvalidArgumentError: for a table that is not tracked, what is no encoding, or one that does not fit a shard.
+    """
+    own = {fqn: Encoding.of(table.dtype) for fqn, table in tracker.tables.items()}
+    chosen = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(own, choice) if choice is not None else {}
+    for fqn, encoding in chosen.items():
+        if fqn not in own:
+            raise InvalidArgumentError("encoding", fqn, f"Name some of the tables {sorted(own)}")
+        if not isinstance(encoding, Encoding):
+            raise InvalidArgumentError("encoding", encoding, f"Pass some of {[str(known) for known in Encoding]}")
+        for first, end in tracker.shards[fqn].columns:
+            encoding.width(end - first)  # refuses what it cannot hold
+    return own | chosen
+
+
+class Gatherer:
+    """Gathers a tracker's rows, on the training thread, into memory that it uses again and again.
+
+    Memory: the largest delta so far, as it is stored.
+
+    Args:
+        tracker: whose rows.
+        encodings: FQN to how its rows are stored.
+        writes_replicas: whether this rank writes the tables that every rank holds.
+    """
+
+    def __init__(self, tracker: ModelDeltaTracker, encodings: Mapping[str, Encoding], *, writes_replicas: bool) -> None:
+        self._tracker = tracker
+        self._encodings = encodings
+        self._writes_replicas = writes_replicas
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    @torch.no_grad()
+    def changed(self, delta: Delta, *, without: frozenset[str] = frozenset()) -> list[Rows]:
+        """The rows of a delta as they are now, one block for each column range; those of some tables left out.
+
+        They stay as they are until the next call.
+        """
+        return [
+            self._gather(fqn, shard, columns, view, delta[fqn].ids)
+            for fqn, shard in self._shards()
+            if len(delta[fqn]) and fqn not in without
+            for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True)
+        ]
+
+    @torch.no_grad()
+    def whole(self, tables: frozenset[str], *, now: bool) -> list[Rows]:
+        """All rows of some tables.
+
+        Args:
+            tables: their FQNs.
+            now: copy them now; otherwise each chunk is copied when it is asked for, from what the rows are then.
+        """
+        blocks = []
+        for fqn, shard in self._shards():
+            if fqn not in tables or shard.num_rows == 0:
+                continue
+            encoding = self._encodings[fqn]
+            for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True):
+                block = Block(fqn, _row_range(shard), columns, shard.num_rows, "all", encoding)
+                chunks = self._copies(view, encoding)
+                blocks.append(Rows(block, None, list(chunks) if now else chunks))
+        return blocks
+
+    def _shards(self) -> Iterator[tuple[str, ShardSpec]]:
+        """The shards that this rank writes."""
+        for fqn, shard in self._tracker.shards.items():
+            if self._writes_replicas or not shard.is_replicated:
+                yield fqn, shard
+
+    def _gather(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], view: Tensor, ids: Tensor) -> Rows:
+        encoding = self._encodings[fqn]
+        form: IdForm = "gaps" if encoding.is_quantized else "list"
+        block = Block(fqn, _row_range(shard), columns, len(ids), form, encoding)
+        stored = self._buffer((fqn, columns[0]), block)
+        step = _chunk_rows(view)
+        for begin in range(0, len(ids), step):
+            chunk = ids[begin : begin + step]
+            out = stored[begin : begin + len(chunk)]
+            if view.device == out.device and view.dtype == out.dtype:
+                torch.index_select(view, 0, chunk, out=out)
+            elif view.device == out.device:
+                encode_rows(view.index_select(0, chunk), encoding, out=out)
+            else:
+                out.copy_(encode_rows(view.index_select(0, chunk), encoding))
+        return Rows(block, ids.cpu() + shard.row_offset, [stored])
+
+    def _buffer(self, key: tuple[str, int], block: Block) -> Tensor:
+        """Memory for a block's rows, on the CPU, kept from call to call: fresh pages cost more than the gather."""
+        num_bytes = block.num_rows * block.row_bytes
+        held = self._buffers.get(key)
+        if held is None or len(held) < num_bytes:
+            held = self._buffers[key] = torch.empty(num_bytes, dtype=torch.uint8)
+        return held[:num_bytes].view(block.encoding.dtype).view(block.num_rows, -1)
+
+    @staticmethod
+    @torch.no_grad()
+    def _copies(view: Tensor, encoding: Encoding) -> Iterator[Tensor]:
+        # A copy even where nothing is to be encoded: training may write to the rows between their hash and the disk.
+        step = _chunk_rows(view)
+        for begin in range(0, len(view), step):
+            yield encode_rows(view[begin : begin + step].clone(), encoding).cpu()
+
+
+def _row_range(shard: ShardSpec) -> tuple[int, int]:
+    return shard.row_offset, shard.row_offset + shard.num_rows
+
+
+def _chunk_rows(view: Tensor) -> int:
+    return max(1, _CHUNK_BYTES // max(1, view.shape[1] * view.element_size()))

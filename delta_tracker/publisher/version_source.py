@@ -1,0 +1,189 @@
+"""The tracker's side of a publisher: what is taken out of the tracker for a version, and what it is told afterwards."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
+from delta_tracker.monitor.default import metrics
+from delta_tracker.publisher.coordinator import Draft, StreamWriter
+from delta_tracker.publisher.repair import rows_to_repair
+from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
+from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.stream.cursor import Place
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS, Kind, Manifest, Part
+from delta_tracker.stream.format.part_writer import Rows
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.tracker.top_k import TopK
+from delta_tracker.tracker.tracker import ModelDeltaTracker
+from delta_tracker.types import Delta
+
+_logger = logging.getLogger(__name__)
+
+
+class Cutter:
+    """Reads a tracker as one of its consumers, which it reserves. Everything here is for the training thread.
+
+    Args:
+        tracker: whose rows.
+        consumer: as which it reads; may be None when there is only one.
+        owner: for whom it is reserved.
+        top_k: see :class:`~delta_tracker.publisher.publisher.Publisher`, as the others.
+        dense: as above.
+        encoding: as above.
+        is_first: whether this is the rank that writes what every rank holds.
+
+    Raises:
+        UnknownConsumerError, ReservedConsumerError, DetachedError: as
+            :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`.
+        InvalidArgumentError: for dense names or an encoding that do not fit the model, or a ``top_k`` that its mode
+            cannot serve.
+    """
+
+    def __init__(
+        self,
+        tracker: ModelDeltaTracker,
+        consumer: str | None,
+        *,
+        owner: object,
+        top_k: TopK | None,
+        dense: nn.Module | Iterable[str] | None,
+        encoding: EncodingChoice,
+        is_first: bool,
+    ) -> None:
+        self._tracker = tracker
+        self._owner = owner
+        self._top_k = top_k
+        self._dense_choice = dense if dense is None or isinstance(dense, nn.Module | str) else tuple(dense)
+        self._is_first = is_first
+        tracker.check_top_k(top_k)
+        encodings = choose_encodings(encoding, tracker)
+        self._gatherer = Gatherer(tracker, encodings, writes_replicas=is_first)
+        self._dense()
+        self.consumer = tracker.reserve(consumer, owner)
+        self._meanwhile = f"{self.consumer} (snapshot)"  # learns what changes while a snapshot is copied
+        self._has_snapshot = self._is_repairing = self._is_copying = False
+
+    @property
+    def needs_snapshot(self) -> bool:
+        """Whether only a snapshot can bring the stream up to date."""
+        return not self._has_snapshot or self._tracker.needs_snapshot(self.consumer)
+
+    def resume(self, writer: StreamWriter) -> None:
+        """Go on from a checkpoint if every rank knows what later versions carried; otherwise a snapshot comes first.
+
+        A collective.
+
+        Raises: as :meth:`~delta_tracker.publisher.coordinator.StreamWriter.exchange`.
+        """
+        tracker = self._tracker
+        rows: dict[str, Tensor] | None = None
+
+        def find() -> dict[str, Any]:
+            nonlocal rows
+            # Rows that somebody took from the consumer since the load are in no version.
+            note = tracker.annotations.get(self.consumer) if tracker.is_as_restored(self.consumer) else None
+            rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, tracker.tables, tracker.shards)
+            return {"knows": rows is not None}
+
+        if all(vote["knows"] for vote in writer.exchange("resume", find)) and rows is not None:
+            for fqn, ids in rows.items():
+                tracker.distrust(self.consumer, fqn, ids, owner=self._owner)
+            self._has_snapshot = self._is_repairing = True
+        self._note(writer.head)
+
+    def copy(self) -> list[Rows]:
+        """Begin a snapshot: from here on it is known which rows change, so that all may be copied in any order."""
+        if self._tracker.needs_snapshot(self.consumer):
+            # Until this one is committed, also for whoever resumes from a checkpoint: what was pending is gone.
+            self._has_snapshot = False
+            self._tracker.annotate(self.consumer, None, owner=self._owner)
+            self._tracker.clear(self.consumer, owner=self._owner)
+        self._tracker.add_consumer(self._meanwhile, owner=self._owner)
+        self._is_copying = True
+        return self._gatherer.whole(self._tracker.fused_tables, now=False)
+
+    def cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
+        """Read the rows of a version, as they are now. A collective if ``top_k`` chooses.
+
+        Args:
+            kind: what it is to be.
+            copied: of a snapshot, the part that holds what :meth:`copy` gave, if there was anything.
+        """
+        tracker = self._tracker
+        if kind == "snapshot":
+            # What changed while it was copied; tables without a fused optimizer are copied whole only now, because a
+            # write of theirs is seen by comparison, and a value that came back by then would not be.
+            changed = tracker.get_delta(self._meanwhile, owner=self._owner)
+            compared = frozenset(tracker.tables) - tracker.fused_tables
+            rows = self._gatherer.changed(changed, without=compared) + self._gatherer.whole(compared, now=True)
+            read = tracker.get_delta(self.consumer, commit=False, owner=self._owner)
+        else:
+            top_k = None if self._is_repairing else self._top_k
+            with metrics.read_seconds.time(consumer=self.consumer):
+                read = tracker.get_delta(self.consumer, commit=False, top_k=top_k, owner=self._owner)
+            with metrics.encode_seconds.time():
+                rows = self._gatherer.changed(read)
+        draft = Draft(
+            kind=kind,
+            batches=read.batches,
+            cut=time.time(),
+            tables=dict(tracker.tables),
+            pending_rows=read.pending_rows,
+            parts=[] if copied is None else [copied],
+            rows=rows,
+            dense={name: tensor.cpu().clone() for name, tensor in self._dense().items()},
+        )
+        return draft, read
+
+    def end(self, read: Delta | None, committed: Manifest | None) -> None:
+        """Tell the tracker how a version has ended.
+
+        Args:
+            read: the read that it was made of, if it came so far.
+            committed: its entry; None if it failed, so that its rows stay pending.
+        """
+        if self._is_copying:
+            self._is_copying = False
+            self._tracker.release(self._meanwhile, self._owner)
+            self._tracker.remove_consumer(self._meanwhile)
+        if read is not None:
+            try:
+                (self._tracker.abort if committed is None else self._tracker.commit)(read)
+            except StaleDeltaError:
+                _logger.warning("the tracker was attached anew while a version was written: its rows are sent again")
+        if committed is not None:
+            self._has_snapshot, self._is_repairing = True, False
+            self._note(committed)
+
+    def close(self, *, forgets: bool) -> None:
+        """Release the consumer.
+
+        Args:
+            forgets: drop what is noted of it for checkpoints: whoever reads as it from now on takes rows out of the
+                stream.
+        """
+        if forgets:
+            self._tracker.annotate(self.consumer, None, owner=self._owner)
+        self._tracker.release(self.consumer, self._owner)
+
+    def _note(self, head: Manifest) -> None:
+        """Save with the tracker's state which version the stream has reached, if it is known what that one lacks."""
+        place = Place(head.stream, head.link).to_dict() if self._has_snapshot else None
+        self._tracker.annotate(self.consumer, place, owner=self._owner)
+
+    def _dense(self) -> dict[str, Tensor]:
+        """The live dense tensors that this rank writes."""
+        if self._dense_choice is None or not self._is_first:
+            return {}
+        found = dense_tensors(self._tracker.model, self._dense_choice)
+        for name, tensor in found.items():
+            if tensor.dtype not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
+                remedy = f"Leave it out: a stream has no {tensor.dim()}-d {tensor.dtype}"
+                raise InvalidArgumentError("dense", name, remedy)
+        return found

@@ -1,0 +1,149 @@
+"""Learn of rows that are written outside autograd: by ``load_state_dict``, and when a managed collision evicts an id.
+
+A collection's post-hook runs for every ``load_state_dict`` that reaches it, whether it is called on the model, on a
+module above it or by ``torch.distributed.checkpoint``. Tensors that are loaded in place, without their module, are
+found by :class:`~delta_tracker.sharding.weights.WriteWatch`.
+
+A managed-collision module resets the rows of evicted ids in its forward, just before they are looked up anew. TorchRec
+has no hook there, so its method is wrapped, once for all trackers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from delta_tracker.sharding.discover import Discovery
+from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+# Table name to [N] local ids, None where nothing is evicted.
+_Evicted = Mapping[str, Tensor | None]
+
+
+class LoadHook(Watcher):
+    """Watches the loads of one sharded collection: afterwards any row may be another.
+
+    Args:
+        module: the collection.
+        tables: FQNs of the tables that count as rewritten.
+        listener: who is told.
+        keys: source of keys, shared by all hooks of a listener.
+    """
+
+    def __init__(
+        self, module: nn.Module, tables: Sequence[str], listener: UpdateListener, keys: itertools.count[int]
+    ) -> None:
+        super().__init__(tables, listener, keys)
+        self._handle: RemovableHandle = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            self._after_load
+        )
+
+    def remove(self) -> None:
+        """Stop watching."""
+        self._handle.remove()
+        super().remove()
+
+    def _after_load(self, module: object, keys: object) -> None:
+        del module, keys
+        for fqn in self._tables:
+            self._contained(partial(self._listener.mark, fqn, None, is_written=True), otherwise=None)
+        self._contained(partial(self._listener.acknowledge_writes, self._tables), otherwise=None)
+
+
+class EvictionHook(Watcher):
+    """Watches the evictions of one managed-collision module.
+
+    Args:
+        module: the sharded managed-collision module.
+        tables: FQNs of the tables to tell of.
+        listener: who is told.
+        keys: source of keys, shared by all hooks of a listener.
+    """
+
+    def __init__(
+        self,
+        module: Any,  # noqa: ANN401  a class of torchrec's
+        tables: Sequence[str],
+        listener: UpdateListener,
+        keys: itertools.count[int],
+    ) -> None:
+        super().__init__(tables, listener, keys)
+        self._module = module
+        if not isinstance(module._evict, _Evictions):  # noqa: SLF001
+            module._evict = _Evictions(module._evict)  # noqa: SLF001
+        self._evictions: _Evictions = module._evict  # noqa: SLF001
+        self._evictions.hooks.append(self)
+
+    def remove(self) -> None:
+        """Stop watching; the last one to go restores the method."""
+        super().remove()
+        if self in self._evictions.hooks:
+            self._evictions.hooks.remove(self)
+        if not self._evictions.hooks and self._module.__dict__.get("_evict") is self._evictions:
+            del self._module._evict  # noqa: SLF001
+
+    def before(self, evicted: _Evicted) -> Callable[[], object]:
+        """Rows are about to be reset; the result is to be called once they are."""
+        ids = self._contained(lambda: self._ids_by_table(evicted), otherwise=self._all_rows())
+        key = next(self._keys)
+        self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
+        self._opened(key, ids)
+
+        def done() -> None:
+            self._listener.applied(key, ids)
+            self._listener.acknowledge_writes(self._tables)  # the tables of a kernel share a version counter
+
+        return lambda: self._contained(done, otherwise=None)
+
+    def _ids_by_table(self, evicted: _Evicted) -> dict[str, Tensor | None]:
+        by_table = {fqn: evicted.get(fqn.rpartition(".")[2]) for fqn in self._tables}
+        return {fqn: ids for fqn, ids in by_table.items() if ids is not None}
+
+
+class _Evictions:
+    """Stands for a module's ``_evict`` while somebody watches it."""
+
+    def __init__(self, evict: Callable[[_Evicted], None]) -> None:
+        self._evict = evict
+        self.hooks: list[EvictionHook] = []
+
+    def __call__(self, evicted: _Evicted) -> None:
+        done = [hook.before(evicted) for hook in self.hooks]
+        try:
+            self._evict(evicted)
+        finally:  # nothing is written after an error
+            for tell in done:
+                tell()
+
+
+def watch_writes(
+    model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int]
+) -> list[Watcher]:
+    """Watch all writes to tracked tables that autograd does not tell of.
+
+    Tables without fused optimizer are compared with a copy instead.
+
+    Args:
+        model: what ``found`` was discovered in.
+        found: its tracked tables.
+        listener: who is told.
+        keys: source of keys, shared by all hooks of a listener.
+    """
+    hooks: list[Watcher] = []
+    tables_of: dict[nn.Module, list[str]] = {}
+    for module_fqn, module in found.modules.items():
+        prefix = f"{module_fqn}." if module_fqn else ""
+        tables_of[module] = [fqn for fqn, shard in found.shards.items() if fqn.startswith(prefix) and shard.is_fused]
+        hooks.append(LoadHook(module, tables_of[module], listener, keys))
+    for module in model.modules():
+        inner = getattr(module, "_embedding_module", None)
+        if isinstance(inner, nn.Module) and inner in tables_of and callable(getattr(module, "_evict", None)):
+            hooks.append(EvictionHook(module, tables_of[inner], listener, keys))
+    return hooks

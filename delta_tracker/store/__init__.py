@@ -1,1 +1,0 @@
-"""Which rows of a shard changed, kept in a fixed amount of memory."""

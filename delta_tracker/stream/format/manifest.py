@@ -1,0 +1,197 @@
+"""Manifests: the records of a stream's versions, as values. ``FORMAT.md`` beside this file describes their JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import torch
+
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.types import TableSpec
+
+FORMAT = 1
+Kind = Literal["claim", "snapshot", "delta"]
+# How a block says which rows it holds: all of its range; a list; a list of compressed gaps.
+IdForm = Literal["all", "list", "gaps"]
+
+MAX_DIMS = 16
+DENSE_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of one table in a part: ``num_rows`` of the rows in a half-open range, and a half-open column range.
+
+    Args:
+        table: fully qualified name.
+        rows: range of global row ids that the rows lie in.
+        columns: range of columns that the values cover.
+        num_rows: how many rows the part holds.
+        ids: how the part says which rows they are.
+        encoding: how the values are stored.
+    """
+
+    table: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    num_rows: int
+    ids: IdForm
+    encoding: Encoding
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that the values cover."""
+        return self.columns[1] - self.columns[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one stored row, without its id."""
+        return self.encoding.width(self.num_columns) * self.encoding.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One object of rows, written by one rank.
+
+    Args:
+        name: the object's name in the store.
+        num_bytes: its size.
+        xxh3: 128-bit xxh3 of its bytes, in hex.
+        blocks: the rows that it holds.
+        dense: names of the dense tensors that it holds.
+    """
+
+    name: str
+    num_bytes: int
+    xxh3: str
+    blocks: tuple[Block, ...] = ()
+    dense: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """Dtype and shape of a dense parameter or buffer."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An entry of the log, by its place and the 128-bit xxh3 of its bytes, in hex."""
+
+    version: int
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One committed version, or the merged versions of a compaction.
+
+    Args:
+        stream: id of the stream, 32 hex digits.
+        generation: which publisher's life wrote it.
+        writer: id of that publisher, 32 hex digits.
+        version: place in the log.
+        kind: claim, snapshot or delta.
+        parent: the entry that it follows; None at the start of a log.
+        snapshot: the newest snapshot of the log up to and with this version; None before the first.
+        batches: half-open range of the trainer's step counts that it covers; its cut is the end.
+        cut: unix time at which its rows were read, in seconds.
+        created: unix time of the commit, in seconds.
+        pending_rows: changed rows that it leaves for later versions.
+        tables: FQN to table.
+        dense: name to spec of the dense parameters and buffers.
+        parts: the objects that hold its rows. Blocks of all rows are applied before blocks of some.
+        merges: of a compaction, the last log entry that it stands for, this version's; otherwise None. It then
+            replaces the versions after ``parent``, up to and with this one.
+        xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty in a draft.
+    """
+
+    stream: str
+    generation: int
+    writer: str
+    version: int
+    kind: Kind
+    parent: Link | None = None
+    snapshot: int | None = None
+    batches: tuple[int, int] = (0, 0)
+    cut: float = 0.0
+    created: float
+    pending_rows: int = 0
+    tables: Mapping[str, TableSpec] = field(default_factory=dict)
+    dense: Mapping[str, DenseSpec] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    merges: Link | None = None
+    xxh3: str = field(default="", compare=False)
+
+    @property
+    def link(self) -> Link:
+        """What the entry after it names as its parent."""
+        return self.merges or Link(self.version, self.xxh3)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in all its parts; a row in several column shards counts once for each."""
+        return sum(block.num_rows for part in self.parts for block in part.blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its parts."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def to_json(self) -> bytes:
+        """The entry as it stands in the log."""
+        tables = {
+            fqn: {"num_rows": table.num_rows, "dim": table.dim, "dtype": DTYPE_NAMES[table.dtype]}
+            for fqn, table in self.tables.items()
+        }
+        dense = {name: {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape} for name, spec in self.dense.items()}
+        entry = {
+            "format": FORMAT,
+            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            "parent": self.parent and asdict(self.parent),
+            "merges": self.merges and asdict(self.merges),
+            "tables": tables,
+            "dense": dense,
+            "parts": [asdict(part) for part in self.parts],
+        }
+        return json.dumps(entry, separators=(",", ":")).encode()
+
+
+_PLAIN_FIELDS = (
+    "stream",
+    "generation",
+    "writer",
+    "version",
+    "kind",
+    "snapshot",
+    "batches",
+    "cut",
+    "created",
+    "pending_rows",
+)

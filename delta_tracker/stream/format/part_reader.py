@@ -1,0 +1,362 @@
+"""Parts, read and checked: nothing of a part is handed out before all of it was found to be what its record says."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
+from delta_tracker.stream.format.encoding import decode_rows, unpack_ids
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part
+from delta_tracker.stream.format.parse import load_json, reason_of
+from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, dense_key
+from delta_tracker.stream.interruption import Interrupted, check
+from delta_tracker.stream.storage.part_buffer import PartBuffer, PartSource
+from delta_tracker.stream.storage.storage import Storage, Transfer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Parts up to this size are held in memory while they are applied; a larger one is read twice, piece by piece.
+MEMORY_BYTES = 256 << 20
+_PIECE_BYTES = 8 << 20
+_MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
+_FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowChunk:
+    """Some rows of a block.
+
+    Args:
+        block: what they are rows of.
+        first: global id of the first one where the block holds all rows of its range.
+        ids: ``[N]`` int64 global ids, ascending and unique; None where the block holds all rows of its range.
+        stored: ``[N, width]`` as they stand in the part.
+    """
+
+    block: Block
+    first: int
+    ids: Tensor | None
+    stored: Tensor
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """``[N, columns]`` in the table's dtype."""
+        return decode_rows(self.stored, self.block.encoding, self.block.num_columns, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a tensor lies in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class PartReader:
+    """The rows and dense tensors of a part, all checked when it is made.
+
+    Memory: the whole part up to ``memory_bytes``; of a larger one a few pieces of 8 MiB and its ids, 8 bytes for each
+    row that is listed. Chunks are views of that memory.
+
+    Args:
+        storage: where it lies.
+        part: its record, from a checked manifest.
+        manifest: that manifest.
+        memory_bytes: size above which it is not held in memory.
+        out: the memory that it is held in, for as many bytes; new memory without it.
+        source: its bytes, if reading them has begun already.
+
+    Raises:
+        CorruptPartError: if the bytes are not exactly what the record says.
+        StorageError: if the store cannot be read.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        part: Part,
+        manifest: Manifest,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        out: NDArray[np.uint8] | None = None,
+        source: PartSource | None = None,
+    ) -> None:
+        self.part = part
+        self._specs = manifest.dense
+        source = source or _source(storage, part, memory_bytes, out)
+        self._read = source.read
+        try:
+            # The header first: it refuses most of what is no part before the rest of a large one is read.
+            self._spans = self._layout()
+            source.finish()
+            self._ids = [self._checked_ids(index, block) for index, block in enumerate(part.blocks)]
+            self._check_flags()
+        except _FAULTS as error:
+            if isinstance(error, CorruptPartError):
+                raise
+            raise CorruptPartError(part.name, reason_of(error)) from error
+
+    def ids(self, index: int) -> Tensor | None:
+        """``[N]`` int64 global ids of a block's rows, ascending and unique; None where it holds all of its range."""
+        return self._ids[index]
+
+    def stored(self, index: int, begin: int, end: int) -> Tensor:
+        """The rows ``begin`` to ``end`` of the part's ``index``-th block, ``[N, width]`` as they stand in the part.
+
+        Raises:
+            CorruptPartError: if a large part has changed since it was checked.
+            StorageError: if the store cannot be read.
+        """
+        row_bytes = self.part.blocks[index].row_bytes
+        span = self._spans[f"{index}.values"]
+        data = self._read(span.begin + begin * row_bytes, span.begin + end * row_bytes)
+        return torch.from_numpy(data).view(span.dtype).view(end - begin, -1)
+
+    def chunks(self, index: int, num_rows: int) -> Iterator[RowChunk]:
+        """The rows of the part's ``index``-th block, at most ``num_rows`` at a time.
+
+        Raises: as :meth:`stored`.
+        """
+        block, ids = self.part.blocks[index], self._ids[index]
+        for begin in range(0, block.num_rows, num_rows):
+            end = min(begin + num_rows, block.num_rows)
+            listed = None if ids is None else ids[begin:end]
+            yield RowChunk(block, block.rows[0] + begin, listed, self.stored(index, begin, end))
+
+    def dense(self) -> dict[str, Tensor]:
+        """The dense tensors of the part, by name."""
+        return {name: self._tensor(dense_key(index)) for index, name in enumerate(self.part.dense)}
+
+    def _tensor(self, key: str) -> Tensor:
+        span = self._spans[key]
+        data = self._read(span.begin, span.end)
+        if len(data) == 0:
+            return torch.empty(span.shape, dtype=span.dtype)
+        return torch.from_numpy(data).view(span.dtype).view(span.shape)
+
+    def _layout(self) -> dict[str, _Span]:
+        """Where the tensors are, whose names, dtypes and shapes must be the expected ones and fill the file."""
+        size = self.part.num_bytes
+        header_bytes = int.from_bytes(self._read(0, min(SIZE_BYTES, size)).tobytes(), "little")
+        position = SIZE_BYTES + header_bytes
+        if position > size or position % ALIGNMENT or header_bytes > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header claims {header_bytes} bytes of {size}")
+        start = position
+        header = load_json(self._read(SIZE_BYTES, start).tobytes())
+        expected = self._expected()
+        if header.keys() != expected.keys():
+            raise ValueError(f"it holds the tensors {sorted(header)} instead of {sorted(expected)}")
+        spans: dict[str, _Span] = {}
+        for key, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            dtype, shape = expected[key]
+            if shape is None:  # as long as it says
+                (length,) = entry["shape"]
+                shape = (_length(length),)
+            end = position + math.prod(shape) * dtype.itemsize  # Size.numel() would wrap around
+            offsets = [position - start, end - start]
+            wanted = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+            if json.dumps(entry, sort_keys=True) != json.dumps(wanted, sort_keys=True):  # 1.0 and true equal 1
+                raise ValueError(f"its tensor {key} is {entry} instead of {wanted}")
+            if end > size:
+                raise ValueError(f"its tensor {key} ends beyond its {size} bytes")
+            spans[key] = _Span(dtype, shape, position, end)
+            position = end
+        if position != size:
+            raise ValueError(f"{size - position} bytes after its last tensor")
+        return spans
+
+    def _expected(self) -> dict[str, tuple[torch.dtype, tuple[int, ...] | None]]:
+        """Dtype and shape of every tensor; None for a shape that the file itself says."""
+        expected: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
+        for index, block in enumerate(self.part.blocks):
+            if block.ids == "list":
+                expected[f"{index}.ids"] = torch.int64, (block.num_rows,)
+            elif block.ids == "gaps":
+                expected[f"{index}.gaps"] = torch.uint8, None
+                expected[f"{index}.escapes"] = torch.int64, None
+            width = block.encoding.width(block.num_columns)
+            expected[f"{index}.values"] = block.encoding.dtype, (block.num_rows, width)
+        for index, name in enumerate(self.part.dense):
+            expected[dense_key(index)] = self._specs[name].dtype, self._specs[name].shape
+        return expected
+
+    def _check_flags(self) -> None:
+        """Torch takes every byte for a bool, and computes with it."""
+        for index, name in enumerate(self.part.dense):
+            span = self._spans[dense_key(index)]
+            if span.dtype == torch.bool and (self._read(span.begin, span.end) > 1).any():
+                raise ValueError(f"the dense tensor {name!r} has bytes that are no bool")
+
+    def _checked_ids(self, index: int, block: Block) -> Tensor | None:
+        if block.ids == "all":
+            return None
+        if block.ids == "list":
+            ids = self._tensor(f"{index}.ids")
+        else:
+            ids = unpack_ids(self._tensor(f"{index}.gaps"), self._tensor(f"{index}.escapes"), block.num_rows)
+        first, end = block.rows
+        if len(ids) and (int(ids[0]) < first or int(ids[-1]) >= end):
+            raise ValueError(f"ids of table {block.table!r} lie outside its rows {block.rows}")
+        if not bool((ids[1:] > ids[:-1]).all()):
+            raise ValueError(f"ids of table {block.table!r} are not ascending and unique")
+        return ids
+
+
+def _length(value: Any) -> int:  # noqa: ANN401  untrusted JSON
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"unexpected length {value!r}")
+    return value
+
+
+def _source(storage: Storage, part: Part, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
+    return _InMemory(storage, part, out) if part.num_bytes <= memory_bytes else _Pieces(storage, part)
+
+
+class _InMemory:
+    """A part that is read at once. After an error it is resumed where it stopped."""
+
+    def __init__(self, storage: Storage, part: Part, out: NDArray[np.uint8] | None) -> None:
+        self._storage = storage
+        self._part = part
+        self._out = out
+        self._transfer = Transfer()
+        self._data: NDArray[np.uint8] | None = None
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        if self._data is None:
+            self._data = self._checked()
+        return self._data[begin:end]
+
+    def finish(self) -> None:
+        self.read(0, 0)
+
+    def _checked(self) -> NDArray[np.uint8]:
+        part = self._part
+        try:
+            data = self._storage.read(part.name, max_bytes=part.num_bytes, out=self._out, transfer=self._transfer)
+        except MalformedError as error:
+            raise CorruptPartError(part.name, error.reason) from error
+        _check_size(part, None if data is None else len(data))
+        assert data is not None, "it has a size"
+        if xxhash.xxh3_128_hexdigest(data.data) != part.xxh3:
+            raise CorruptPartError(part.name, f"its xxh3 is not {part.xxh3}")
+        return data
+
+
+class _Pieces:
+    """A part that is read once for its hash; then again as it is asked for, each piece compared with what it was.
+
+    After an error hashing is resumed where it stopped.
+    """
+
+    def __init__(self, storage: Storage, part: Part) -> None:
+        self._storage = storage
+        self._part = part
+        self._whole = xxhash.xxh3_128()
+        self._digests: list[bytes] = []
+        self._is_checked = False
+        self._held: tuple[int, NDArray[np.uint8]] | None = None  # the piece that was read last
+
+    def finish(self) -> None:
+        if self._is_checked:
+            return
+        self._hash(self._part.num_bytes)
+        if self._whole.hexdigest() != self._part.xxh3:
+            raise CorruptPartError(self._part.name, f"its xxh3 is not {self._part.xxh3}")
+        self._is_checked = True
+
+    def _hash(self, end: int) -> None:
+        """Hash the pieces up to a byte, the size first."""
+        if not self._digests:
+            _check_size(self._part, self._storage.size(self._part.name))
+        while len(self._digests) * _PIECE_BYTES < end:
+            number = len(self._digests)
+            piece = self._fetch(number)
+            self._whole.update(piece.data)
+            self._digests.append(xxhash.xxh3_128_digest(piece.data))
+            self._held = number, piece
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        self._hash(end)
+        pieces = []
+        while begin < end:
+            number, offset = divmod(begin, _PIECE_BYTES)
+            pieces.append(self._piece(number)[offset : offset + end - begin])
+            begin += len(pieces[-1])
+        if not pieces:
+            return np.empty(0, dtype=np.uint8)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _piece(self, number: int) -> NDArray[np.uint8]:
+        if self._held is not None and self._held[0] == number:
+            return self._held[1]
+        piece = self._fetch(number)
+        if xxhash.xxh3_128_digest(piece.data) != self._digests[number]:
+            raise CorruptPartError(self._part.name, "it changed while it was being read")
+        self._held = number, piece
+        return piece
+
+    def _fetch(self, number: int) -> NDArray[np.uint8]:
+        check()
+        begin = number * _PIECE_BYTES
+        end = min(begin + _PIECE_BYTES, self._part.num_bytes)
+        data = self._storage.read_range(self._part.name, begin, end)
+        if data is None:
+            raise CorruptPartError(self._part.name, "it is gone while it is being read")
+        return data
+
+
+def _check_size(part: Part, size: int | None) -> None:
+    if size != part.num_bytes:
+        found = "it does not exist" if size is None else f"it has {size} bytes instead of {part.num_bytes}"
+        raise CorruptPartError(part.name, found)
+
+
+def read_parts(
+    storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMORY_BYTES, buffer: PartBuffer | None = None
+) -> list[PartReader]:
+    """All parts of a version, checked; together at most ``memory_bytes`` of them are held, in ``buffer`` if given.
+
+    What was read of them before a :class:`StorageError` is kept in ``buffer``, and the next call goes on from there.
+
+    Raises:
+        CorruptPartError, StorageError: as :class:`PartReader`.
+    """
+    sources = None if buffer is None else buffer.begun(manifest.parts)
+    if sources is None:
+        sources = _sources(storage, manifest.parts, memory_bytes, buffer)
+    try:
+        return [
+            PartReader(storage, part, manifest, source=source)
+            for part, source in zip(manifest.parts, sources, strict=True)
+        ]
+    except (StorageError, Interrupted):
+        if buffer is not None:
+            buffer.keep(manifest.parts, sources)
+        raise
+
+
+def _sources(storage: Storage, parts: Sequence[Part], memory_bytes: int, buffer: PartBuffer | None) -> list[PartSource]:
+    limits, left = [], memory_bytes
+    for part in parts:
+        limits.append(left)
+        left -= part.num_bytes if part.num_bytes <= left else 0
+    held = [part.num_bytes if part.num_bytes <= limit else 0 for part, limit in zip(parts, limits, strict=True)]
+    outs = [None] * len(held) if buffer is None else buffer.lend(held)
+    return [_source(storage, part, limit, out) for part, limit, out in zip(parts, limits, outs, strict=True)]
+
+
+def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
+    """The dense tensors of a version, by name."""
+    return {name: tensor for reader in readers for name, tensor in reader.dense().items()}

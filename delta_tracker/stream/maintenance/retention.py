@@ -1,0 +1,304 @@
+"""Retention: what no reader needs any more leaves the store.
+
+What readers use of the log stays a contiguous range whose start moves up: versions go oldest first, each entry before
+its parts. What stays is the head with its parent, and whatever stands from the newest snapshot on that is older than
+the grace. So a reader that began at the snapshot before has the grace to finish, and one that stands further back finds
+its next version missing and begins anew.
+
+Each claim and the entry before it stay for ever, without parts: a publisher that was fenced by the claim, and does not
+know it yet, tries to create one of the two, and must find the name taken. That is at most two entries per generation.
+
+Any process may do this at any time, beside publishers, readers, compactions and others of its
+kind: all of them only ever take away what stays superseded.
+
+The age of a version counts from its ``created``, by the clocks of its publisher and of this process. The age of an
+object that nothing names counts by the clock of the store alone, up to the newest object in it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.format.manifest import Manifest, Part
+from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.storage.storage import Storage, StoredObject
+
+# How long a part may wait for its entry. Whoever writes parts below the head and takes longer loses them.
+ORPHAN_SECONDS = 3600.0
+_PART_NAME = re.compile(r"parts/([0-9]{20})-g[0-9]+-[0-9a-z]+-[0-9a-f]{16}\.safetensors")
+_DRAFT_NAME = re.compile(r"drafts/[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What a stream keeps. A version beyond any of the bounds goes once no reader needs it; without a bound all stay.
+
+    Args:
+        versions: how many of the newest versions stay.
+        seconds: how long a version stays.
+        num_bytes: how many bytes of parts stay, counted from the newest version down.
+        grace_seconds: how long readers may take from one snapshot to the next, which supersedes it.
+        orphan_seconds: how long an object that no entry names stays; at least 3600, on which compactions count.
+
+    Raises:
+        InvalidArgumentError: for a bound that is none, and for less than the least grace of orphans.
+    """
+
+    versions: int | None = None
+    seconds: float | None = None
+    num_bytes: int | None = None
+    grace_seconds: float = 600.0
+    orphan_seconds: float = ORPHAN_SECONDS
+
+    def __post_init__(self) -> None:
+        for name in ("versions", "num_bytes"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidArgumentError(name, value, "Pass an integer of 1 or more, or None for no bound")
+        for name, least in (("seconds", 0.0), ("grace_seconds", 0.0), ("orphan_seconds", ORPHAN_SECONDS)):
+            value = getattr(self, name)
+            if value is None and name == "seconds":
+                continue
+            if type(value) not in (int, float) or not least <= value < float("inf"):
+                raise InvalidArgumentError(name, value, f"Pass seconds, {least:.0f} or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retained:
+    """What a pass removed.
+
+    Args:
+        versions: entries of the log.
+        merged: merged entries.
+        orphans: objects that no entry named.
+        num_bytes: bytes of the parts and orphans.
+    """
+
+    versions: int = 0
+    merged: int = 0
+    orphans: int = 0
+    num_bytes: int = 0
+
+
+def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], float] = time.time) -> Retained:
+    """Remove what ``retention`` does not keep. Reads every entry first, and removes nothing if one cannot be read.
+
+    A pass that dies leaves a stream that readers can read, and objects that nothing names for a later pass. Objects
+    whose names are none of the library's are never touched.
+
+    Args:
+        stream: where the stream lies, or its log.
+        retention: what stays.
+        now: the time in Unix seconds.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        MalformedError: if an entry does not follow the format; nothing was removed.
+        StorageError: if the store cannot be read, or fails in between.
+    """
+    log = stream if isinstance(stream, StreamLog) else StreamLog(stream)
+    # Parts before entries: what is listed and then not named by any entry was not named a moment later either.
+    leftovers = _Leftovers.list(log.storage)
+    held = _Held.read(log)
+    if held is None:
+        return Retained()
+    guards = held.guards()
+    clock = now()
+    start = _start(held, clock - retention.grace_seconds)
+    floor = start if start in held.entries and held.entries[start].kind == "snapshot" else start + 1
+    # The parent of the head stays as well: by it a publisher knows that it has not slept for too long.
+    floor = min(floor, held.head.version - 1)
+    expired = _expired(held, retention, clock)
+    old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
+    stale = _superseded(held, start, clock - retention.grace_seconds)
+    kept = {part.name for manifest in held.without(old, stale) for part in manifest.parts}
+
+    num_bytes = 0
+    removed = [*sorted(version for version in held.below if version not in guards)]
+    removed += [version for version in old if version not in guards]
+    emptied = sorted(version for version in (*held.below, *old) if version in guards)
+    gone = [(entry_name(version), held[version].parts) for version in removed]
+    gone += [(merged.name, held.merged[merged].parts) for merged in stale]
+    for name, parts in gone:
+        log.storage.delete(name)
+        num_bytes += _remove(log.storage, [part for part in parts if part.name not in kept])
+    for version in emptied:  # most of them were emptied by an earlier pass
+        parts = held[version].parts
+        num_bytes += _remove(
+            log.storage, [part for part in parts if part.name not in kept and part.name in leftovers.names]
+        )
+        gone.append((entry_name(version), parts))
+    named = kept | {part.name for _, parts in gone for part in parts}
+    orphans = list(leftovers.orphans(named, held.head.version, retention.orphan_seconds))
+    for orphan in orphans:
+        log.storage.delete(orphan.name)
+    return Retained(
+        versions=len(removed),
+        merged=len(stale),
+        orphans=len(orphans),
+        num_bytes=num_bytes + sum(orphan.num_bytes for orphan in orphans),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """All entries of a stream.
+
+    ``entries`` reach from the head down to the first gap. ``below`` are those below it: the guards, and what
+    publishers left that slept until their next version had come and gone, and died before they took it back.
+    """
+
+    head: Manifest
+    entries: dict[int, Manifest]
+    below: dict[int, Manifest] = field(default_factory=dict)
+    merged: dict[Merged, Manifest] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, log: StreamLog) -> _Held | None:
+        """Everything there is; None in an empty store."""
+        listed = log.versions()
+        entries: dict[int, Manifest] = {}
+        # Downwards, so that a pass beside this one, which removes upwards, cannot make a gap. A listing may miss an
+        # entry that was created meanwhile: only a name that is asked for and absent is a gap.
+        for version in range(listed[-1] if listed else -1, -1, -1):
+            manifest = log.read(version)
+            if manifest is None:
+                break
+            entries[version] = manifest
+        if not entries:
+            return None
+        first, head = min(entries), entries[max(entries)]
+        below = {version: log.read(version) for version in listed if version < first}
+        merged = {each: log.read_merged(each) for each in log.merged()}
+        return cls(
+            head,
+            entries,
+            {version: manifest for version, manifest in below.items() if manifest is not None},
+            {each: manifest for each, manifest in merged.items() if manifest is not None},
+        )
+
+    def __getitem__(self, version: int) -> Manifest:
+        return self.entries[version] if version in self.entries else self.below[version]
+
+    def guards(self) -> set[int]:
+        """The versions of all claims of the log, and of the entries before them.
+
+        A claim that was created late, at a name that was free again, is below the claim of its generation, or of a
+        generation that the log does not have yet.
+        """
+        entries = self.below | self.entries
+        claims = {
+            manifest.generation: version  # the last one wins
+            for version, manifest in sorted(entries.items())
+            if manifest.kind == "claim"
+            and manifest.stream == self.head.stream
+            and manifest.generation <= self.head.generation
+        }
+        found = set(claims.values())
+        for version in claims.values():
+            before = entries.get(version - 1)
+            if before is not None and entries[version].parent == before.link:
+                found.add(version - 1)
+        return found
+
+    def of_stream(self) -> dict[Merged, Manifest]:
+        """The merged entries that readers of this stream may take."""
+        return {
+            merged: manifest
+            for merged, manifest in self.merged.items()
+            if manifest.stream == self.head.stream and merged.last <= self.head.version
+        }
+
+    def without(self, versions: Collection[int], merged: Collection[Merged]) -> list[Manifest]:
+        """The entries that stay."""
+        return [
+            *(self.entries[version] for version in self.entries.keys() - set(versions)),
+            *(self.merged[each] for each in self.merged.keys() - set(merged)),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Leftovers:
+    """The objects of which some may be named by nothing."""
+
+    parts: list[StoredObject]
+    drafts: list[StoredObject]
+    newest: float
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the parts."""
+        return {part.name for part in self.parts}
+
+    @classmethod
+    def list(cls, storage: Storage) -> _Leftovers:
+        parts, drafts = storage.objects("parts"), storage.objects("drafts")
+        # The store's clock stands at its newest object or later: nothing is younger than it looks from there.
+        times = [stored.modified for stored in (*parts, *drafts, *storage.objects("log"))]
+        return cls(parts, drafts, max(times, default=0.0))
+
+    def orphans(self, named: set[str], head: int, age: float) -> Iterator[StoredObject]:
+        for part in self.parts:
+            match = _PART_NAME.fullmatch(part.name)
+            if match is not None and int(match[1]) <= head and part.name not in named and self._is_old(part, age):
+                yield part
+        for draft in self.drafts:
+            if _DRAFT_NAME.fullmatch(draft.name) is not None and self._is_old(draft, age):
+                yield draft
+
+    def _is_old(self, stored: StoredObject, age: float) -> bool:
+        return self.newest - stored.modified > age
+
+
+def _start(held: _Held, before: float) -> int:
+    """The newest snapshot, in the log or merged, that was there at a time; -1 without one."""
+    in_log = [version for version, each in held.entries.items() if each.kind == "snapshot" and each.created <= before]
+    merged = [
+        merged.last for merged, each in held.of_stream().items() if merged.kind == "snapshot" and each.created <= before
+    ]
+    return max(in_log + merged, default=-1)
+
+
+def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
+    """The versions that are beyond a bound."""
+    expired, num_bytes = set(), 0
+    for number, (version, manifest) in enumerate(sorted(held.entries.items(), reverse=True)):
+        num_bytes += manifest.num_bytes
+        if (
+            (retention.versions is not None and number >= retention.versions)
+            or (retention.seconds is not None and now - manifest.created > retention.seconds)
+            or (retention.num_bytes is not None and num_bytes > retention.num_bytes)
+        ):
+            expired.add(version)
+    return expired
+
+
+def _superseded(held: _Held, start: int, before: float) -> list[Merged]:
+    """The merged entries that no reader needs: from before ``start``, or within another that was there at a time."""
+    merged = held.of_stream()
+    in_time = [each for each, manifest in merged.items() if manifest.created <= before and each.kind == "delta"]
+
+    def is_covered(each: Merged) -> bool:
+        if each.kind == "snapshot":
+            return each.last < start
+        return each.last <= start or any(
+            other != each and other.first <= each.first and each.last <= other.last for other in in_time
+        )
+
+    return sorted(filter(is_covered, merged), key=lambda each: each.name)
+
+
+def _remove(storage: Storage, parts: Iterable[Part]) -> int:
+    """Remove parts and return their bytes."""
+    num_bytes = 0
+    for part in parts:
+        storage.delete(part.name)
+        num_bytes += part.num_bytes
+    return num_bytes

@@ -1,0 +1,93 @@
+"""Hints of new versions over Redis Streams; needs the extra ``redis``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+from urllib.parse import urlsplit
+
+from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+
+
+class RedisNotifier:
+    """A :class:`~delta_tracker.stream.notify.notifier.Notifier` with the newest hint of each stream in a Redis stream.
+
+    An entry's id is the version, so Redis itself refuses an old or repeated one. Consumer groups would be wrong here:
+    every predictor has to hear of every version, and reads from its own.
+
+    Args:
+        url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
+        key: beginning of the keys; the stream's id follows it, so that a stream that is started anew has a key of its
+            own.
+        timeout_seconds: how long the server may take to be connected to or to answer. A call that fails is tried once
+            more at once, on a new connection.
+
+    Raises:
+        InvalidArgumentError: for a url that is none, or a timeout that is not positive.
+        MissingExtraError: if the package is not installed.
+    """
+
+    def __init__(self, url: str, *, key: str = "delta_tracker", timeout_seconds: float = 0.25) -> None:
+        if urlsplit(str(url)).scheme not in ("redis", "rediss", "unix"):
+            # not the url itself: there may be a password in it
+            raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db, rediss://... or unix://...")
+        if timeout_seconds <= 0:
+            raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
+        self._key = key
+        self._timeout_seconds = timeout_seconds
+        redis, retry, backoff = _imported()
+        self._refused: type[Exception] = redis.ResponseError
+        try:
+            self._redis = redis.Redis.from_url(
+                url,
+                socket_timeout=2 * timeout_seconds,  # a read blocks for half of that on purpose
+                socket_connect_timeout=timeout_seconds,
+                retry=retry.Retry(backoff.NoBackoff(), 1),
+            )
+        except ValueError as error:
+            raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db") from error
+
+    def announce(self, stream: str, version: int) -> None:
+        """Tell that ``version`` of the stream is committed.
+
+        Raises:
+            redis.RedisError: if the server cannot be reached or refuses.
+        """
+        try:
+            self._redis.xadd(self._name(stream), {"v": version}, id=_id(version), maxlen=1, approximate=False)
+        except self._refused as error:
+            if "equal or smaller" not in str(error):
+                raise
+
+    def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
+        """Wait until a version above ``after`` has been announced, and say whether one has.
+
+        Raises:
+            redis.RedisError: if the server cannot be reached or refuses.
+        """
+        # Redis takes 0 for ever. What an entry says beside its id does not matter, so a malformed one does no harm.
+        block = max(1, int(1000 * min(timeout_seconds, self._timeout_seconds)))
+        begin = "0-0" if after < 0 else _id(after)
+        return bool(self._redis.xread({self._name(stream): begin}, count=1, block=block))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+    def _name(self, stream: str) -> str:
+        return f"{self._key}:{stream}"
+
+
+def _id(version: int) -> str:
+    return f"{version}-1"  # Redis has no entry 0-0
+
+
+def _imported() -> tuple[Any, Any, Any]:
+    try:
+        return (
+            importlib.import_module("redis"),
+            importlib.import_module("redis.retry"),
+            importlib.import_module("redis.backoff"),
+        )
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("redis", "redis") from error

@@ -1,0 +1,479 @@
+"""The log of all changes on one rank: a store per table, cut at the same positions, and the consumers that read it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
+from delta_tracker.rows import ChangedRows, merge_first
+from delta_tracker.tracker.ages import Ages
+from delta_tracker.tracker.cursors import Cursors, LogState, PendingState
+from delta_tracker.tracker.gauges import forget_consumer, tell_lag, tell_pending, tell_received
+from delta_tracker.tracker.store.segments import SegmentStore
+from delta_tracker.types import Delta
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What a consumer's read covers, before anything is left out.
+
+    Args:
+        consumer: who reads.
+        start: log position of the cursor.
+        stop: log position of the cut.
+        batches: half-open range of ``step()`` counts.
+        rows: table FQN to changed rows, carried ones included.
+        shared: the tables whose rows are tensors of the log. Copy them before they leave the tracker.
+    """
+
+    consumer: str
+    start: int
+    stop: int
+    batches: tuple[int, int]
+    rows: Mapping[str, ChangedRows]
+    shared: frozenset[str] = frozenset()
+
+
+class ChangeLog:
+    """Serialises what the hooks record and what the consumers read; every method takes :attr:`lock` itself.
+
+    Args:
+        stores: table FQN to its store.
+        consumers: names of the readers.
+        delete_on_read: forget what every consumer has committed.
+        auto_compact: do so, and merge, at every :meth:`step`; otherwise after every read.
+        max_bytes: how much the log may hold; above it the consumer that stands furthest back is given up.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, SegmentStore],
+        consumers: Sequence[str],
+        *,
+        delete_on_read: bool,
+        auto_compact: bool = False,
+        max_bytes: int | None,
+    ) -> None:
+        if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
+            raise InvalidArgumentError("max_bytes", max_bytes, "Pass a whole number of 1 or more, or None")
+        self.lock = threading.RLock()
+        self._stores = dict(stores)
+        self._cursors = Cursors(consumers)
+        self._delete_on_read = delete_on_read
+        self._auto_compact = auto_compact
+        self._max_bytes = max_bytes
+        self._position = 0
+        self._num_batches = 0
+        self._open: dict[int, tuple[str, ...]] = {}  # key to tables
+        self._ended: deque[int] = deque()
+        self._num_recorded = dict.fromkeys(self._stores, 0)
+        self._ages = Ages()
+        for name in self._cursors.names:
+            self._ages.placed(name, 0)
+
+    @property
+    def stores(self) -> Mapping[str, SegmentStore]:
+        """Table FQN to store."""
+        return self._stores
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """Names of the consumers."""
+        return self._cursors.names
+
+    @property
+    def num_batches(self) -> int:
+        """How often :meth:`step` was called."""
+        return self._num_batches
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the segments and open batches of all stores."""
+        with self.lock:
+            return sum(store.log_bytes for store in self._stores.values())
+
+    @property
+    def carried_bytes(self) -> int:
+        """Bytes of the rows that the consumers' reads left out."""
+        return self._cursors.num_bytes
+
+    @property
+    def num_recorded(self) -> Mapping[str, int]:
+        """Table FQN to how many rows were recorded as changed so far, repeats included. Costs nothing."""
+        return self._num_recorded
+
+    def num_pending(self, consumer: str | None) -> dict[str, int]:
+        """Table FQN to how many rows are pending for a consumer. Waits for the device."""
+        with self.lock:
+            name = self._cursors.resolve(consumer)
+            self.notice_writes(self._stores)
+            return self._num_pending(name)
+
+    def _num_pending(self, name: str) -> dict[str, int]:
+        with self.lock:
+            start, _ = self._cursors.start(name)
+            carried = self._cursors.carried(name)
+            return {
+                fqn: store.num_changed(start, carried[fqn].ids if fqn in carried else None)
+                for fqn, store in self._stores.items()
+            }
+
+    def tell(self, *, counts: bool) -> None:
+        """Report the lag of all consumers to the monitor, with ``counts`` also their pending rows.
+
+        Counting waits for the device. Consumers that a publisher adds for the time of a snapshot are not reported.
+        """
+        with self.lock:
+            for name in self._cursors.names:
+                if self._cursors.is_transient(name):
+                    continue
+                tell_lag(name, self._ages.lag(name, self._num_batches - self._cursors.start(name)[1]))
+                if self._cursors.is_behind(name):  # nothing less than all rows brings it up to date
+                    tell_pending(name, {fqn: store.num_rows for fqn, store in self._stores.items()}, self._stores)
+                elif counts:
+                    # Without notice_writes(): another thread's hook may be between a write and its acknowledgement.
+                    tell_pending(name, self._num_pending(name), self._stores)
+
+    def resolve(self, consumer: str | None, owner: object = None) -> str:
+        """The name of a consumer that ``owner`` may read and move; None means the only one.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            ReservedConsumerError: if it is reserved by somebody else.
+        """
+        name = self._cursors.resolve(consumer)
+        self._cursors.check_owner(name, owner)
+        return name
+
+    def reserve(self, consumer: str, owner: object) -> None:
+        """As :meth:`~delta_tracker.tracker.cursors.Cursors.reserve`."""
+        with self.lock:
+            self._cursors.reserve(consumer, owner)
+
+    def position(self, consumer: str) -> int:
+        """Where a consumer's cursor stands; every committed read moves it."""
+        return self._cursors.start(consumer)[0]
+
+    def is_behind(self, consumer: str) -> bool:
+        """Whether the changes of a consumer were given up."""
+        return self._cursors.is_behind(self._cursors.resolve(consumer))
+
+    def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
+        """Rows of tables were looked up, and that counts."""
+        with self.lock:
+            self._notice_before_capture(ids)
+            for fqn, table_ids in ids.items():
+                self._count(fqn, table_ids)
+                self._stores[fqn].mark(table_ids)
+
+    def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        """Rows of tables are about to be written, under a key that no open batch has."""
+        with self.lock:
+            self._close_ended()
+            self._notice_before_capture(ids)
+            self._open[key] = tuple(ids)
+            for fqn, table_ids in ids.items():
+                self._count(fqn, table_ids)
+                self._stores[fqn].open_batch(key, table_ids)
+
+    def applied(self, key: int, tables: Iterable[str]) -> None:
+        """The rows opened under ``key`` are written."""
+        with self.lock:
+            self._open.pop(key, None)
+            for fqn in tables:
+                self._stores[fqn].close_batch(key)
+
+    def ended(self, key: int) -> None:
+        """Nothing writes the rows opened under ``key`` any more, whether they were written or not.
+
+        Takes no lock: it may be called by a destructor in any thread. Every cut before this call has marked the rows
+        again, so that the first read after it includes them.
+        """
+        self._ended.append(key)
+
+    def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
+        """As :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`."""
+        with self.lock:
+            if states is None and not is_written:
+                self._notice_before_capture([fqn])
+            self._count(fqn, ids)
+            self._stores[fqn].mark(ids, states=states, is_written=is_written)
+
+    def notice_writes(self, fqns: Iterable[str]) -> None:
+        """Make all rows of those tables changed whose weights were written to in place, by nothing that reported it."""
+        with self.lock:
+            for fqn in fqns:
+                if self._stores[fqn].notice_writes():
+                    self._count(fqn, None)
+
+    def acknowledge_writes(self, fqns: Iterable[str]) -> None:
+        """Ignore the in-place writes so far to the weights of some tables: their rows were reported."""
+        with self.lock:
+            for fqn in fqns:
+                self._stores[fqn].acknowledge_writes()
+
+    def replace(self, stores: Mapping[str, SegmentStore]) -> None:
+        """Take new stores for some tables; all their rows count as changed, old values unknown. Aborts open reads."""
+        with self.lock:
+            if stores:
+                self._cursors.forget_tables(stores)
+            for fqn, store in stores.items():
+                self._stores[fqn] = store
+                self._count(fqn, None)
+                store.cut(self._position)
+                store.mark(None, is_written=True)
+
+    def state(self) -> LogState:
+        """What every consumer has not received, sealed and open rows included. Waits for the device; moves nothing."""
+        with self.lock:
+            self.notice_writes(self._stores)
+            for store in self._stores.values():
+                store.catch_up()
+            consumers = {}
+            for name in self._cursors.names:
+                if self._cursors.is_transient(name):
+                    continue
+                start, batch = self._cursors.start(name)
+                is_behind = self._cursors.is_behind(name)
+                rows = {} if is_behind else self._changed_since(start, self._cursors.carried(name))
+                consumers[name] = PendingState(batch, rows, is_behind)
+            history = None if self._delete_on_read else self._changed_since(0, self._cursors.origin)
+            return LogState(self._num_batches, consumers, history)
+
+    def restore(self, state: LogState) -> None:
+        """Take a state over: nothing else is pending afterwards, except rows that are open now. Aborts open reads.
+
+        Args:
+            state: of exactly this log's consumers; a ``history`` of None makes all rows changed for whoever rewinds.
+        """
+        with self.lock:
+            assert set(state.consumers) == set(self._cursors.names), "checked by the caller"
+            self._num_batches = state.num_batches
+            for store in self._stores.values():
+                store.forget()
+            self._cut()
+            origin = state.history
+            if origin is None:
+                origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
+            self._cursors.restore(self._position, state.consumers, origin)
+            for name, pending in state.consumers.items():
+                self._ages.placed(name, self._position, has_rows=pending.has_rows)
+
+    def mark_everything(self) -> None:
+        """Make all rows changed for every consumer, old values unknown, whatever was pending. Aborts open reads."""
+        with self.lock:
+            nothing = {name: PendingState(self._num_batches, {}) for name in self._cursors.names}
+            self.restore(LogState(self._num_batches, nothing, {}))
+            for fqn in self._stores:
+                self.mark(fqn, None, is_written=True)
+
+    def distrust(self, consumer: str, fqn: str, ids: Tensor) -> None:
+        """Make rows pending for one consumer, old values unknown, whatever was pending of them. Aborts its open read.
+
+        Args:
+            consumer: whose copy of the rows is not what it last received.
+            fqn: the table.
+            ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
+        """
+        with self.lock:
+            if len(ids):
+                rows = self._stores[fqn].unknown(ids)
+                self._cursors.carry(consumer, fqn, rows, in_origin=not self._delete_on_read)
+                self._ages.distrusted(consumer)
+
+    def step(self) -> None:
+        """Count a batch, and keep the memory within its bound."""
+        with self.lock:
+            self._close_ended()
+            self.notice_writes(self._stores)
+            self._num_batches += 1
+            self._tidy(*([self.compact] if self._auto_compact else []), self._shed)
+
+    def read(self, consumer: str) -> Reading:
+        """Cut the log and collect what ``consumer`` has not received. Nothing moves before :meth:`seal`.
+
+        Call :meth:`seal` or :meth:`discard` afterwards.
+
+        Raises:
+            NeedsSnapshotError: if its changes were given up.
+        """
+        with self.lock:
+            if self._cursors.is_behind(consumer):
+                raise NeedsSnapshotError(consumer, self._max_bytes)
+            start, first_batch = self._cursors.start(consumer)
+            try:
+                self._cut()
+                carried = self._cursors.carried(consumer)
+                rows = self._changed_since(start, carried, self._position)
+            except BaseException:
+                self.discard()
+                raise
+            self._ages.found(consumer, sum(map(len, rows.values())))
+            shared = frozenset(fqn for fqn in carried if rows[fqn] is carried[fqn])
+            return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows, shared)
+
+    def discard(self) -> None:
+        """Remove the cut of a :meth:`read` that failed; the consumer's earlier uncommitted read stays valid."""
+        with self.lock:
+            self._tidy(self.compact)
+
+    def seal(self, delta: Delta, *, commit: bool) -> None:
+        """Make ``delta`` its consumer's uncommitted read, or commit it at once."""
+        with self.lock:
+            self._cursors.seal(delta)
+            if commit:
+                self._commit(delta)
+            self._after_read()
+
+    def commit(self, delta: Delta) -> None:
+        """As :meth:`~delta_tracker.tracker.cursors.Cursors.commit`."""
+        with self.lock:
+            self._commit(delta)
+            self._after_read()
+
+    def abort(self, delta: Delta) -> None:
+        """As :meth:`~delta_tracker.tracker.cursors.Cursors.abort`."""
+        with self.lock:
+            self._cursors.abort(delta)
+            self._after_read()
+
+    def add(self, consumer: str, owner: object = None) -> None:
+        """Add a consumer that stands at the end of the log; for an ``owner``, whom nobody else reads it beside.
+
+        Raises:
+            InvalidArgumentError: if it exists.
+        """
+        with self.lock:
+            if consumer in self._cursors.names:
+                raise InvalidArgumentError("consumer", consumer, f"Pass a name beside {list(self._cursors.names)}")
+            self._place_at_end(consumer)
+            if owner is not None:
+                self._cursors.reserve(consumer, owner, is_transient=True)
+
+    def remove(self, consumer: str) -> None:
+        """Remove a consumer, and what only it needed."""
+        with self.lock:
+            self._cursors.remove(consumer)
+            self._ages.removed(consumer)
+            forget_consumer(consumer, self._stores)
+            self.compact()
+
+    def clear(self, consumer: str) -> None:
+        """Forget all that is pending for a consumer, whose copy is now taken to be as the shard is."""
+        with self.lock:
+            self._place_at_end(consumer)
+            self.compact()
+
+    def rewind(self, consumer: str) -> None:
+        """Put a consumer back to the start of the log.
+
+        Raises:
+            InvalidArgumentError: if the log forgets what was read.
+        """
+        with self.lock:
+            if self._delete_on_read:
+                raise InvalidArgumentError("delete_on_read", True, "Build the tracker with delete_on_read=False")
+            self._cursors.rewind(consumer)
+            self._ages.placed(consumer, 0, has_rows=any(map(len, self._cursors.origin.values())))
+
+    def compact(self) -> None:
+        """Drop what every consumer has committed and merge what no cursor tells apart."""
+        with self.lock:
+            oldest = self._cursors.oldest
+            for store in self._stores.values():
+                if self._delete_on_read:
+                    store.delete(oldest)  # first: what is dropped need not be merged
+            crowded = [store for store in self._stores.values() if store.num_segments > 1]
+            pinned = self._cursors.pinned if crowded else set()
+            for store in crowded:
+                store.compact(pinned)
+            self._ages.compact(pinned, forgets=self._delete_on_read)
+
+    def _changed_since(
+        self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None
+    ) -> dict[str, ChangedRows]:
+        """Table FQN to the rows marked from ``start`` up to ``stop``, or till now, beside those that are carried."""
+        end = self._position + 1 if stop is None else stop
+        rows = {fqn: store.changed(start, end) for fqn, store in self._stores.items()}
+        for fqn, older in carried.items():
+            rows[fqn] = merge_first(older, rows[fqn])
+        return rows
+
+    def _count(self, fqn: str, ids: Tensor | None) -> None:
+        num_rows = self._stores[fqn].num_rows if ids is None else ids.numel()
+        self._num_recorded[fqn] = self._num_recorded.get(fqn, 0) + num_rows
+        if num_rows:
+            self._ages.recorded(self._position)
+
+    def _commit(self, delta: Delta) -> None:
+        self._cursors.commit(delta)
+        self._ages.committed(delta.consumer, delta.stop, leaves_out=bool(delta.kept))
+        if not self._cursors.is_transient(delta.consumer):
+            tell_received(delta.consumer, delta)
+
+    def _after_read(self) -> None:
+        # Every sixteenth read also under auto_compact: nobody need call step().
+        compacts = not self._auto_compact or self._position % 16 == 0
+        self._tidy(*([self.compact] if compacts else []), self._shed)
+
+    def _tidy(self, *tasks: Callable[[], None]) -> None:
+        """Run tasks of upkeep. If memory runs out, log it and leave the rest to the next call.
+
+        The log is complete either way, and the read or commit before has succeeded.
+        """
+        try:
+            for task in tasks:
+                task()
+        except (MemoryError, RuntimeError):  # torch raises the latter, also where a device is out of memory
+            _logger.exception("the log of changed rows was not compacted; the next read tries again")
+
+    def _close_ended(self) -> None:
+        """Close the batches of backward passes that have ended without closing them: those that raised."""
+        while self._ended:
+            key = self._ended.popleft()
+            for fqn in self._open.pop(key, ()):
+                self._stores[fqn].close_batch(key)
+
+    def _notice_before_capture(self, fqns: Iterable[str]) -> None:
+        """As :meth:`notice_writes`, for the tables of which old states are captured next."""
+        self.notice_writes([fqn for fqn in fqns if self._stores[fqn].keeps_states])
+
+    def _cut(self) -> None:
+        self._close_ended()
+        self.notice_writes(self._stores)
+        self._position += 1
+        for store in self._stores.values():
+            store.cut(self._position)
+            if store.has_open:  # these rows were marked again
+                self._ages.recorded(self._position)
+
+    def _place_at_end(self, consumer: str) -> None:
+        self._cut()
+        self._cursors.place(consumer, self._position, self._num_batches)
+        self._ages.placed(consumer, self._position)
+
+    def _shed(self) -> None:
+        while self._is_too_large():
+            hindmost = self._cursors.hindmost
+            if hindmost is None:
+                return
+            self._cut()
+            self._cursors.give_up(hindmost, self._position)
+            self._ages.given_up(hindmost, self._position)
+            self.compact()
+
+    def _is_too_large(self) -> bool:
+        """Whether the log holds more than it may, also without what it only keeps to use again."""
+        if self._max_bytes is None or self.log_bytes + self.carried_bytes <= self._max_bytes:
+            return False
+        for store in self._stores.values():
+            store.drop_spare()
+        return self.log_bytes + self.carried_bytes > self._max_bytes

@@ -1,0 +1,48 @@
+"""All ranks' saved parts on rank 0, for those who save from rank 0 alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from delta_tracker.distributed import RankGroup
+from delta_tracker.tracker.checkpoint.part import parse
+
+_BYTE = torch.uint8
+
+
+def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
+    """Send the part of every rank to rank 0, tensor by tensor. A collective.
+
+    Args:
+        state: this rank's part.
+        group: all ranks.
+
+    Returns:
+        On rank 0 the parts of all ranks, elsewhere nothing.
+
+    Raises:
+        MalformedStateError: if a rank sends what is no part.
+        RankLostError: if a rank died or did not answer in time.
+    """
+    header = next(iter(state.values()))
+    lengths = group.all_gather(torch.tensor([len(header)]))
+    if group.rank:
+        for tensor in state.values():
+            if tensor.numel():
+                group.send(tensor.contiguous().reshape(-1).view(_BYTE), 0)
+        return {}
+    gathered = dict(state)
+    for source in range(1, len(lengths)):
+        received = torch.empty(int(lengths[source]), dtype=_BYTE)
+        group.receive(received, source)
+        part = parse(f"rank{source}of{len(lengths)}/header", received)
+        gathered[f"{part.prefix}header"] = received
+        for name, (dtype, shape) in part.all_layouts().items():
+            tensor = torch.empty(shape, dtype=dtype)
+            if tensor.numel():
+                group.receive(tensor.reshape(-1).view(_BYTE), source)
+            gathered[part.prefix + name] = tensor
+    return gathered

@@ -1,0 +1,145 @@
+"""Write the saved state of one rank, as :mod:`delta_tracker.tracker.checkpoint.part` reads it.
+
+Letters: ``N`` rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.rows import ChangedRows
+from delta_tracker.tracker.checkpoint.part import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY, Part
+from delta_tracker.tracker.cursors import LogState
+from delta_tracker.types import ShardSpec
+
+# Name to field to tensor, or to anything that JSON can hold.
+Counters = Mapping[str, Mapping[str, Any]]
+
+
+def pack(
+    rank: int,
+    world_size: int,
+    mode: str,
+    shards: Mapping[str, ShardSpec],
+    state: LogState,
+    annotations: Mapping[str, object],
+    counters: Counters,
+) -> dict[str, Tensor]:
+    """What a rank saves: key to CPU tensor.
+
+    Args:
+        rank: who saves.
+        world_size: among how many.
+        mode: value of the tracking mode.
+        shards: table FQN to the block that the rank holds.
+        state: what the rank's log knows, with local ids.
+        annotations: consumer to JSON.
+        counters: what else is saved.
+
+    Raises:
+        InvalidArgumentError: for a counter with anything else than tensors of the usual dtypes and JSON.
+    """
+    sets = {str(place): consumer.rows for place, consumer in enumerate(state.consumers.values())}
+    if state.history is not None:
+        sets[HISTORY] = state.history
+    pieces: dict[str, list[object]] = {}
+    rows: dict[str, Tensor] = {}
+    for fqn, spec in shards.items():
+        found = [
+            (row_set, column, tensor)
+            for row_set, tables in sets.items()
+            if fqn in tables
+            for column, tensor in _columns(tables[fqn], spec)
+        ]
+        if found:
+            pieces[fqn] = [[*names, _dtype_name(each.dtype), list(each.shape)] for *names, each in found]
+            rows[f"rows/{fqn}"] = torch.cat([_filled_up(tensor) for *_, tensor in found])
+    header = {
+        "version": FORMAT_VERSION,
+        "rank": rank,
+        "world_size": world_size,
+        "mode": mode,
+        "num_batches": state.num_batches,
+        "shards": {fqn: _shard_json(spec) for fqn, spec in shards.items()},
+        "consumers": [[name, each.batch, each.is_behind] for name, each in state.consumers.items()],
+        "has_history": state.history is not None,
+        "annotations": dict(annotations),
+        "pieces": pieces,
+    }
+    return _encode(header, rows, counters)
+
+
+def replace_counters(part: Part, saved: Mapping[str, Tensor], counters: Counters) -> dict[str, Tensor]:
+    """The same part with other counters.
+
+    Args:
+        part: its header.
+        saved: key, with the rank, to tensor, of this part and possibly others.
+        counters: name to fields.
+    """
+    header = json.loads(bytes(saved[f"{part.prefix}header"].numpy()))
+    rows = {name: saved[part.prefix + name] for fqn in part.shards for name in part.row_layouts(fqn)}
+    return _encode(header, rows, counters)
+
+
+def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Counters) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, object]] = {name: {} for name in counters}
+    for name, fields in counters.items():
+        for field, value in fields.items():
+            if isinstance(value, Tensor):
+                tensors[f"counters/{name}/{field}"] = value.detach().to("cpu", copy=True)
+            else:
+                plain[name][field] = value
+    if strange := sorted(name for name, each in tensors.items() if _dtype_name(each.dtype) not in DTYPES):
+        raise InvalidArgumentError("counters", strange, f"Let them hold tensors of {sorted(DTYPES)}")
+    layouts = {name: [_dtype_name(each.dtype), list(each.shape)] for name, each in tensors.items()}
+    try:
+        encoded = json.dumps({**header, "counters": plain, "layouts": layouts}, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        remedy = f"Let each counter's state_dict hold tensors and what JSON can hold: {error}"
+        raise InvalidArgumentError("counters", sorted(counters), remedy) from error
+    prefix = f"rank{header['rank']}of{header['world_size']}/"
+    return {
+        f"{prefix}header": torch.frombuffer(bytearray(encoded), dtype=torch.uint8),
+        **{prefix + name: tensor for name, tensor in (*rows.items(), *tensors.items())},
+    }
+
+
+def _filled_up(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, as many as its room."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT))
+
+
+def _columns(rows: ChangedRows, spec: ShardSpec) -> Iterator[tuple[str, Tensor]]:
+    if not len(rows):
+        return
+    ids = rows.ids.cpu() + spec.row_offset
+    yield "ids", ids.int() if spec.table.num_rows <= torch.iinfo(torch.int32).max else ids
+    if rows.states is not None and rows.known is not None:
+        known = rows.known.cpu()
+        if not bool(known.all()):
+            yield "known", known
+        yield "states", rows.states.cpu()[known]
+    if rows.ages is not None and bool(rows.ages.any()):
+        yield "ages", rows.ages.cpu()
+
+
+def _shard_json(spec: ShardSpec) -> list[object]:
+    table = spec.table
+    columns = [list(each) for each in spec.columns]
+    return [
+        *(table.num_rows, table.dim, _dtype_name(table.dtype)),
+        *(spec.row_offset, spec.num_rows, columns, spec.is_replicated),
+    ]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

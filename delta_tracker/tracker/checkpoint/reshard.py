@@ -1,0 +1,193 @@
+"""Find the rows of this rank's shards in what other ranks saved, under whatever sharding plan they had.
+
+A block of a shard is a range of rows by ranges of columns. A row counts as pending here if it was pending in any saved
+block that shares columns with it. Where another saved block shares columns too and the row was not pending in it, those
+columns have not changed since the consumer received them, so that what the shard holds now is what the consumer has.
+That is why the model must be restored first.
+
+Letters: ``N`` rows, ``S`` numbers in an old state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from delta_tracker.buffers import new_rows
+from delta_tracker.errors import MalformedStateError, PartialStateError, StateMismatchError
+from delta_tracker.rows import ChangedRows
+from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.tracker.checkpoint.part import HISTORY, Layout, Part
+from delta_tracker.tracker.cursors import LogState, PendingState
+from delta_tracker.tracker.modes import Capture
+from delta_tracker.types import ShardSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """A saved part that shares rows and columns with a shard of this rank, and which numbers of a state they share."""
+
+    part: Part
+    saved_places: Tensor
+    places: Tensor
+
+
+class Resharding:
+    """What a rank takes out of which part.
+
+    Args:
+        parts: the headers of the saved parts, all alike.
+        shards: table FQN to what this rank holds; the tables are those of the parts.
+        capture: the mode, that of the parts.
+        rank: this rank.
+        world_size: among how many.
+
+    Raises:
+        PartialStateError: if the parts do not cover the shards of this rank.
+        StateMismatchError: if old states are sums over column ranges that this plan cuts elsewhere.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], shards: Mapping[str, LocalShard], capture: Capture, rank: int, world_size: int
+    ) -> None:
+        self._parts = sorted(parts, key=lambda part: part.rank)
+        self._shards = shards
+        self._capture = capture
+        missing = sorted(set(range(parts[0].world_size)) - {part.rank for part in parts})
+        self._sources = {fqn: self._find(shard.spec, rank, missing) for fqn, shard in shards.items()}
+        # Each saved rank's counters go to exactly one rank.
+        self.counted = [part for part in self._parts if part.rank % world_size == rank]
+        if lacking := [each for each in missing if each % world_size == rank and self._parts[0].counters]:
+            raise PartialStateError("counters are missing", lacking)
+
+    @property
+    def annotations(self) -> Mapping[str, object]:
+        """Those of the lowest rank."""
+        return self._parts[0].annotations
+
+    def needs(self) -> dict[str, Layout]:
+        """Key to layout of every tensor that :meth:`state` and the counters need."""
+        rows = [
+            (source.part, source.part.row_layouts(fqn)) for fqn, sources in self._sources.items() for source in sources
+        ]
+        counters = [(part, part.layouts) for part in self.counted]
+        return {part.prefix + name: layout for part, layouts in (*rows, *counters) for name, layout in layouts.items()}
+
+    def state(self, tensors: Mapping[str, Tensor]) -> LogState:
+        """What this rank's log has to know, with local ids, states on the shards' devices.
+
+        Args:
+            tensors: all that :meth:`needs` names.
+
+        Raises:
+            MalformedStateError: if a tensor does not hold what its header says.
+        """
+        first = self._parts[0]
+        used = {source.part.rank: source.part for sources in self._sources.values() for source in sources}
+        consumers = {}
+        for place, consumer in enumerate(first.consumers):
+            is_behind = any(part.consumers[place].is_behind for part in used.values())
+            rows = {} if is_behind else self._rows(str(place), tensors)
+            batch = max(part.consumers[place].batch for part in self._parts)
+            consumers[consumer.name] = PendingState(batch, rows, is_behind)
+        num_batches = max(part.num_batches for part in self._parts)
+        return LogState(num_batches, consumers, self._rows(HISTORY, tensors) if first.has_history else None)
+
+    def _find(self, spec: ShardSpec, rank: int, missing: Sequence[int]) -> list[_Source]:
+        """The parts to take a shard's rows from."""
+        fqn = spec.table.fqn
+        sharing = [part for part in self._parts if _shared_area(part.shards[fqn], spec)]
+        copies = [part for part in sharing if part.shards[fqn].is_replicated]
+        if copies:
+            # Each copy has a state of its own. A new copy, and shards, go on from the first one: it is what is
+            # published, and top-k leaves rows out of it alone.
+            own = [part for part in copies if spec.is_replicated and part.rank == rank]
+            sharing = own or copies[:1]
+        elif sum(_shared_area(part.shards[fqn], spec) for part in sharing) != spec.num_rows * spec.num_columns:
+            raise PartialStateError(f"not all of table {fqn!r} on rank {rank} is in it", missing)
+        return [_Source(part, *self._places(part.shards[fqn], spec)) for part in sharing]
+
+    def _places(self, saved: ShardSpec, spec: ShardSpec) -> tuple[Tensor, Tensor]:
+        """Which numbers of a saved state are which of a state here."""
+        if self._capture.states_are_columns:
+            mine = {column: place for place, column in enumerate(_columns(spec))}
+            pairs = [(place, mine[column]) for place, column in enumerate(_columns(saved)) if column in mine]
+        else:
+            pairs = [(i, spec.columns.index(each)) for i, each in enumerate(saved.columns) if each in spec.columns]
+            if self._capture.keeps_old and _width(saved, spec) != sum(
+                saved.columns[place][1] - saved.columns[place][0] for place, _ in pairs
+            ):
+                what = f"in table {spec.table.fqn!r} one old state for each of the column ranges"
+                raise StateMismatchError(what, saved.columns, spec.columns)
+        found = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+        return found[:, 0], found[:, 1]
+
+    def _rows(self, row_set: str, tensors: Mapping[str, Tensor]) -> dict[str, ChangedRows]:
+        rows = {fqn: self._table_rows(row_set, fqn, tensors) for fqn in self._shards}
+        return {fqn: each for fqn, each in rows.items() if each is not None}
+
+    def _table_rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
+        shard = self._shards[fqn]
+        pieces = [
+            (source, rows)
+            for source in self._sources[fqn]
+            if (rows := _local(source.part.rows(row_set, fqn, tensors), shard.spec)) is not None
+        ]
+        if not pieces:
+            return None
+        ids = torch.unique(torch.cat([rows.ids for _, rows in pieces]))
+        where = [torch.searchsorted(ids, rows.ids) for _, rows in pieces]
+        ages = torch.zeros(len(ids), dtype=torch.int32)
+        for at, (_, rows) in zip(where, pieces, strict=True):
+            if rows.ages is not None:
+                ages[at] = torch.maximum(ages[at], rows.ages)
+        aged = ages.to(shard.device) if bool(ages.any()) else None
+        if not self._capture.keeps_old:
+            return ChangedRows(ids.to(shard.device), ages=aged)
+        held = self._capture.old_states(shard, ids.to(shard.device)).cpu().clone()
+        known = torch.ones(len(ids), dtype=torch.bool)
+        for at, (source, rows) in zip(where, pieces, strict=True):
+            _check_states(source.part, fqn, rows, held, source.saved_places)
+            assert rows.states is not None, "checked above"
+            assert rows.known is not None, "checked above"
+            held[at.unsqueeze(1), source.places] = rows.states[:, source.saved_places]
+            known[at] &= rows.known
+        held[~known] = torch.nan
+        return ChangedRows(ids.to(shard.device), held.to(shard.device), known.to(shard.device), aged)
+
+
+def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
+    """Those of the rows, with global ids, that lie in a shard, with local ids."""
+    if rows is None:
+        return None
+    is_inside = (rows.ids >= spec.row_offset) & (rows.ids < spec.row_offset + spec.num_rows)
+    inside = rows.take(is_inside, new_rows)
+    return ChangedRows(inside.ids - spec.row_offset, inside.states, inside.known, inside.ages)
+
+
+def _check_states(part: Part, fqn: str, rows: ChangedRows, held: Tensor, places: Tensor) -> None:
+    if rows.states is None or rows.known is None:
+        raise MalformedStateError(part.prefix, f"rows of {fqn!r} have no old states")
+    if rows.states.dtype != held.dtype:
+        raise StateMismatchError(f"in table {fqn!r} old states of", rows.states.dtype, held.dtype)
+    if rows.states.dim() != held.dim() or (len(places) and int(places.max()) >= rows.states.shape[1]):
+        raise MalformedStateError(part.prefix, f"old states of {fqn!r} are of shape {tuple(rows.states.shape)}")
+
+
+def _shared_area(left: ShardSpec, right: ShardSpec) -> int:
+    """How many numbers of a table two blocks share."""
+    stop = min(left.row_offset + left.num_rows, right.row_offset + right.num_rows)
+    return max(0, stop - max(left.row_offset, right.row_offset)) * _width(left, right)
+
+
+def _width(left: ShardSpec, right: ShardSpec) -> int:
+    """How many columns two blocks share."""
+    return sum(max(0, min(b, d) - max(a, c)) for a, b in left.columns for c, d in right.columns)
+
+
+def _columns(spec: ShardSpec) -> list[int]:
+    """The columns that a block holds, in order."""
+    return [column for start, stop in spec.columns for column in range(start, stop)]

@@ -1,0 +1,238 @@
+"""The tracker's side of a checkpoint: what it saves, what it takes over, and what others save with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from torch import Tensor
+from torch import distributed as dist
+
+from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
+from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
+from delta_tracker.monitor.default import MONITOR
+from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.checkpoint.counters import Mergeable, as_mergeable, loaders
+from delta_tracker.tracker.checkpoint.gather import gather_parts
+from delta_tracker.tracker.checkpoint.pack import pack, replace_counters
+from delta_tracker.tracker.checkpoint.part import HEADER, Part, check_alike, check_tables, parse
+from delta_tracker.tracker.checkpoint.reshard import Resharding
+from delta_tracker.tracker.modes import Capture
+from delta_tracker.types import TrackingMode
+
+_logger = logging.getLogger(__name__)
+
+Strategy = Literal["local", "gather"]
+
+
+class Restored(Enum):
+    """What the last :meth:`Checkpointed.load_state_dict` found."""
+
+    STATE = "state"
+    """A saved state: every consumer goes on where it stood."""
+    NOTHING = "nothing"
+    """None: all rows count as changed, for every consumer."""
+
+
+class Checkpointed:
+    """Base of the tracker: its state in a checkpoint."""
+
+    _log: ChangeLog
+    _shards: dict[str, LocalShard]
+    _mode: TrackingMode
+    _capture: Capture
+
+    def __init__(self) -> None:
+        self._counters: dict[str, Mergeable] = {}
+        self._annotations: dict[str, object] = {}
+        self._positions: dict[str, int] = {}  # where the last load put each consumer
+        self._restored: Restored | None = None
+        self._group: RankGroup | None = None  # made at the first gather, which all ranks take part in
+
+    @property
+    def restored(self) -> Restored | None:
+        """What the last :meth:`load_state_dict` found; None before the first."""
+        return self._restored
+
+    @property
+    def annotations(self) -> Mapping[str, object]:
+        """Consumer to what :meth:`annotate` noted of it, here or in the state that was loaded last."""
+        return MappingProxyType({name: note for name, note in self._annotations.items() if name in self._log.consumers})
+
+    def is_as_restored(self, consumer: str) -> bool:
+        """Whether the last load put a consumer where it stands: nobody has taken rows from it since."""
+        return self._positions.get(consumer) == self._log.position(consumer)
+
+    def annotate(self, consumer: str, note: object, *, owner: object = None) -> None:
+        """Note something of a consumer that is saved with its state. Of notes that differ, that of rank 0 is loaded.
+
+        Args:
+            consumer: whose.
+            note: anything that JSON can hold; it replaces the former note.
+            owner: who reserved the consumer.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer.
+            ReservedConsumerError: if it is reserved by somebody else than ``owner``.
+            InvalidArgumentError: for what JSON cannot hold.
+        """
+        name = self._log.resolve(consumer, owner)
+        try:
+            self._annotations[name] = json.loads(json.dumps(note, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError("note", note, "Pass dicts, lists, strings and finite numbers") from error
+
+    def register_counter(self, name: str, counter: object) -> None:
+        """Save and load a figure of which every rank keeps a part, so that its total over the ranks is restored.
+
+        Args:
+            name: what it is saved as; the same on every rank.
+            counter: a ``torchmetrics.Metric`` whose states are reduced by sum, max, min or cat, or a
+                :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`.
+
+        Raises:
+            InvalidArgumentError: for anything else, or a name that is taken or has a slash in it.
+        """
+        if not name or "/" in name or name in self._counters:
+            raise InvalidArgumentError("name", name, f"Pass a name without slash beside {sorted(self._counters)}")
+        self._counters[name] = as_mergeable(name, counter)
+
+    def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
+        """What is pending for every consumer, what was registered, and what was annotated. Moves no cursor.
+
+        Rows of sealed reads and of batches that are under way count as pending. Take it when you take the model's
+        state, with no update between them. The tensors are on the CPU and stay as they are when training goes on.
+
+        Args:
+            strategy: ``"local"`` for this rank's part, without any collective; every rank saves its own. ``"gather"``
+                for all parts on rank 0, counters merged, and nothing on the others; a collective.
+
+        Returns:
+            Key to tensor; keys of different ranks differ. The format is in
+            :mod:`delta_tracker.tracker.checkpoint.part`.
+
+        Raises:
+            InvalidArgumentError: for another strategy.
+            RankLostError: if a rank died or did not call it in time.
+        """
+        if strategy not in get_args(Strategy):
+            raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
+        rank, world_size = _place()
+        shards = {fqn: shard.spec for fqn, shard in self._shards.items()}
+        counters = {name: counter.state_dict() for name, counter in self._counters.items()}
+        part = pack(rank, world_size, self._mode.value, shards, self._log.state(), self.annotations, counters)
+        if strategy == "local" or world_size == 1:
+            return part
+        if self._group is None:
+            self._group = RankGroup("parts", 'state_dict(strategy="gather")', TORCH_TIMEOUT)
+        gathered = gather_parts(part, self._group)
+        merged = (
+            {
+                name: counter.merge(_counted(name, _parts(gathered), gathered))
+                for name, counter in self._counters.items()
+            }
+            if rank == 0
+            else {}
+        )
+        return {
+            key: tensor
+            for each in (_parts(gathered) if rank == 0 else [])
+            for key, tensor in replace_counters(each, gathered, {} if each.rank else merged).items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take a saved state over, in place of all that is pending now. Restore the model first.
+
+        Every rank passes the parts of all ranks that saved (their keys differ, so that the dicts can be merged), or
+        as many of them as cover its shards: its own part alone if world size and plan are as they were. Open reads
+        are aborted.
+
+        Args:
+            state: parts of :meth:`state_dict`; an empty one stands for a checkpoint without any: all rows then count
+                as changed for every consumer, which is logged and shown by :attr:`restored`.
+
+        Raises:
+            UnknownFormatError: for a format version that is not known.
+            StateMismatchError: for a state of another mode, other consumers, tables or counters, or one whose old
+                states belong to other column ranges; it names what differs.
+            PartialStateError: if parts are missing.
+            MalformedStateError: for anything else that is no saved state. After any error all is as it was.
+            ReservedConsumerError: if a publisher reads as one of the consumers: build it after this.
+        """
+        for name in self._log.consumers:
+            self._log.resolve(name)  # refuses one that is reserved
+        if not state:
+            self._log.mark_everything()
+            self._annotations, self._restored = {}, Restored.NOTHING
+            _logger.warning("The checkpoint has no tracker state: every row counts as changed, for every consumer.")
+            MONITOR.log("delta_tracker.restored_nothing", "every row counts as changed, for every consumer")
+            return
+        plan = self.plan_load(_parts(state))
+        tensors = {}
+        for key, (dtype, shape) in plan.needs().items():
+            tensor = state.get(key)
+            if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+                found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                raise MalformedStateError(key, f"the tensor is {found}, its header says {dtype} of shape {shape}")
+            tensors[key] = tensor.detach().cpu()
+        loads = loaders(self._counters, {name: _counted(name, plan.counted, tensors) for name in self._counters})
+        log_state = plan.state(tensors)
+        for load in loads:
+            load()
+        self._log.restore(log_state)
+        self._positions = {name: self._log.position(name) for name in self._log.consumers}
+        self._annotations, self._restored = dict(plan.annotations), Restored.STATE
+
+    def plan_load(self, parts: list[Part]) -> Resharding:
+        """What :meth:`load_state_dict` would take out of which part.
+
+        Args:
+            parts: headers, at least one.
+
+        Raises:
+            StateMismatchError: if they are of something else.
+            PartialStateError: if parts are missing.
+        """
+        check_alike(parts)
+        first = parts[0]
+        for what, saved, found in (
+            ("mode", first.mode, self._mode.value),
+            ("consumers", sorted(each.name for each in first.consumers), sorted(self._log.consumers)),
+        ):
+            if saved != found:
+                raise StateMismatchError(what, saved, found)
+        check_tables("", first.shards, {fqn: shard.spec for fqn, shard in self._shards.items()})
+        counters = sorted({name for part in parts for name in part.counters})
+        rank, world_size = _place()
+        if counters != sorted(self._counters):
+            raise StateMismatchError("counters", counters, sorted(self._counters))
+        return Resharding(parts, self._shards, self._capture, rank, world_size)
+
+
+def _parts(state: Mapping[str, Tensor]) -> list[Part]:
+    """The headers of a state.
+
+    Raises:
+        MalformedStateError: if there is none.
+    """
+    parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(key)]
+    if not parts:
+        raise MalformedStateError(", ".join(sorted(state)[:3]), "it has no header")
+    return parts
+
+
+def _counted(name: str, parts: Sequence[Part], tensors: Mapping[str, Tensor]) -> list[Mapping[str, object]]:
+    """What the parts say of a counter."""
+    return [fields for part in parts if (fields := part.counter(name, tensors)) is not None]
+
+
+def _place() -> tuple[int, int]:
+    """Rank and world size; those of a world of one where no process group was made."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

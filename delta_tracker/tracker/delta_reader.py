@@ -1,0 +1,144 @@
+"""From what a read covers to the delta that a consumer gets: values, states, and the choice of top-k.
+
+Letters: ``N`` rows of a table, ``D`` columns of its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from delta_tracker.buffers import new_rows
+from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
+from delta_tracker.rows import ChangedRows
+from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
+from delta_tracker.tracker.change_log import Reading
+from delta_tracker.tracker.modes import Capture
+from delta_tracker.tracker.top_k import AllRanks, Candidates, TopK, choose
+from delta_tracker.types import Delta, DeltaRows
+
+_ID_BYTES = 8
+_CHUNK_ROWS = 1 << 15  # of 64 numbers: eight megabytes, which stay in a large cache
+
+
+class DeltaReader:
+    """Reads shards in one tracking mode.
+
+    Args:
+        shards: table FQN to what this rank holds of it.
+        capture: the mode's strategy.
+    """
+
+    def __init__(self, shards: Mapping[str, LocalShard], capture: Capture) -> None:
+        self._shards = shards
+        self._capture = capture
+        self._ranks: AllRanks | None = None  # made at the first top-k, which all ranks take part in
+
+    def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:
+        """Refuse what no read of these shards could serve, before anything is cut.
+
+        Raises:
+            UnsupportedTableError: for ``with_optimizer`` where a table's optimizer is not fused.
+            InvalidArgumentError: for ``top_k`` without a score, in a mode that has none.
+        """
+        for fqn, shard in self._shards.items():
+            if with_optimizer and not shard.is_fused:
+                raise UnsupportedTableError(fqn, "its optimizer is not fused, so its rows' states are not at hand")
+        if top_k is not None and top_k.score is None and not self._capture.has_scores:
+            raise InvalidArgumentError("top_k", top_k, "Track in EMBEDDING or a momentum mode, or give TopK a score")
+
+    def join(self, call: str, timeout: timedelta) -> None:
+        """Join the ranks that share top-k's budget, unless they are joined already. A collective.
+
+        Args:
+            call: what every rank has to call, as errors name it.
+            timeout: how long ranks wait for each other, here and in each read.
+
+        Raises:
+            RankLostError: if a rank dies or does not come in time.
+        """
+        if self._ranks is None:
+            self._ranks = AllRanks(call, timeout)
+
+    def delta(self, reading: Reading, *, top_k: TopK | None, with_values: bool, with_optimizer: bool) -> Delta:
+        """The delta of a read, from the rows as they are now.
+
+        Raises:
+            InvalidArgumentError: if scores are NaN or of another shape, here or on another rank.
+        """
+        chosen = {} if top_k is None else self._choose(reading.rows, top_k)
+        rows, left_out = {}, {}
+        for fqn, changed in reading.rows.items():
+            if fqn in chosen:
+                sent, left_out[fqn] = changed.take(chosen[fqn], new_rows), changed.take(~chosen[fqn], new_rows)
+            else:
+                sent = changed.copy(new_rows) if fqn in reading.shared else changed
+            rows[fqn] = self._rows(fqn, sent, with_values=with_values, with_optimizer=with_optimizer)
+        return Delta(
+            rows,
+            consumer=reading.consumer,
+            start=reading.start,
+            stop=reading.stop,
+            batches=reading.batches,
+            left_out=left_out,
+        )
+
+    def _rows(self, fqn: str, changed: ChangedRows, *, with_values: bool, with_optimizer: bool) -> DeltaRows:
+        shard = self._shards[fqn]
+        return DeltaRows(
+            changed.ids,
+            self._capture.states(shard, changed),
+            read_rows(shard, changed.ids) if with_values else None,
+            shard=shard.spec,
+            known=changed.known,
+            optimizer=read_optimizer(shard, changed.ids) if with_optimizer and num_optimizer_states(shard) else (),
+        )
+
+    def _choose(self, rows: Mapping[str, ChangedRows], top_k: TopK) -> dict[str, Tensor]:
+        """FQN to ``[N]`` bool: which rows go. A collective."""
+        if self._ranks is None:
+            self._ranks = AllRanks()
+        # A table that every rank holds is chosen from once.
+        local = [fqn for fqn in rows if self._ranks.rank == 0 or not self._shards[fqn].spec.is_replicated]
+        candidates: dict[str, Candidates] | Exception
+        try:
+            candidates = {fqn: self._candidates(fqn, rows[fqn], top_k) for fqn in local}
+        except Exception as error:  # noqa: BLE001  the other ranks wait: choose() tells them, then raises it
+            candidates = error
+        return choose(top_k, candidates, list(rows), self._ranks)
+
+    def _candidates(self, fqn: str, changed: ChangedRows, top_k: TopK) -> Candidates:
+        spec = self._shards[fqn].spec
+        if top_k.score is not None:
+            # A copy: the score may write to it.
+            rows = self._rows(fqn, changed.copy(new_rows), with_values=True, with_optimizer=False)
+            scores = self._checked_scores(fqn, top_k.score(fqn, rows), changed)
+        else:
+            scores = self._scores(self._shards[fqn], changed)
+        is_due = torch.zeros_like(changed.ids, dtype=torch.bool)
+        if top_k.max_age is not None and changed.ages is not None:
+            is_due = changed.ages >= top_k.max_age
+        return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
+
+    def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:
+        """How far rows moved, ``[N]`` float32, chunk by chunk, so that no copy of all rows is made."""
+        states = self._capture.states(shard, changed)
+        assert states is not None, "every mode with scores has states"
+        scores = torch.empty(len(changed), dtype=torch.float32, device=changed.ids.device)
+        for chunk, values in row_chunks(shard, changed.ids, _CHUNK_ROWS):
+            scores[chunk] = self._capture.scores(values, states[chunk])
+        # Not a number: the row's old state is unknown, or the row itself diverged. Either way it goes first.
+        return torch.where(scores.isnan(), torch.inf, scores)
+
+    def _checked_scores(self, fqn: str, scores: Tensor, rows: ChangedRows) -> Tensor:
+        """Numbers for all rows; those whose old state is unknown, NaN itself, go first whatever their score."""
+        if scores.shape == (len(rows),) and rows.known is not None:
+            scores = torch.where(rows.known, scores, torch.inf)
+        if scores.shape != (len(rows),) or bool(scores.isnan().any()):
+            remedy = f"Return [{len(rows)}] numbers, none of them NaN"
+            raise InvalidArgumentError(f"score of {fqn!r}", tuple(scores.shape), remedy)
+        return scores.detach().to(torch.float32, copy=True)  # the next table's may come in the same memory

@@ -1,0 +1,67 @@
+"""Lookups that are recorded by hand, under the names of the seed interface."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.rows import first_per_id
+from delta_tracker.sharding.discover import Discovery
+from delta_tracker.sharding.kernel_hooks import KeyedIds
+from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.types import TrackingMode
+
+
+class LookupRecorder:
+    """Base of the tracker: for lookups that its hooks do not see. Nothing here has to be called."""
+
+    _log: ChangeLog
+    _found: Discovery
+    _mode: TrackingMode
+
+    def record_ids(self, kjt: KeyedIds) -> None:
+        """Count the ids of a lookup that the hooks do not see as changed.
+
+        Args:
+            kjt: a KeyedJaggedTensor of local ids; a feature counts for every table that it is looked up in.
+        """
+        self._record(kjt, None)
+
+    def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
+        """As :meth:`record_ids`, with the rows as they were before the change.
+
+        Args:
+            kjt: a KeyedJaggedTensor of local ids.
+            embeddings: the rows, in the order of ``kjt.values()``; any shape with one row for each id.
+
+        Raises:
+            InvalidArgumentError: outside EMBEDDING mode, or for another number of rows.
+        """
+        num_ids = kjt.values().numel()
+        if self._mode is not TrackingMode.EMBEDDING:
+            raise InvalidArgumentError("mode", self._mode, "Track in EMBEDDING mode to record embeddings")
+        if embeddings.numel() and (num_ids == 0 or embeddings.numel() % num_ids):
+            raise InvalidArgumentError("embeddings", tuple(embeddings.shape), f"Pass one row for each of {num_ids} ids")
+        self._record(kjt, embeddings.detach().reshape(num_ids, -1))
+
+    def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
+        """:meth:`record_embeddings` in EMBEDDING mode, :meth:`record_ids` in the others, which need no ``states``."""
+        if self._mode is TrackingMode.EMBEDDING:
+            self.record_embeddings(kjt, states)
+        else:
+            self.record_ids(kjt)
+
+    def _record(self, kjt: KeyedIds, states: Tensor | None) -> None:
+        begin = 0
+        for feature, length in zip(kjt.keys(), kjt.length_per_key(), strict=True):
+            rows = slice(begin, begin + length)
+            begin += length
+            for fqn, features in self._found.features.items():
+                spec = self._found.shards[fqn].spec
+                if feature in features and spec.num_rows:
+                    ids = kjt.values()[rows].long()
+                    if states is not None and states.shape[1] != spec.num_columns:
+                        remedy = f"Pass rows of {spec.num_columns} numbers for {fqn!r}"
+                        raise InvalidArgumentError("embeddings", tuple(states.shape), remedy)
+                    first = (ids, None) if states is None else first_per_id(ids, states[rows])
+                    self._log.mark(fqn, first[0], states=first[1])

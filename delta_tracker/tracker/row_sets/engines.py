@@ -1,0 +1,73 @@
+"""Which engine holds the rows of a shard."""
+
+from __future__ import annotations
+
+import torch
+
+from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.tracker.row_sets.numba import NumbaRows, load_loops
+from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.torch import TorchRows
+from delta_tracker.tracker.row_sets.triton import TritonRows
+
+_BY_NAME: dict[str, type[RowSet]] = {"torch": TorchRows, "numba": NumbaRows, "triton": TritonRows}
+
+ENGINES = tuple(_BY_NAME)
+
+
+def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
+    """Find the class of row sets for a device.
+
+    Args:
+        name: one of :data:`ENGINES`: ``"torch"`` (any device), ``"numba"`` (CPU) or ``"triton"`` (CUDA); None for numba
+            on the CPU where it is installed, and for torch everywhere else.
+        device: where the shard lives.
+
+    Returns:
+        A class whose sets can be built on ``device``, its package being installed. None always finds one that is.
+
+    Raises:
+        InvalidArgumentError: for an unknown name, or an engine that does not serve the device.
+
+    Example:
+        >>> choose_engine("torch", torch.device("cpu")).__name__
+        'TorchRows'
+    """
+    if name is None:
+        return NumbaRows if NumbaRows.serves(device) and _has_numba() else TorchRows
+    serving = [known for known, engine in _BY_NAME.items() if engine.serves(device)]
+    if name not in serving:
+        raise InvalidArgumentError("engine", name, f"On {device} use one of {serving}, or None to have one chosen")
+    return _BY_NAME[name]
+
+
+def row_set(engine: str | None, num_rows: int, device: torch.device) -> RowSet:
+    """Build an empty set of the rows of a shard.
+
+    Args:
+        engine: as for :func:`choose_engine`.
+        num_rows: rows of the shard, ``R``; 0 is allowed.
+        device: where the shard lives.
+
+    Returns:
+        A set without a row.
+
+    Raises:
+        InvalidArgumentError: for an unknown name, or an engine that does not serve the device.
+        MissingExtraError: if the package of the named engine is not installed.
+
+    Example:
+        >>> rows = row_set("torch", 4, torch.device("cpu"))
+        >>> rows.mark(torch.tensor([3]))
+        >>> rows.scan()
+        tensor([3])
+    """
+    return choose_engine(engine, device)(num_rows, device)
+
+
+def _has_numba() -> bool:
+    try:
+        load_loops()
+    except MissingExtraError:
+        return False
+    return True

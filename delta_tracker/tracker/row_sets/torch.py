@@ -1,0 +1,91 @@
+"""Sets of rows in plain torch, on any device: the reference engine."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from delta_tracker.tracker.row_sets.row_set import RowSet
+
+
+def within(ids: Tensor, num_rows: int) -> Tensor:
+    """``[N]`` ids with row 0 in place of each one outside ``[0, num_rows)``.
+
+    Example:
+        >>> within(torch.tensor([2, -1, 3]), num_rows=3)
+        tensor([2, 0, 0])
+    """
+    return torch.where((ids >= 0) & (ids < num_rows), ids, 0)
+
+
+class TorchRows(RowSet):
+    """One byte per row, so ``R`` bytes; a scan reads all of them.
+
+    :meth:`mark_new` returns its ids ascending. On a device, :meth:`rank` waits for it.
+
+    Example:
+        >>> rows = TorchRows(8, torch.device("cpu"))
+        >>> rows.mark(torch.tensor([5, 2, 5]))
+        >>> rows.mark_new(torch.tensor([7, 2, 7, 1]))
+        tensor([1, 7])
+        >>> rows.scan()
+        tensor([1, 2, 5, 7])
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        super().__init__(num_rows, device)
+        # A tensor that is made in inference mode could not be written to outside it.
+        with torch.inference_mode(mode=False):
+            self._marks = torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+    @classmethod
+    def serves(cls, device: torch.device) -> bool:  # noqa: ARG003  every device will do
+        """Any."""
+        return True
+
+    @property
+    def num_bytes(self) -> int:
+        """``R`` bytes."""
+        return self._marks.nbytes
+
+    def _mark(self, ids: Tensor) -> None:
+        self._marks.index_fill_(0, within(ids, self.num_rows), True)
+
+    def _mark_all(self) -> None:
+        self._marks.fill_(True)
+
+    def _clear(self) -> None:
+        self._marks.zero_()
+
+    def _mark_new(self, ids: Tensor) -> Tensor:
+        ids = within(ids, self.num_rows)
+        fresh = torch.unique(ids.masked_select(~self._marks.index_select(0, ids)))
+        self._marks.index_fill_(0, fresh, True)
+        return fresh
+
+    def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids = within(ids, self.num_rows)
+        none = self.num_rows  # sorts behind every row
+        ordered = torch.where(self._marks.index_select(0, ids), none, ids).sort().values
+        first = ordered < none
+        first[1:] &= ordered[1:] != ordered[:-1]
+        self._marks.index_fill_(0, ids, True)
+        ordered = torch.where(first, ordered, none).sort().values
+        return torch.where(ordered < none, ordered, -1), first.sum(0, keepdim=True)
+
+    def _contains(self, ids: Tensor) -> Tensor:
+        return self._marks.index_select(0, within(ids, self.num_rows))
+
+    def _absorb(self, other: Self) -> None:
+        self._marks |= other._marks
+
+    def _scan(self) -> Tensor:
+        return self._marks.nonzero().flatten()
+
+    def _num_marked(self) -> int:
+        return int(self._marks.count_nonzero())
+
+    def _rank(self, ids: Tensor) -> Tensor:
+        return torch.searchsorted(self._scan(), within(ids, self.num_rows))

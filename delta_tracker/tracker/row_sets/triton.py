@@ -1,0 +1,138 @@
+"""Sets of rows on a CUDA device, compiled by Triton (the extra ``triton``).
+
+It passes the contract test of all engines in Triton's interpreter (``TRITON_INTERPRET=1``), which runs the same
+programs on the CPU, and they compile for compute capabilities 8.0 and 9.0. It has not yet been run, or measured, on a
+GPU; so nobody gets it who does not ask for it by name.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import MissingExtraError
+from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.torch import within
+
+_ROWS_PER_BLOCK = 512
+_WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 32
+_IDS_PER_PROGRAM = 1024
+_RANKS_PER_PROGRAM = 128
+_BLOCKS_PER_PROGRAM = 64
+
+
+class TritonRows(RowSet):
+    """One bit per row and one per block of 512 rows, which lets a scan skip what was never marked.
+
+    It holds ``R / 8 + R / 4096`` bytes. :meth:`mark_new` returns its ids ascending. :meth:`rank` does not wait for the
+    device. The programs are compiled at their first use, seconds each; Triton caches them on disk.
+
+    Raises:
+        MissingExtraError: if triton is not installed.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        super().__init__(num_rows, device)
+        self._programs = _load_programs()
+        self._num_blocks = -(-num_rows // _ROWS_PER_BLOCK)
+        # A tensor that is made in inference mode could not be written to outside it.
+        with torch.inference_mode(mode=False):
+            self._words = torch.zeros(self._num_blocks * _WORDS_PER_BLOCK, dtype=torch.int32, device=device)
+            self._summary = torch.zeros(-(-self._num_blocks // 32), dtype=torch.int32, device=device)
+
+    @classmethod
+    def serves(cls, device: torch.device) -> bool:
+        """CUDA devices, and any in Triton's interpreter."""
+        return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bits and summary."""
+        return self._words.nbytes + self._summary.nbytes
+
+    def _mark(self, ids: Tensor) -> None:
+        self._launch_mark(ids, fresh=None)
+
+    def _mark_all(self) -> None:
+        _set_first(self._words, self.num_rows)
+        _set_first(self._summary, self._num_blocks)
+
+    def _clear(self) -> None:
+        self._words.zero_()
+        self._summary.zero_()
+
+    def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        none = self.num_rows  # sorts behind every row
+        dtype = torch.int32 if none < 2**31 else torch.int64
+        fresh = torch.empty(ids.numel(), dtype=dtype, device=self.device)
+        self._launch_mark(ids, fresh)
+        # Which of several equal ids finds the bit clear is chance; sorted, it makes no difference.
+        ordered = fresh.sort().values.long()
+        return torch.where(ordered < none, ordered, -1), (ordered < none).sum(0, keepdim=True)
+
+    def _contains(self, ids: Tensor) -> Tensor:
+        ids = within(ids, self.num_rows)
+        return (self._words[ids >> 5] >> (ids & 31)) & 1 != 0
+
+    def _absorb(self, other: Self) -> None:
+        self._words |= other._words
+        self._summary |= other._summary
+
+    def _scan(self) -> Tensor:
+        counts, before = self._count()
+        rows = torch.empty(int(before[-1] + counts[-1]), dtype=torch.int64, device=self.device)
+        self._launch("scan", self._num_blocks, self._words, counts, before, rows)
+        return rows
+
+    def _num_marked(self) -> int:
+        counts, _ = self._count()
+        return int(counts.sum())
+
+    def _rank(self, ids: Tensor) -> Tensor:
+        _, before = self._count()
+        ranks = torch.empty(ids.numel(), dtype=torch.int64, device=self.device)
+        num_programs = -(-ids.numel() // _RANKS_PER_PROGRAM)
+        arguments = (self._words, before, self.num_rows, ids.contiguous(), ids.numel(), ranks)
+        self._launch("rank", num_programs, *arguments, size=_RANKS_PER_PROGRAM)
+        return ranks
+
+    def _launch_mark(self, ids: Tensor, fresh: Tensor | None) -> None:
+        num_programs = -(-ids.numel() // _IDS_PER_PROGRAM)
+        arguments = (self._words, self._summary, self.num_rows, ids.contiguous(), ids.numel(), fresh)
+        self._launch("mark", num_programs, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None)
+
+    def _count(self) -> tuple[Tensor, Tensor]:
+        """``[B]`` int32 rows in each block and ``[B]`` int64 rows in all blocks before it."""
+        counts = torch.empty(self._num_blocks, dtype=torch.int32, device=self.device)
+        num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
+        arguments = (self._words, self._summary, self._num_blocks, counts)
+        self._launch("count", num_programs, *arguments, size=_BLOCKS_PER_PROGRAM)
+        return counts, counts.cumsum(0) - counts
+
+    def _launch(self, name: str, num_programs: int, *arguments: Tensor | int | None, **constants: int) -> None:
+        # Triton launches on the current device, which need not be the set's.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            getattr(self._programs, name)[(num_programs,)](*arguments, **constants)
+
+
+@cache
+def _load_programs() -> ModuleType:
+    try:
+        return import_module("delta_tracker.tracker.row_sets.triton_programs")
+    except ImportError as error:
+        raise MissingExtraError("triton", "triton") from error
+
+
+def _set_first(words: Tensor, num_bits: int) -> None:
+    """Set the first ``num_bits`` bits and clear the others."""
+    full, rest = divmod(num_bits, 32)
+    words[:full] = -1
+    words[full:] = 0
+    words[full : full + 1] = (1 << rest) - 1

@@ -1,0 +1,99 @@
+"""The device programs of :mod:`delta_tracker.tracker.row_sets.triton`, the one module that imports triton.
+
+Shapes: ``words`` is ``[16 * B]`` int32, a bit per row, ``B`` blocks of 512 rows; ``summary`` is ``[ceil(B / 32)]``
+int32, a bit per block that has a marked row. Rows and positions are int64.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _within(ids: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+    return tl.where((ids >= 0) & (ids < num_rows), ids, 0)
+
+
+@triton.jit
+def _bit(position: tl.tensor) -> tl.tensor:
+    """An int32 with the bit of ``position`` modulo 32 set."""
+    return (1 << (position & 31)).to(tl.int32)
+
+
+@triton.jit
+def _popcount(words: tl.tensor) -> tl.tensor:
+    """Bits set in each int32."""
+    words = words.to(tl.uint32, bitcast=True)
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return ((words * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_ids"])
+def mark(
+    words: tl.tensor,
+    summary: tl.tensor,
+    num_rows: tl.tensor,
+    ids: tl.tensor,
+    num_ids: tl.tensor,
+    fresh: tl.tensor,
+    size: tl.constexpr,
+    wants_fresh: tl.constexpr,
+) -> None:
+    """Set the bit of each id; with ``wants_fresh`` write to ``fresh``, ``[N]``, each id that set its bit, else R."""
+    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    here = at < num_ids
+    row = _within(tl.load(ids + at, mask=here, other=0), num_rows)
+    bit = _bit(row)
+    clear = here & ((tl.load(words + (row >> 5), mask=here, other=0) & bit) == 0)
+    before = tl.atomic_or(words + (row >> 5), bit, mask=clear, sem="relaxed")
+    block = row >> 9
+    unseen = clear & ((tl.load(summary + (block >> 5), mask=clear, other=0) & _bit(block)) == 0)
+    tl.atomic_or(summary + (block >> 5), _bit(block), mask=unseen, sem="relaxed")
+    if wants_fresh:
+        tl.store(fresh + at, tl.where(clear & ((before & bit) == 0), row, num_rows), mask=here)
+
+
+@triton.jit
+def count(words: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor, counts: tl.tensor, size: tl.constexpr) -> None:
+    """Write how many rows each block has to ``counts``, ``[B]`` int32."""
+    block = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    here = block < num_blocks
+    touched = here & ((tl.load(summary + (block >> 5), mask=here, other=0) & _bit(block)) != 0)
+    at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    marked = _popcount(tl.load(words + at, mask=touched[:, None], other=0))
+    tl.store(counts + block, tl.sum(marked, axis=1), mask=here)
+
+
+@triton.jit
+def scan(words: tl.tensor, counts: tl.tensor, before: tl.tensor, out: tl.tensor) -> None:
+    """Write the rows of one block to ``out[before[block]:]``."""
+    block = tl.program_id(0).to(tl.int64)
+    if tl.load(counts + block) > 0:
+        row = block * 512 + tl.arange(0, 512)
+        marked = (tl.load(words + (row >> 5)) >> (row & 31).to(tl.int32)) & 1
+        position = tl.load(before + block) + tl.cumsum(marked, axis=0) - 1
+        tl.store(out + position, row, mask=marked != 0)
+
+
+@triton.jit(do_not_specialize=["num_ids"])
+def rank(
+    words: tl.tensor,
+    before: tl.tensor,
+    num_rows: tl.tensor,
+    ids: tl.tensor,
+    num_ids: tl.tensor,
+    out: tl.tensor,
+    size: tl.constexpr,
+) -> None:
+    """Write how many rows below each id are marked to ``out``, ``[N]``; ``before`` is ``[B]``, the same per block."""
+    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+    here = at < num_ids
+    row = _within(tl.load(ids + at, mask=here, other=0), num_rows)
+    word = (row >> 9)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    last = (row >> 5)[:, None]
+    below = tl.where(word < last, -1, tl.where(word == last, _bit(row)[:, None] - 1, 0))
+    marked = _popcount(tl.load(words + word, mask=here[:, None], other=0) & below)
+    tl.store(out + at, tl.load(before + (row >> 9), mask=here, other=0) + tl.sum(marked, axis=1), mask=here)

@@ -1,0 +1,379 @@
+"""The store of one shard: a log of segments, each saying which rows changed between two cuts.
+
+Letters: ``N`` ids, ``R`` rows of the shard, ``S`` numbers in an old state.
+
+A position is a count of cuts. A segment covers the positions from its start to the next segment's start, and holds a
+set of local rows and, where old states are kept, the state that each row had before its first change in the segment.
+A batch of ids is *open* from just before its update is written until that update is proven done; a cut marks open
+rows again in the new segment, with the states held now, because a read at the cut may have taken them before or after
+the write. That is what makes a read at any moment safe: see :meth:`SegmentStore.cut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from delta_tracker.buffers import new_rows
+from delta_tracker.rows import ChangedRows, put_rows
+from delta_tracker.tracker.row_sets.engines import choose_engine
+from delta_tracker.tracker.row_sets.row_set import RowSet
+
+# Few batches are ever open at a time. More are backward passes that raised and whose end was not reported.
+_MAX_OPEN = 256
+_STUCK = -2
+# A set from here on is emptied and used again: touching so much new memory costs more than a read of few rows.
+_SPARE_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class _Segment:
+    start: int
+    rows: RowSet | None = None  # None while nothing is marked
+    # Rows that were marked first, with their states before; a marked row that is in none of them has no known state.
+    # Where the device is not to be waited for, ids of -1 fill the end: see :meth:`trim`.
+    states: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def trim(self) -> None:
+        """Drop the filling; waits for the device."""
+        self.states = [(ids[ids >= 0], states[ids >= 0]) for ids, states in self.states]
+
+    def absorb(self, newer: _Segment) -> None:
+        """Take over a newer segment's rows, which it may lose; of a row in both, this segment's state stays."""
+        if newer.rows is None:
+            return
+        if self.rows is None:
+            self.rows, newer.rows = newer.rows, None
+            self.states = newer.states
+            return
+        for ids, states in newer.states:
+            is_new = ~self.rows.contains(ids)
+            if bool(is_new.any()):
+                self.states.append((ids[is_new], states[is_new]))
+        self.rows.absorb(newer.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        states = sum(ids.nbytes + states.nbytes for ids, states in self.states)
+        return states + (0 if self.rows is None else self.rows.num_bytes)
+
+
+class SegmentStore:
+    """Changed rows of one shard of ``R`` rows, readable from any pinned position.
+
+    Memory is one row set per segment with a change in it, and one old state per row of it where states are kept. After
+    :meth:`compact` there is at most one segment for each distinct pinned position, and one more; beside them the ids
+    of the open batches are kept and, where row sets are large, an empty one to use again.
+
+    The caller serialises the calls, and calls in this order: for a batch :meth:`open_batch` before its update is
+    written and :meth:`close_batch` once it is proven written; for a read :meth:`cut` on the training state that the
+    reader will see, then :meth:`changed`.
+
+    Args:
+        num_rows: ``R``, rows of the shard; 0 is allowed.
+        device: where the ids live, the shard's own device.
+        engine: which kernels keep the rows, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        old_states: gives the states ``[N, S]`` that the rows ``[N]`` hold now; None to keep none.
+        was_written: returns whether anything wrote to the shard since its last call, without reporting the rows; None
+            if that cannot happen. Its first call is compared with its construction.
+
+    Example:
+        >>> store = SegmentStore(num_rows=8)
+        >>> store.open_batch(0, torch.tensor([5, 2, 5]))
+        >>> store.close_batch(0)
+        >>> store.cut(1)
+        >>> store.changed(0, 1).ids
+        tensor([2, 5])
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        device: torch.device | str = "cpu",
+        *,
+        engine: str | None = None,
+        old_states: Callable[[Tensor], Tensor] | None = None,
+        was_written: Callable[[], bool] | None = None,
+    ) -> None:
+        self.num_rows = num_rows
+        self._device = torch.device(device)
+        self._engine = choose_engine(engine, self._device)
+        self._old_states = old_states
+        self._was_written = was_written
+        self._has_unmarked = False  # something was written to the shard, and its rows are not marked yet
+        self._pads = self._device.type != "cpu"  # how many rows are new is then known on the device only
+        self._segments = [_Segment(start=0)]
+        self._open: dict[int, Tensor | None] = {}
+        self._spare: RowSet | None = None
+
+    def open_batch(self, batch: int, ids: Tensor | None) -> None:
+        """Mark the rows of a batch whose update is about to be written, and keep them open.
+
+        Args:
+            batch: a key that no open batch has.
+            ids: ``[N]`` integer local ids, in any order, duplicates allowed; None for every row, whose old states then
+                count as unknown. An id outside ``[0, R)`` counts as row 0, which is the row that FBGEMM's
+                table-batched embedding updates for it.
+        """
+        if self.num_rows == 0:
+            return
+        self._open[batch] = ids
+        self._mark(ids)
+        if len(self._open) > _MAX_OPEN:
+            self._fold_oldest()
+
+    def close_batch(self, batch: int) -> None:
+        """Forget an open batch: its update is written. A batch that is not open is no error."""
+        self._open.pop(batch, None)
+
+    def mark(self, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
+        """Mark rows without opening them.
+
+        Args:
+            ids: as in :meth:`open_batch`.
+            states: ``[N, S]``, their states before the change; None for those that they hold now.
+            is_written: the rows are changed already, so that what they hold now is not their old state: unless
+                ``states`` says it, it is unknown.
+        """
+        if self.num_rows == 0:
+            return
+        if states is not None and ids is not None:
+            self._mark_with(ids, states)
+        else:
+            self._mark(ids, keep_states=not is_written)
+
+    def cut(self, position: int) -> None:
+        """Start a segment at ``position``, which is higher than any before; open rows are marked in it again."""
+        last = self._segments[-1]
+        if last.rows is None:
+            last.start = position
+        else:
+            self._segments.append(_Segment(start=position))
+        for ids in self._open.values():
+            self._mark(ids)
+
+    @property
+    def has_open(self) -> bool:
+        """Whether a batch is open."""
+        return bool(self._open)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether old states are kept."""
+        return self._old_states is not None
+
+    def catch_up(self) -> None:
+        """Mark what changed without a report; here :meth:`notice_writes` does."""
+
+    def notice_writes(self) -> bool:
+        """Mark all rows, old states unknown, and return True if anything wrote to the shard without reporting the rows.
+
+        Call it before every :meth:`cut` and, where old states are kept, before they are captured: after the write
+        they would be taken for those of before.
+        """
+        if self._was_written is None or self.num_rows == 0:
+            return False
+        self._has_unmarked = self._was_written() or self._has_unmarked
+        if not self._has_unmarked:
+            return False
+        self._mark(None)  # which may run out of memory: then the next call marks them
+        self._has_unmarked = False
+        return True
+
+    def acknowledge_writes(self) -> None:
+        """Ignore the writes so far: their rows are marked, or need not be."""
+        if self._was_written is not None:
+            self._was_written()
+
+    def forget(self) -> None:
+        """Drop everything that is marked: the shard as it is now is where the log starts. Open batches stay open."""
+        self.acknowledge_writes()
+        self._has_unmarked = False
+        self.delete(None)
+
+    def unknown(self, ids: Tensor | None = None) -> ChangedRows:
+        """Rows with nothing known of their states.
+
+        Args:
+            ids: ``[N]`` int64 local ids, in any order, duplicates allowed; None for every row.
+        """
+        rows = self._take_set()
+        if ids is None:
+            rows.mark_all()
+        else:
+            rows.mark(ids)
+        found = self._with_states(rows.scan(), rows, [])
+        self._recycle(rows)
+        return found
+
+    def num_changed(self, start: int, beside: Tensor | None = None) -> int:
+        """How many rows are marked from position ``start`` on, or are among ``beside``. Waits for the device.
+
+        Args:
+            start: a pinned position.
+            beside: ``[N]`` int64 local ids that count too.
+        """
+        segments = [seg for seg in self._segments if start <= seg.start and seg.rows is not None]
+        if len(segments) == 1 and beside is None and segments[0].rows is not None:
+            return segments[0].rows.count()
+        merged = self._union(segments)
+        if beside is not None:
+            merged.mark(beside)
+        count = merged.count()
+        self._recycle(merged)
+        return count
+
+    def changed(self, start: int, stop: int) -> ChangedRows:
+        """The rows marked from position ``start`` up to ``stop``, each with its oldest state in that range.
+
+        Both must be pinned since they were cut, or :meth:`compact` may have merged across them. Waits for the device.
+        """
+        self._trim()
+        segments = [seg for seg in self._segments if start <= seg.start < stop and seg.rows is not None]
+        if not segments:
+            return self._with_states(torch.empty(0, dtype=torch.int64, device=self._device), None, [])
+        merged = segments[0].rows if len(segments) == 1 else self._union(segments)
+        assert merged is not None, "filtered above"
+        found = self._with_states(merged.scan(), merged, segments)
+        if len(segments) > 1:
+            self._recycle(merged)
+        return found
+
+    def compact(self, pinned: Collection[int]) -> None:
+        """Merge neighbouring segments unless a position in ``pinned`` lies on their boundary."""
+        if len(self._segments) > 1:
+            self._trim()
+        place = 1
+        while place < len(self._segments):
+            older, newer = self._segments[place - 1], self._segments[place]
+            if any(older.start < position <= newer.start for position in pinned):
+                place += 1
+            else:
+                older.absorb(newer)
+                del self._segments[place]  # at once: a later merge may run out of memory
+                self._recycle(newer.rows)
+
+    def delete(self, before: int | None) -> None:
+        """Drop what was marked before position ``before``, which must be pinned; None drops everything."""
+        while self._segments and (before is None or self._segments[0].start < before):
+            dropped = self._segments.pop(0)
+            self._recycle(dropped.rows)
+            last = dropped.start
+        if not self._segments:
+            self._segments.append(_Segment(start=last if before is None else before))
+
+    def drop_spare(self) -> None:
+        """Give the set back that is kept to be used again."""
+        self._spare = None
+
+    @property
+    def num_segments(self) -> int:
+        """Segments now in the log."""
+        return len(self._segments)
+
+    @property
+    def num_open(self) -> int:
+        """Batches that are open now."""
+        return len(self._open)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of a second copy of the shard: none here."""
+        return 0
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of row sets, old states and open ids held now."""
+        opened = sum(ids.nbytes for ids in self._open.values() if ids is not None)
+        spare = 0 if self._spare is None else self._spare.num_bytes
+        return opened + spare + sum(segment.num_bytes for segment in self._segments)
+
+    def _fold_oldest(self) -> None:
+        """Make one batch, that stays open for good, of the oldest half: backward passes that raised left them open."""
+        oldest = sorted(self._open)[: _MAX_OPEN // 2]
+        ids = [self._open.pop(batch) for batch in oldest]
+        whole = any(each is None for each in ids)
+        self._open[_STUCK] = None if whole else torch.unique(torch.cat([each for each in ids if each is not None]))
+
+    def _union(self, segments: list[_Segment]) -> RowSet:
+        """A new set of the rows marked in some segments."""
+        merged = self._take_set()
+        for segment in segments:
+            if segment.rows is not None:
+                merged.absorb(segment.rows)
+        return merged
+
+    def _trim(self) -> None:
+        if self._pads:
+            for segment in self._segments:
+                segment.trim()
+
+    def _last_rows(self) -> RowSet:
+        last = self._segments[-1]
+        if last.rows is None:
+            last.rows = self._take_set()
+        return last.rows
+
+    def _take_set(self) -> RowSet:
+        """An empty set."""
+        spare, self._spare = self._spare, None
+        return self._engine(self.num_rows, self._device) if spare is None else spare
+
+    def _recycle(self, rows: RowSet | None) -> None:
+        """Keep a set that nobody needs any more, if it is worth it."""
+        if rows is not None and self._spare is None and rows.num_bytes >= _SPARE_BYTES:
+            rows.clear()
+            self._spare = rows
+
+    def _mark(self, ids: Tensor | None, *, keep_states: bool = True) -> None:
+        if ids is None:
+            self._last_rows().mark_all()
+        elif ids.numel() == 0:
+            pass
+        elif self._old_states is None or not keep_states:
+            self._last_rows().mark(_whole_numbers(ids))
+        elif self._pads:
+            new, _ = self._last_rows().mark_new_padded(_whole_numbers(ids))
+            self._segments[-1].states.append((new, self._old_states(new.clamp(min=0))))
+        else:
+            new = self._last_rows().mark_new(_whole_numbers(ids))
+            self._segments[-1].states.append((new, self._old_states(new)))
+
+    def _mark_with(self, ids: Tensor, states: Tensor) -> None:
+        """Mark unique rows whose old states are given."""
+        rows = self._last_rows()
+        if self._old_states is not None:
+            is_new = ~rows.contains(ids)
+            self._segments[-1].states.append((ids[is_new], states[is_new]))
+        rows.mark(ids)
+
+    def _with_states(self, ids: Tensor, merged: RowSet | None, segments: list[_Segment]) -> ChangedRows:
+        if self._old_states is None:
+            return ChangedRows(ids)
+        template = self._old_states(ids[:0])
+        states = new_rows(len(ids), template)
+        known = torch.zeros_like(ids, dtype=torch.bool)
+        # From new to old, so that the older one wins, also where it says that the state is unknown.
+        for segment in reversed(segments):
+            assert segment.rows is not None, "filtered by the caller"
+            assert merged is not None, "given with segments"
+            if len(segments) > 1:
+                known.index_fill_(0, merged.rank(segment.rows.scan()), False)
+            if segment.states:
+                places = merged.rank(torch.cat([marked for marked, _ in segment.states]))
+                known.index_fill_(0, places, True)
+                begin = 0
+                for _, old in segment.states:
+                    put_rows(states, places[begin : begin + len(old)], old)
+                    begin += len(old)
+        if not bool(known.all()):
+            states[~known] = torch.nan
+        return ChangedRows(ids, states, known)
+
+
+def _whole_numbers(ids: Tensor) -> Tensor:
+    """``ids`` as int64; torch's own call takes four times as long to find that they are."""
+    return ids if ids.dtype == torch.int64 else ids.long()

@@ -1,0 +1,91 @@
+"""The command line in tests: run in this process, or as a program, on streams whose versions are known."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_tracker.cli.main import main
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.streams import Writer
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Cli:
+    """Runs commands in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.err = ""
+
+    def __call__(self, *arguments: object, code: int = 0) -> str:
+        self._capsys.readouterr()
+        assert main([str(each) for each in arguments]) == code
+        out, self.err = self._capsys.readouterr()
+        assert "Traceback" not in self.err
+        return out
+
+    def json(self, *arguments: object, code: int = 0) -> dict:
+        return json.loads(self(*arguments, "--json", code=code))
+
+
+def make(path: Path, **options) -> Writer:
+    """A stream of the versions 0 to 4: a claim, a snapshot, three deltas of three rows, all with a dense tensor."""
+    torch.manual_seed(0)
+    writer = Writer(Storage(path.as_uri(), create=True), num_rows=50, **options)
+    writer.dense = {"over.weight": torch.randn(3, 2)}
+    writer.snapshot()
+    for number in range(3):
+        writer.delta([number, 10 + number, 49])
+    return writer
+
+
+def url_of(writer: Writer) -> str:
+    return writer.storage.url
+
+
+def path_of(writer: Writer, name: str) -> Path:
+    return Path(url_of(writer).removeprefix("file://")) / name
+
+
+def entry(writer: Writer, version: int) -> Manifest:
+    found = StreamLog(writer.storage).read(version)
+    assert found is not None
+    return found
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+class _Program(subprocess.Popen[str]):
+    def __exit__(self, *error: object) -> None:
+        self.kill()  # a test that failed would wait for it for ever
+        super().__exit__(*error)
+
+
+def program(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "delta_tracker.cli", *map(str, arguments)]
+    return _Program(
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TERM": "dumb"},
+    )
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,469 @@
+"""One contract for the row sets of every engine, against a Python set."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from bisect import bisect_left
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.tracker.row_sets import numba as numba_rows
+from delta_tracker.tracker.row_sets.engines import ENGINES, choose_engine, row_set
+from delta_tracker.tracker.row_sets.numba import NumbaRows
+from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.torch import TorchRows
+from delta_tracker.tracker.row_sets.triton import TritonRows
+
+_ROOT = Path(__file__).parent.parent.parent
+_CPU = torch.device("cpu")
+_HAS_NUMBA, _HAS_TRITON = (find_spec(name) is not None for name in ("numba", "triton"))
+_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+_HAS_GPU = torch.cuda.is_available() and not _INTERPRETS
+
+
+class _LargeRows(NumbaRows):
+    """Marks as sets do that are too large for a cache."""
+
+    _max_cached_words = 0
+
+
+class _ListedRows(NumbaRows):
+    """Lists ids as sets of many rows do, until as many as it has rows are listed."""
+
+    _rows_per_listed_id = 1
+
+
+_needs_numba = pytest.mark.skipif(not _HAS_NUMBA, reason="numba is not installed")
+_needs_triton = pytest.mark.skipif(not _HAS_TRITON, reason="triton is not installed")
+_engines = [
+    pytest.param(TorchRows, _CPU, id="torch"),
+    pytest.param(NumbaRows, _CPU, id="numba", marks=_needs_numba),
+    pytest.param(_LargeRows, _CPU, id="numba, large", marks=_needs_numba),
+    pytest.param(_ListedRows, _CPU, id="numba, listed", marks=_needs_numba),
+]
+if _HAS_GPU:
+    _engines.append(pytest.param(TorchRows, torch.device("cuda"), id="torch-cuda"))
+if _HAS_GPU or _INTERPRETS:
+    device = torch.device("cuda" if _HAS_GPU else "cpu")
+    _engines.append(pytest.param(TritonRows, device, id="triton", marks=_needs_triton))
+_every_engine = pytest.mark.parametrize(("engine", "device"), _engines)
+
+_SIZES = [0, 1, 63, 64, 65, 511, 512, 513, 5000]
+# One row either side of where a word of some engine's summary ends.
+_LARGE_SIZES = [2**14 - 1, 2**14 + 1, 2**15, 2**15 + 1]
+_FAR = [-(2**63), -(2**32), 2**32, 2**32 + 1, 2**63 - 1]
+
+
+class SetReference:
+    """The contract, on a Python set."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.rows: set[int] = set()
+
+    def within(self, ids: list[int]) -> list[int]:
+        return [i if 0 <= i < self.num_rows else 0 for i in ids] if self.num_rows else []
+
+    def mark_new(self, ids: list[int]) -> set[int]:
+        new = set(self.within(ids)) - self.rows
+        self.rows |= new
+        return new
+
+    def contains(self, ids: list[int]) -> list[bool]:
+        return [i in self.rows for i in self.within(ids)] if self.num_rows else [False] * len(ids)
+
+    def rank(self, ids: list[int]) -> list[int]:
+        ordered = sorted(self.rows)
+        return [bisect_left(ordered, i) for i in self.within(ids)] if self.num_rows else [0] * len(ids)
+
+
+class Pair:
+    """A row set and its reference, driven side by side; every answer of the one is compared with the other's."""
+
+    def __init__(self, engine: type[RowSet], num_rows: int, device: torch.device) -> None:
+        self.rows = engine(num_rows, device)
+        self.reference = SetReference(num_rows)
+        self.most_bytes = num_rows if engine is TorchRows else num_rows / 8 * 1.01 + 128
+        self.news: list[list[int]] = []  # every answer whose order the engine chooses
+
+    def ids(self, ids: list[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self.rows.device)
+
+    def mark(self, ids: list[int]) -> None:
+        given_ids = self.ids(ids)
+        self.rows.mark(given_ids)
+        assert given_ids.tolist() == ids
+        self.reference.mark_new(ids)
+
+    def mark_all(self, _ids: list[int]) -> None:
+        self.rows.mark_all()
+        self.reference.rows = set(range(self.reference.num_rows))
+
+    def clear(self, _ids: list[int]) -> None:
+        before = self.rows.scan()
+        assert self.rows.count() == len(before)
+        kept = before.clone()
+        self.rows.clear()
+        self.reference.rows = set()
+        assert torch.equal(before, kept)
+        assert len(self.rows.scan()) == 0
+
+    def mark_new(self, ids: list[int]) -> None:
+        new = self.rows.mark_new(self.ids(ids))
+        self.compare_new(new, self.reference.mark_new(ids))
+
+    def mark_new_padded(self, ids: list[int]) -> None:
+        padded, count = self.rows.mark_new_padded(self.ids(ids))
+        assert (padded.dtype, padded.shape) == (torch.int64, (len(ids),))
+        assert (count.dtype, count.shape, count.device) == (torch.int64, (1,), padded.device)
+        assert padded[int(count) :].tolist() == [-1] * (len(ids) - int(count))
+        self.compare_new(padded[: int(count)], self.reference.mark_new(ids))
+
+    def compare_new(self, new: Tensor, expected: set[int]) -> None:
+        assert (new.dtype, new.dim(), new.device.type) == (torch.int64, 1, self.rows.device.type)
+        assert sorted(new.tolist()) == sorted(expected)
+        self.news.append(new.tolist())
+
+    def contains(self, ids: list[int]) -> None:
+        found = self.rows.contains(self.ids(ids))
+        assert found.dtype == torch.bool
+        assert found.tolist() == self.reference.contains(ids)
+
+    def rank(self, ids: list[int]) -> None:
+        ranks = self.rows.rank(self.ids(ids))
+        assert ranks.dtype == torch.int64
+        assert ranks.tolist() == self.reference.rank(ids)
+
+    def absorb(self, ids: list[int]) -> None:
+        other = type(self.rows)(self.rows.num_rows, self.rows.device)
+        other.mark(self.ids(ids))
+        before = other.scan()
+        self.rows.absorb(other)
+        self.reference.mark_new(ids)
+        self.rows.mark(self.ids([1]))
+        self.reference.mark_new([1])
+        assert torch.equal(other.scan(), before)
+
+    def scan(self, _ids: list[int]) -> None:
+        rows = self.rows.scan()
+        assert rows.dtype == torch.int64
+        assert rows.tolist() == sorted(self.reference.rows)
+        assert torch.equal(self.rows.rank(rows), torch.arange(len(rows), device=rows.device))
+        assert self.rows.num_bytes <= self.most_bytes
+
+    def run(self, steps: list[tuple[str, list[int]]]) -> None:
+        for name, ids in steps:
+            getattr(self, name)(ids)
+        self.scan([])
+
+
+_OPERATIONS = ["mark", "mark", "mark_new", "mark_new_padded", "contains", "rank", "absorb", "scan"]
+
+
+@st.composite
+def _schedules(draw: Any) -> tuple[int, list[tuple[str, list[int]]]]:
+    num_rows = draw(st.sampled_from(_SIZES))
+    edges = [edge for edge in (0, 1, 63, 64, 127, 128, 511, 512, num_rows - 1, num_rows) if edge <= num_rows]
+    ids = st.lists(st.integers(-2, num_rows + 2) | st.sampled_from(edges + _FAR), max_size=40)
+    names = st.sampled_from(_OPERATIONS) | st.sampled_from([*_OPERATIONS, "mark_all", "clear"])
+    return num_rows, draw(st.lists(st.tuples(names, ids), max_size=10))
+
+
+@_every_engine
+def test_random_operations_agree_with_a_python_set(engine: type[RowSet], device: torch.device) -> None:
+    @settings(
+        max_examples=20 if _INTERPRETS else 150,
+        phases=[Phase.generate] if _INTERPRETS else Phase,  # it is too slow there for shrinking
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.nested_given],
+    )
+    @given(_schedules())
+    def run(schedule: tuple[int, list[tuple[str, list[int]]]]) -> None:
+        num_rows, steps = schedule
+        pairs = [Pair(engine, num_rows, device) for _ in range(1 if _INTERPRETS else 2)]
+        for pair in pairs:
+            pair.run(steps)
+        assert pairs[0].news == pairs[-1].news, "the order is not deterministic"
+
+    run()
+
+
+@_every_engine
+@pytest.mark.parametrize("num_rows", _SIZES)
+def test_every_operation_at_every_size(engine: type[RowSet], device: torch.device, num_rows: int) -> None:
+    draw = np.random.default_rng(num_rows)
+    few, many = (
+        draw.integers(-3, num_rows + 3, size).tolist() for size in (5, 1100)
+    )  # more than one program of Triton
+    pair = Pair(engine, num_rows, device)
+    pair.run([("scan", []), ("mark", few), ("mark_new", [*many, *_FAR]), ("mark_new_padded", many + few)])
+    pair.run([("contains", few + _FAR), ("rank", many + _FAR), ("mark", []), ("mark_new", []), ("mark_new_padded", [])])
+    pair.run([("mark_all", []), ("mark_new", few), ("mark_new_padded", few), ("contains", []), ("rank", [])])
+
+
+@_every_engine
+def test_a_union_with_all_rows_is_all_rows(engine: type[RowSet], device: torch.device) -> None:
+    for num_rows in (1, 64, 513):
+        full, pair = engine(num_rows, device), Pair(engine, num_rows, device)
+        full.mark_all()
+        pair.mark([0])
+        pair.rows.absorb(full)
+        pair.mark_all([])
+        pair.scan([])
+
+
+@_every_engine
+@pytest.mark.parametrize("num_rows", _LARGE_SIZES)
+def test_summaries_of_several_words(engine: type[RowSet], device: torch.device, num_rows: int) -> None:
+    last = num_rows - 1
+    pair = Pair(engine, num_rows, device)
+    pair.run([("mark", [last, 7]), ("absorb", [last - 1, last - 600]), ("mark_new", [last // 2, last, last, num_rows])])
+    pair.rank([last, 7, last - 600])
+
+
+@_needs_numba
+@pytest.mark.parametrize("first", ["mark", "mark_new"])
+@pytest.mark.parametrize("then", ["scan", "rank", "contains", "absorb", "mark_new", "mark_all", "clear"])
+@pytest.mark.parametrize("kind", [NumbaRows, _ListedRows])
+def test_what_is_marked_without_summary_is_there_for_all(kind: type[NumbaRows], first: str, then: str) -> None:
+    sets = kind(5000, _CPU), TorchRows(5000, _CPU)
+    generator = torch.Generator().manual_seed(0)
+    many, few = (torch.randint(5000, (count,), generator=generator) for count in (2000, 7))
+    for rows in sets:
+        getattr(rows, first)(few)
+        rows.mark(many)  # so many that the summary is left for later
+    if then in ("scan", "mark_all", "clear"):
+        for rows in sets:
+            getattr(rows, then)()
+    elif then == "absorb":
+        for rows in sets:
+            fresh = type(rows)(5000, _CPU)
+            fresh.mark(torch.arange(20))
+            fresh.absorb(rows)
+            rows.absorb(fresh)
+            rows.mark(torch.tensor([4999]))
+            assert set(many.tolist()) <= set(fresh.scan().tolist())
+    else:
+        found = [getattr(rows, then)(torch.arange(0, 5000, 3)) for rows in sets]
+        assert torch.equal(*found)
+    assert sets[0].count() == sets[1].count()
+    assert torch.equal(*(rows.scan() for rows in sets))
+    assert torch.equal(*(rows.rank(few) for rows in sets))
+
+
+@_needs_numba
+@pytest.mark.parametrize("num_ids", [1000, 200_000])
+def test_numba_and_torch_agree_on_large_shards(num_ids: int) -> None:
+    num_rows = 3_000_000
+    draw = np.random.default_rng(0)
+    sets = NumbaRows(num_rows, _CPU), TorchRows(num_rows, _CPU)
+    for _ in range(3):
+        uniform = torch.from_numpy(draw.integers(-5, num_rows + 5, num_ids))
+        skewed = torch.from_numpy(np.minimum(draw.pareto(0.3, num_ids), num_rows).astype(np.int64))
+        for rows in sets:
+            rows.mark(uniform)
+        new, expected = (rows.mark_new(skewed) for rows in sets)
+        assert torch.equal(new.sort().values, expected)
+        assert new.untyped_storage().nbytes() == new.nbytes
+        assert torch.equal(*(rows.contains(uniform + 1) for rows in sets))
+        assert torch.equal(*(rows.rank(uniform + 1) for rows in sets))
+        assert torch.equal(*(rows.scan() for rows in sets))
+    more = [type(rows)(num_rows, _CPU) for rows in sets]
+    for rows, other in zip(sets, more, strict=True):
+        other.mark(torch.arange(0, num_rows, 1001))
+        rows.absorb(other)
+    assert torch.equal(*(rows.scan() for rows in sets))
+
+
+@_every_engine
+def test_ids_with_gaps_are_taken(engine: type[RowSet], device: torch.device) -> None:
+    ids = torch.arange(20, device=device)[::3]
+    rows = engine(20, device)
+    rows.mark(ids[:2])
+    assert rows.contains(ids).tolist() == [True, True, False, False, False, False, False]
+    assert sorted(rows.mark_new(ids).tolist()) == ids[2:].tolist()
+    assert rows.rank(ids).tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+@_every_engine
+def test_results_outlive_later_calls(engine: type[RowSet], device: torch.device) -> None:
+    rows = engine(100, device)
+    ids = torch.tensor([3, 4, 3, 99], device=device)
+    results = [rows.mark_new(ids), *rows.mark_new_padded(ids + 1), rows.scan(), rows.contains(ids), rows.rank(ids)]
+    copies = [result.clone() for result in results]
+    rows.mark_all()
+    rows.mark_new(ids)
+    rows.rank(ids)
+    assert all(itertools.starmap(torch.equal, zip(results, copies, strict=True)))
+
+
+@_every_engine
+def test_a_set_made_in_inference_mode_can_be_used_outside(engine: type[RowSet], device: torch.device) -> None:
+    with torch.inference_mode():
+        rows = engine(10, device)
+        ids = torch.tensor([3, 4], device=device)
+        rows.mark(ids)
+    rows.mark(ids + 1)
+    assert rows.mark_new(ids + 2).tolist() == [6]
+    rows.absorb(engine(10, device))
+    rows.mark_all()
+
+
+def test_memory_is_a_byte_or_a_bit_per_row() -> None:
+    for num_rows in (0, 1, 1000, 10**6, 10**8):
+        assert TorchRows(num_rows, _CPU).num_bytes == num_rows
+        if _HAS_NUMBA:
+            rows = NumbaRows(num_rows, _CPU)
+            assert rows.num_bytes == 0
+            rows.mark_all()
+            assert num_rows / 8 <= rows.num_bytes <= num_rows / 8 * 1.01 + 128
+
+
+@_needs_numba
+def test_few_rows_of_many_take_the_memory_of_their_ids() -> None:
+    rows = NumbaRows(10**8, _CPU)
+    for begin in range(0, 1000, 100):
+        rows.mark(torch.arange(begin, begin + 100))
+    assert rows.num_bytes == 8 * 1000
+    rows.mark(torch.arange(10**6))
+    assert rows.num_bytes > 10**8 / 8
+    assert rows.count() == 10**6
+
+
+@_needs_numba
+def test_numba_lets_other_threads_run() -> None:
+    loops = numba_rows.load_loops()
+    names = [
+        "mark",
+        "mark_octets",
+        "mark_new",
+        "summarize",
+        "clear",
+        "contains",
+        "absorb",
+        "unpack",
+        "count_before",
+        "rank",
+    ]
+    for name in names:
+        assert getattr(loops, name).targetoptions["nogil"], name
+
+
+@_needs_numba
+def test_a_scan_writes_no_further_than_it_may() -> None:
+    loops = numba_rows.load_loops()
+    generator = np.random.default_rng(0)
+    for density in (0.001, 0.1, 0.5, 0.99, 1.0):
+        bits = (generator.random(128 * 64) < density).astype(np.uint8)
+        words = np.packbits(bits, bitorder="little").view(np.int64)
+        summary = np.zeros(1, dtype=np.int64)
+        count = loops.summarize(words, summary)
+        rows = np.full(count + loops.SPARE + 64, -7, dtype=np.int64)
+        loops.unpack(words, summary, rows)
+        assert rows[:count].tolist() == bits.nonzero()[0].tolist()
+        assert (rows[count + loops.SPARE :] == -7).all()
+
+
+@_needs_numba
+def test_numba_compiles_without_a_folder_for_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    caching = pytest.importorskip("numba.core.caching")
+    compile_loop = import_module("delta_tracker.tracker.row_sets.numba_loops")._loop("int64(int64)")
+    assert compile_loop(lambda x: x + 1).stats.cache_path
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    loop = compile_loop(lambda x: x + 2)
+    assert (loop.stats.cache_path, loop(1)) == (None, 3)
+
+
+def test_engines_are_chosen_by_device_and_by_name() -> None:
+    cuda = torch.device("cuda", 0)
+    assert ENGINES == ("torch", "numba", "triton")
+    assert choose_engine(None, _CPU) is (NumbaRows if _HAS_NUMBA else TorchRows)
+    assert choose_engine(None, cuda) is TorchRows
+    assert choose_engine("torch", _CPU) is choose_engine("torch", cuda) is TorchRows
+    assert choose_engine("numba", _CPU) is NumbaRows
+    assert choose_engine("triton", cuda) is TritonRows
+    assert isinstance(row_set("torch", 3, _CPU), TorchRows)
+
+
+@pytest.mark.parametrize(("name", "device"), [("sort", "cpu"), ("", "cuda"), ("numba", "cuda"), ("triton", "cpu")])
+def test_an_engine_that_cannot_serve_is_refused(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(InvalidArgumentError, match=rf"engine='{name}'.*On {device} use one of \['torch', ") as caught:
+        row_set(name, 3, torch.device(device))
+    assert (caught.value.argument, caught.value.value) == ("engine", name)
+
+
+@pytest.mark.parametrize("name", ["numba", "triton"])
+def test_a_missing_package_is_named_when_a_set_is_built(name: str) -> None:
+    program = f"""
+import sys
+sys.modules[{name!r}] = None
+import torch
+import delta_tracker.tracker.row_sets.{name}
+from delta_tracker.errors import MissingExtraError
+from delta_tracker.tracker.row_sets.engines import choose_engine, row_set
+device = torch.device("cpu" if {name!r} == "numba" else "cuda")
+choose_engine({name!r}, device)
+try:
+    row_set({name!r}, 3, device)
+except MissingExtraError as error:
+    assert (error.package, error.extra) == ({name!r}, {name!r})
+else:
+    raise SystemExit("no error")
+if {name!r} == "numba":
+    assert row_set(None, 3, device).mark_new(torch.tensor([2])).tolist() == [2]
+"""
+    assert issubclass(MissingExtraError, ImportError)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
+
+
+@_needs_triton
+@pytest.mark.skipif(_INTERPRETS or _HAS_GPU, reason="the contract runs on this engine directly")
+def test_triton_keeps_the_contract_in_its_interpreter() -> None:
+    # Triton decides at its import whether it interprets, and somebody may have imported it here.
+    engine = "triton and not missing and not refused"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", engine, __file__]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, check=False, env=env, cwd=_ROOT, timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@_needs_triton
+@pytest.mark.skipif(_INTERPRETS, reason="nothing is compiled in the interpreter")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_triton_compiles_for_a_gpu_that_is_not_here(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    compiler = pytest.importorskip("triton.compiler")
+    backend = pytest.importorskip("triton.backends.compiler")
+    programs = import_module("delta_tracker.tracker.row_sets.triton_programs")
+    marks = {"words": "*i32", "summary": "*i32", "num_rows": "i64", "ids": "*i64", "num_ids": "i32", "fresh": "*i32"}
+    counts = {"words": "*i32", "summary": "*i32", "num_blocks": "i32", "counts": "*i32"}
+    scans = {"words": "*i32", "counts": "*i32", "before": "*i64", "out": "*i64"}
+    ranks = {"words": "*i32", "before": "*i64", "num_rows": "i64", "ids": "*i64", "num_ids": "i32", "out": "*i64"}
+    for name, signature, constants in [
+        ("mark", marks, {"size": 1024, "wants_fresh": True}),
+        ("mark", marks, {"size": 1024, "wants_fresh": False}),
+        ("count", counts, {"size": 64}),
+        ("scan", scans, {}),
+        ("rank", ranks, {"size": 128}),
+    ]:
+        source = compiler.ASTSource(
+            getattr(programs, name), signature | dict.fromkeys(constants, "constexpr"), constants
+        )
+        compiled = compiler.compile(source, target=backend.GPUTarget("cuda", capability, 32))
+        is_atomic = any(word in compiled.asm["ptx"] for word in ("atom.global", "red.global"))
+        assert is_atomic == (name == "mark"), name
+        assert compiled.asm["cubin"]

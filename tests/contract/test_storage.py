@@ -1,0 +1,449 @@
+"""One contract for storage in a real directory, in memory and on a real S3 server; then what only files have."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from delta_tracker.errors import (
+    InvalidArgumentError,
+    MalformedError,
+    NameConflictError,
+    StorageError,
+    UnsafeStoreError,
+)
+from delta_tracker.stream.storage.storage import Storage, open_storage
+from tests.servers import S3
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "memory":
+        return Storage("memory://")
+    if request.param == "file":
+        return Storage(f"file://{tmp_path}/a b", create=True)
+    s3 = request.getfixturevalue("s3")
+    return Storage(f"{s3.url}/{secrets.token_hex(8)}", options=s3.options)
+
+
+def test_what_is_put_is_read(storage: Storage) -> None:
+    data = os.urandom(10_000_000)
+    storage.put("parts/x", [memoryview(data[:8]), memoryview(data[8:])])
+    read = storage.read("parts/x", max_bytes=1 << 30)
+    assert read is not None
+    assert read.tobytes() == data
+    storage.put("parts/x", [memoryview(b"new")])
+    assert storage.read("parts/x", max_bytes=1 << 30).tobytes() == b"new"
+    assert storage.read("parts/y", max_bytes=1 << 30) is None
+
+
+def test_a_name_is_created_once(storage: Storage) -> None:
+    assert storage.create("log/1", b"first")
+    assert not storage.create("log/1", b"second")
+    assert storage.read("log/1", max_bytes=1 << 30).tobytes() == b"first"
+    assert storage.create("log/2", b"")
+    assert storage.read("log/2", max_bytes=1 << 30).tobytes() == b""
+
+
+def test_names_are_listed_in_order_and_from_a_place(storage: Storage) -> None:
+    for name in ("log/3", "log/1", "parts/9", "log/2"):
+        storage.create(name, b"x")
+    assert storage.names("log") == ["log/1", "log/2", "log/3"]
+    assert storage.names("log", after="log/2") == ["log/3"]
+    assert storage.names("nothing") == []
+
+
+def together(count: int, work) -> list:
+    """What ``work(0) ... work(count - 1)`` return, all started at once, in threads."""
+    start = threading.Barrier(count)
+
+    def run(number: int):
+        start.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(run, range(count)))
+
+
+def test_of_racing_writers_one_wins(storage: Storage) -> None:
+    names = [f"log/{name:03d}" for name in range(200)]
+    wins = together(4, lambda writer: [name for name in names if storage.create(name, b"%d" % writer * 50)])
+    assert sorted(itertools.chain(*wins)) == names
+    for writer, won in enumerate(wins):
+        assert all(storage.read(name, max_bytes=50).tobytes() == b"%d" % writer * 50 for name in won)
+    assert storage.names("drafts") == []
+
+
+def test_ranges_are_exact(storage: Storage) -> None:
+    data = os.urandom(9_000_001)
+    storage.put("parts/x", [memoryview(data)])
+    for begin, end in [(0, 1), (0, len(data)), (4, 4_194_310), (len(data) - 1, len(data)), (7, 7), (0, 0)]:
+        assert storage.read_range("parts/x", begin, end).tobytes() == data[begin:end]
+    for begin, end in [(0, len(data) + 1), (len(data), len(data) + 1), (1 << 40, 1 << 41), (1 << 40, 1 << 40)]:
+        with pytest.raises(StorageError, match=r"parts/x|ange"):
+            storage.read_range("parts/x", begin, end)
+    for begin, end in [(-1, 1), (2, 1)]:
+        with pytest.raises(InvalidArgumentError, match="begin"):
+            storage.read_range("parts/x", begin, end)
+    assert storage.read_range("parts/y", 0, 4) is None
+    assert storage.read_range("parts/y", 4, 4) is None
+    assert storage.read_range("parts", 0, 1) is None
+
+
+def test_sizes_deletions_and_what_is_no_object(storage: Storage) -> None:
+    storage.put("parts/a/x", [memoryview(b"123"), memoryview(b""), memoryview(b"45")])
+    storage.put("parts/a/empty", [])
+    assert [storage.size(name) for name in ("parts/a/x", "parts/a/empty", "parts/a", "none", "parts/a/x/y")] == [
+        5,
+        0,
+        None,
+        None,
+        None,
+    ]
+    assert storage.read("parts/a/empty", max_bytes=0).tobytes() == b""
+    assert storage.read("parts/a", max_bytes=9) is None
+    assert storage.read("parts/a/x/y", max_bytes=9) is None
+    for _ in range(2):
+        storage.delete("parts/a/x")
+        storage.delete("never/there")
+        assert storage.size("parts/a/x") is None
+    assert storage.names("parts") == ["parts/a/empty"]
+
+
+def test_buffers_of_any_type_and_size_are_concatenated(storage: Storage) -> None:
+    numbers = np.arange(3_000_000, dtype=np.float32)  # larger than one part of an upload
+    storage.put("x", (memoryview(array) for array in (numbers, numbers[:1], numbers[1:1], numbers)))
+    expected = np.concatenate([numbers, numbers[:1], numbers])
+    np.testing.assert_array_equal(storage.read("x", max_bytes=1 << 30).view(np.float32), expected)
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 3 << 20, 9 << 20])
+def test_a_buffer_may_be_used_again_once_the_next_is_asked_for(storage: Storage, num_bytes: int) -> None:
+    buffer = np.empty(num_bytes, dtype=np.uint8)
+
+    def buffers():
+        for turn in range(10):
+            buffer[:] = turn
+            yield buffer.data
+
+    storage.put("x", buffers())
+    found = storage.read("x", max_bytes=1 << 30).reshape(10, num_bytes)
+    np.testing.assert_array_equal(found, np.repeat(np.arange(10, dtype=np.uint8), num_bytes).reshape(10, num_bytes))
+
+
+@pytest.mark.parametrize("num_bytes", [10, 20_000_000])
+def test_buffers_that_fail_leave_nothing(storage: Storage, num_bytes: int) -> None:
+    def buffers():
+        yield memoryview(bytes(num_bytes))
+        raise LookupError("the table is gone")
+
+    storage.put("x", [memoryview(b"old")])
+    for name in ("x", "y"):
+        with pytest.raises(LookupError, match="the table is gone"):
+            storage.put(name, buffers())
+    assert storage.read("x", max_bytes=3).tobytes() == b"old"
+    assert storage.size("y") is None
+
+
+def test_objects_say_their_size_and_age(storage: Storage) -> None:
+    before = time.time()
+    for name, data in {"a/2": b"22", "a/10": b"0", "ab/1": b"", "a/1": b"4444"}.items():
+        storage.replace(name, data)
+    found = storage.objects("a")
+    assert [(stored.name, stored.num_bytes) for stored in found] == [("a/1", 4), ("a/10", 1), ("a/2", 2)]
+    assert all(before - 5 <= stored.modified <= time.time() + 5 for stored in found)
+    assert [stored.name for stored in storage.objects("a", after="a/1")] == ["a/10", "a/2"]
+    assert storage.objects("a/1") == []
+
+
+def test_a_replaced_object_is_never_half_seen(storage: Storage) -> None:
+    storage.replace("alive/p", b"0" * 1000)
+
+    def work(number: int) -> None:
+        for turn in range(50):
+            if number == 0:
+                storage.replace("alive/p", b"%d" % (turn % 10) * 1000)
+            else:
+                data = storage.read("alive/p", max_bytes=1000).tobytes()
+                assert data == data[:1] * 1000
+
+    together(3, work)
+    assert storage.read("alive/p", max_bytes=1000).tobytes() == b"9" * 1000
+    assert storage.names("drafts") == []
+
+
+def test_listing_bears_what_vanishes_meanwhile(storage: Storage) -> None:
+    storage.create("a/0", b"x")
+
+    def work(number: int) -> None:
+        for turn in range(100):
+            if number == 0:
+                assert storage.names("a")[0] == "a/0"
+            else:
+                storage.put(f"a/{number}-{turn}", [memoryview(b"x")])
+                storage.delete(f"a/{number}-{turn}")
+
+    together(3, work)
+    assert storage.names("a") == ["a/0"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/",
+        "/etc/passwd",
+        "../x",
+        "a/../../x",
+        "a/..",
+        ".",
+        "./a",
+        "a//b",
+        "a/",
+        "a\\b",
+        "a\0b",
+        "a\nb",
+        "a\x7f",
+        "a#1",
+        "x" * 1025,
+        b"a",
+        None,
+    ],
+    ids=repr,
+)
+def test_names_that_leave_the_root_are_refused_by_every_call(name: str) -> None:
+    storage = Storage("memory://")
+    storage._store = None  # the store itself is never asked
+    storage._find_store = lambda: pytest.fail("the store was asked")
+    calls = [
+        lambda: storage.put(name, [memoryview(b"x")]),
+        lambda: storage.create(name, b"x"),
+        lambda: storage.replace(name, b"x"),
+        lambda: storage.read(name, max_bytes=1),
+        lambda: storage.read_range(name, 0, 1),
+        lambda: storage.size(name),
+        lambda: storage.delete(name),
+        lambda: storage.objects(name),
+        lambda: storage.names(name),
+        *([lambda: storage.objects("a", after=name)] if name is not None else []),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match=r"name=|prefix=|after="):
+            call()
+
+
+def test_names_that_are_merely_odd_are_served(storage: Storage) -> None:
+    odd = ["a b", "a%20b", "é", "a:b", "..a", "a.", "a+b", "a~", "a=b&c?d*"]
+    for name in odd:
+        assert storage.create(f"odd/{name}", name.encode())
+    assert storage.names("odd") == sorted(f"odd/{name}" for name in odd)
+    for name in odd:
+        assert storage.read(f"odd/{name}", max_bytes=99).tobytes() == name.encode()
+        assert storage.size(f"odd/{name}") == len(name.encode())
+        storage.delete(f"odd/{name}")
+    assert storage.names("odd") == []
+
+
+def test_a_safe_store_passes_the_probe_and_stays_clean(storage: Storage) -> None:
+    storage.probe()
+    assert storage.names("probe") == []
+
+
+def test_a_store_that_replaces_what_exists_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(name: str, data: bytes) -> bool:
+        storage.replace(name, data)
+        return True
+
+    monkeypatch.setattr(storage, "create", create)
+    with pytest.raises(UnsafeStoreError, match="If-None-Match") as caught:
+        storage.probe()
+    assert caught.value.url == storage.url
+    assert storage.names("probe") == []
+
+
+def test_a_store_that_replaces_what_exists_and_denies_it_is_refused(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(name: str, data: bytes) -> bool:
+        storage.replace(name, data)
+        return data == b"first"
+
+    monkeypatch.setattr(storage, "create", create)
+    with pytest.raises(UnsafeStoreError):
+        storage.probe()
+
+
+def test_a_probe_of_a_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="missing"):
+        Storage(f"file://{tmp_path}/missing").probe()
+
+
+def test_options_are_for_remote_stores_and_never_shown() -> None:
+    for url in ("file:///tmp", "memory://"):
+        with pytest.raises(InvalidArgumentError, match="options") as caught:
+            Storage(url, options={"secret_access_key": "hunter2"})
+        assert "hunter2" not in str(caught.value)
+    for options in ({"no_such_option": "hunter2"}, {"secret_access_key": 17}, {17: "hunter2"}):
+        with pytest.raises(InvalidArgumentError, match="options") as caught:
+            Storage("s3://bucket", options=options)
+        assert "hunter2" not in str(caught.value)
+    Storage("s3://bucket/a", options={"aws_allow_http": "true", "region": "us-east-1", "timeout": "5s"})
+    with pytest.raises(InvalidArgumentError, match="fsync"):
+        Storage("memory://", fsync=False)
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    storage = Storage(f"file://{tmp_path}")
+    with pytest.raises(StorageError, match="not a regular file"):
+        storage.read("pipe", max_bytes=10)
+    assert storage.size("pipe") is None
+
+
+def test_everything_is_on_disk_before_a_call_returns_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.path.relpath(Path(f"/proc/self/fd/{descriptor}").readlink(), tmp_path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    storage = Storage(f"file://{tmp_path}/a/b", create=True)
+    assert set(synced) == {".", "a"}
+    for write in (
+        lambda: storage.put("d/x", [memoryview(b"x")]),
+        lambda: storage.create("d/y", b"y"),
+        lambda: storage.replace("d/x", b"y"),
+    ):
+        synced.clear()
+        write()
+        assert {"a/b", "a/b/d"} <= set(synced)
+        assert any(name == "a/b/d/x" or name.startswith("a/b/drafts/") for name in synced)
+    synced.clear()
+    storage = Storage(f"file://{tmp_path}/c", create=True, fsync=False)
+    storage.put("d/x", [memoryview(b"x")])
+    storage.create("d/y", b"y")
+    storage.replace("d/x", b"y")
+    assert synced == []
+    assert storage.names("d") == ["d/x", "d/y"]
+
+
+_PUT_A_LOT = """
+import json, re, sys
+from pathlib import Path
+from delta_tracker.stream.storage.storage import Storage
+url, options, piece = sys.argv[1], json.loads(sys.argv[2]), memoryview(bytearray(int(sys.argv[3])))
+storage = Storage(url, options=options)
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+storage.put("warm", [piece[:1]])
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, at what is held now
+before = peak()
+storage.put("parts/x", (memoryview(bytes(piece)) for _ in range((1 << 28) // len(piece))))
+assert storage.size("parts/x") == 1 << 28
+storage.delete("parts/x")
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize(("kind", "piece_bytes"), [("file", 1 << 20), ("s3", 1 << 25)])
+def test_a_large_object_is_streamed(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, piece_bytes: int
+) -> None:
+    s3 = request.getfixturevalue("s3") if kind == "s3" else S3(f"file://{tmp_path}", None)
+    command = [sys.executable, "-W", "ignore", "-c", _PUT_A_LOT, s3.url, json.dumps(s3.options), str(piece_bytes)]
+    grown = int(subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout)
+    assert grown < 2 * piece_bytes // 1024 + (8 << 10 if kind == "file" else 112 << 10)  # kilobytes
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "/plain/path",
+        "ftp://host/x",
+        "file://host/x",
+        "file:relative",
+        "",
+        "file:///a#1",
+        "file:///a?b",
+        Path("/a"),
+        None,
+    ],
+)
+def test_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="url="):
+        Storage(url)
+
+
+def test_a_directory_that_cannot_be_made_or_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="file"):
+        Storage(f"file://{tmp_path}/file")
+    with pytest.raises(StorageError, match="file/below") as caught:
+        Storage(f"file://{tmp_path}/file/below", create=True)
+    assert caught.value.url == f"file://{tmp_path}/file/below"
+    missing = Storage(f"file://{tmp_path}/missing")
+    with pytest.raises(StorageError, match="missing"):
+        missing.create("log/1", b"x")
+    with pytest.raises(StorageError, match="missing"):
+        missing.put("log/1", [memoryview(b"x")])
+    storage = Storage(f"file://{tmp_path}/store", create=True)
+    (tmp_path / "store" / "parts").write_text("in the way")
+    with pytest.raises(StorageError):
+        storage.put("parts/x", [memoryview(b"x")])
+    with pytest.raises(StorageError):
+        storage.create("parts/x", b"x")
+    (tmp_path / "store" / "log").mkdir()
+    with pytest.raises(StorageError):
+        storage.create("log", b"x")
+
+
+def test_an_object_larger_than_expected_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    storage = Storage(f"file://{tmp_path}")
+    with (tmp_path / "huge").open("wb") as huge:
+        huge.truncate(1 << 40)
+    with pytest.raises(MalformedError, match="1099511627776 bytes, more than 100"):
+        storage.read("huge", max_bytes=100)
+
+
+def test_an_opened_storage_is_passed_on() -> None:
+    storage = Storage("memory://")
+    assert open_storage(storage) is storage
+
+
+@pytest.mark.parametrize("path", ["link/../x", "x ", "x\\y", "deep//x", "x/./y"])
+def test_a_directory_is_written_and_listed_at_one_place(tmp_path: Path, path: str) -> None:
+    """obstore resolves such a path otherwise than the system does, to one of those that are there, too."""
+    for directory in ("x/y", "elsewhere/deep", "deep/x"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere/deep")
+    storage = Storage(f"file://{tmp_path}/{path}", create=True)
+    storage.create("log/1", b"")
+    assert storage.names("log") == ["log/1"]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_name_that_is_taken_by_no_object_is_an_error(tmp_path: Path, kind: str) -> None:
+    storage = Storage(f"file://{tmp_path}")
+    storage.create("log/0", b"0")
+    path = tmp_path / "log" / "1"
+    path.symlink_to(tmp_path / "nothing") if kind == "link" else os.mkfifo(path)
+    with pytest.raises(NameConflictError, match="log/1") as caught:
+        storage.create("log/1", b"1")
+    assert caught.value.name == "log/1"
+    assert storage.names("drafts") == []
+    path.unlink()
+    assert storage.create("log/1", b"1")

@@ -1,0 +1,336 @@
+"""Monitor cases that run on every rank."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torchmetrics
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+
+from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
+from delta_tracker.monitor import MONITOR, Kind, Monitor
+from delta_tracker.monitor.device.across_ranks import merge_ranks
+from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean
+from delta_tracker.monitor.device.syncs import SyncError, find_syncs
+from delta_tracker.monitor.device.torchmetric import TorchMetric
+from delta_tracker.monitor.state import KEY, load, state_dict
+from delta_tracker.sharding.kernel_hooks import Watcher
+from delta_tracker.tracker import pending
+from tests.models import Spec, Table, batch, shard
+from tests.system.collectives import watch_collectives
+
+
+def merged(rank: int, world_size: int) -> dict[str, Any]:
+    """Device stats and metrics of two ranks with different values and different numbers of them."""
+    monitor = Monitor()
+    mean = DeviceMean("mean", monitor=monitor)
+    histogram = DeviceHistogram("histogram", monitor=monitor)
+    rows = DeviceCounter("rows", monitor=monitor)
+    if rank == 0:
+        mean.update(torch.tensor([1.0, 2.0]), weight=torch.tensor([1.0, 3.0]))
+        histogram.update(torch.tensor([10.0] * 3))
+        rows.update(torch.tensor(2))
+    else:
+        mean.update(5.0)
+        histogram.update(torch.tensor([30.0] * 100))
+        rows.update(4)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as collective:
+        figures = merge_ranks([mean, histogram, rows])
+    mean.update(torch.tensor(7.0))
+    again = merge_ranks([mean])
+    monitor.collect()
+
+    metrics = {
+        "max": TorchMetric("max", torchmetrics.MaxMetric(), monitor=monitor),
+        "mean": TorchMetric("m", torchmetrics.MeanMetric(), monitor=monitor),
+        "cat": TorchMetric("cat", torchmetrics.SpearmanCorrCoef(), monitor=monitor),
+    }
+    for value in [3.0, 8.0] if rank == 0 else [5.0, 6.0]:
+        metrics["max"].update(value)
+        metrics["mean"].update(value)
+    pairs = [(torch.arange(3.0), torch.tensor([2.0, 0, 1])), (torch.arange(5.0) + 1, torch.tensor([5.0, 4, 0, 7, 7]))]
+    metrics["cat"].update(*pairs[rank])
+    exact = torchmetrics.SpearmanCorrCoef(sync_on_compute=False)
+    for pair in pairs:
+        exact.update(*pair)
+    return {
+        "mean": figures["mean"].value("mean"),
+        "again": again["mean"].value("mean"),
+        "p99": figures["histogram"].value("p99"),
+        "rows": figures["rows"].value("sum"),
+        "collectives": collective.call_count,
+        **{f"metric {name}": float(metric.merge_ranks()) for name, metric in metrics.items()},
+        "exact cat": float(exact.compute()),
+    }
+
+
+class Total(torchmetrics.Metric):
+    """A sum of integers, and all of them if asked to keep them."""
+
+    def __init__(self, *, keeps: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
+        self._keeps = keeps
+        if keeps:
+            self.add_state("pairs", [], dist_reduce_fx="cat")
+
+    def update(self, value: torch.Tensor) -> None:
+        self.total += value.sum()
+        if self._keeps:
+            self.pairs.append(value)
+
+    def compute(self) -> torch.Tensor | dict[str, torch.Tensor]:
+        if not self._keeps:
+            return self.total
+        pairs = torch.cat(self.pairs)
+        return {"total": self.total, "first": pairs[:, 0].max(), "columns": torch.tensor(pairs.shape[1])}
+
+
+_BEYOND_FLOATS = 2**53 + 1
+
+
+def metrics_during_training(rank: int, world_size: int) -> dict[str, Any]:
+    """Collect all the time while the main thread trains with collectives, with metrics that would synchronize."""
+    group = dist.new_group(backend="gloo")
+    gathered: list[str] = []
+
+    def gather(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        gathered.append(threading.current_thread().name)
+        return [state] * world_size
+
+    options: dict[str, dict[str, Any]] = {
+        "default": {},
+        "group": {"process_group": group},
+        "function": {"dist_sync_fn": gather, "distributed_available_fn": lambda: True},
+        "every step": {"dist_sync_on_step": True, "compute_with_cache": False},
+    }
+    monitor = Monitor()
+    metrics = {
+        name: TorchMetric(f"m{place}", Total(**each), monitor=monitor)
+        for place, (name, each) in enumerate(options.items())
+    }
+    monitor.start(interval=timedelta(milliseconds=5), system=False)
+    try:
+        with watch_collectives() as started:
+            for _ in range(300):
+                for metric in metrics.values():
+                    metric.update(torch.tensor(1))
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                assert total == world_size
+            for metric in metrics.values():
+                metric.update(torch.tensor(_BEYOND_FLOATS - 300))
+            assert monitor.flush()
+            assert monitor.flush()
+            num_before = len(started)
+            merged = {name: int(metric.merge_ranks()) for name, metric in metrics.items()}
+    finally:
+        monitor.stop()
+    assert not gathered
+    totals = {each.definition.name: each.figures for each in monitor.collect().totals}
+    return {
+        "merged": merged,
+        "own": {name: totals[metric.name].last for name, metric in metrics.items()},
+        "readings": min(totals[metric.name].count for metric in metrics.values()),
+        "errors": sum(cell.collect_total() for cell in monitor.metrics.outlet_errors.cells),
+        "collectives": len(started) - num_before,
+    }
+
+
+def metrics_of_unequal_ranks(rank: int, world_size: int) -> dict[str, float]:
+    """Merge integers in rows of two, which only one rank has; the others do not know their dtype or shape."""
+    metric = TorchMetric("m", Total(keeps=True), monitor=Monitor())
+    if rank == 1:
+        metric.update(torch.tensor([[_BEYOND_FLOATS, 0], [7, -7]]))
+    merged = metric.merge_ranks()
+    return {name: value.item() for name, value in merged.items()}
+
+
+def recording_syncs_unpadded(rank: int, world_size: int) -> list[str]:
+    """The same with stores that look how many rows are new."""
+    return recording_syncs(rank, world_size, "embedding", "updates", bag=False, pads=False)["syncs"]
+
+
+def recording_syncs(rank: int, world_size: int, mode: str, record: str, bag: bool, pads: bool = True) -> dict[str, Any]:
+    """Where recording would wait for a device, on a real sharded model whose every tensor counts as being on one."""
+    spec = Spec.every_sharding(world_size, bag=bag)
+    model = shard(spec)
+    found: list[SyncError] = []
+    num_calls = 0
+    contained = Watcher._contained
+
+    def watched(self: Watcher, action: Any, *, otherwise: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        with find_syncs(everywhere=True) as here:
+            result = contained(self, action, otherwise=otherwise)
+        found.extend(here)
+        return result
+
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model, mode=TrackingMode(mode), record=record, engine="torch") as tracker:
+        for store in tracker._log.stores.values():
+            store._pads = pads  # as on a device, where the number of new rows is not known on the host
+        with mock.patch.object(Watcher, "_contained", watched):
+            for _ in range(4):
+                model(batch(spec, generator)).backward()
+                with find_syncs(everywhere=True) as here:
+                    tracker.step()
+                found.extend(here)
+        rows = sum(len(each) for each in tracker.get_delta().values())
+        return {
+            "syncs": [str(each) for each in found],
+            "calls": num_calls,
+            "errors": tracker.num_hook_errors,
+            "rows": rows,
+        }
+
+
+def save_counters(rank: int, world_size: int, path: str) -> float:
+    """Every rank saves its counters into one checkpoint, then loads its own again."""
+    monitor = Monitor()
+    monitor.counter("rows", labels=["table"], is_logical=True).cell(table="user").add(10 * (rank + 1))
+    dcp.save({KEY: state_dict(rank, monitor)}, checkpoint_id=path)
+    load(dcp.FileSystemReader(path), rank, world_size, monitor)
+    return sum(each.figures.total for each in monitor.collect().totals if each.definition.name == "rows")
+
+
+class Figures:
+    """What the monitor holds of the library's own metrics."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def grown(self, name: str, **labels: str) -> float:
+        """By how much a counter grew, or how many samples a histogram got, since this was made."""
+        key = name, tuple(labels.items())
+        return self._now().get(key, (0, 0))[0] - self._before.get(key, (0, 0))[0]
+
+    def last(self, name: str, **labels: str) -> float:
+        """The newest reading of a gauge."""
+        return self._now()[name, tuple(labels.items())][1]
+
+    def has(self, name: str, **labels: str) -> bool:
+        return (name, tuple(labels.items())) in self._now()
+
+    @staticmethod
+    def _now() -> dict[tuple[str, tuple[tuple[str, str], ...]], tuple[float, float]]:
+        found = {}
+        for each in MONITOR.collect().totals:
+            is_counter = each.definition.kind is Kind.COUNTER
+            name = each.definition.name.removeprefix("delta_tracker_")
+            grown = each.figures.total if is_counter else each.figures.count
+            found[name, tuple(each.labels)] = grown, each.figures.last
+        return found
+
+
+def _check_an_owners_consumer(tracker: ModelDeltaTracker, figures: Figures) -> None:
+    """A consumer that a publisher adds for the time of a snapshot has no gauges."""
+    owner = object()
+    tracker.add_consumer("for a while", owner=owner)
+    assert not figures.has("consumer_lag_seconds", consumer="for a while")
+    assert not any(figures.has("pending_rows", table=fqn, consumer="for a while") for fqn in tracker.tables)
+    tracker.release("for a while", owner)
+    tracker.remove_consumer("for a while")
+
+
+def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
+    """What a tracker tells, beside what is true; the sums over ranks are the caller's to check."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    figures = Figures()
+    tracker = ModelDeltaTracker(model, ["a", "b"], mode=TrackingMode.EMBEDDING)
+    generator = torch.Generator().manual_seed(rank)
+    looked_up = dict.fromkeys(spec.features, 0)
+    for _ in range(3):
+        features = batch(spec, generator)
+        model(features).backward()
+        with torch.no_grad():
+            model(features)
+        tracker.step()
+        for name, length in zip(features.keys(), features.length_per_key(), strict=True):
+            looked_up[name] += length
+    pending = {name: tracker.num_pending(name) for name in ("a", "b")}
+    for name, counts in pending.items():
+        for fqn, count in counts.items():
+            labels = {"table": fqn, "consumer": name}
+            assert figures.last("pending_rows", **labels) == count
+            assert figures.last("pending_ratio", **labels) == count / max(1, tracker.shards[fqn].num_rows)
+        assert figures.last("consumer_lag_batches", consumer=name) == 3
+        assert (
+            0
+            < figures.last("oldest_pending_seconds", consumer=name)
+            < figures.last("consumer_lag_seconds", consumer=name)
+        )
+    for kind in ("log", "copy", "carried"):
+        assert figures.last("state_bytes", kind=kind) == getattr(tracker.memory(), f"{kind}_bytes")
+    assert figures.grown("record_seconds") >= 3
+    delta = tracker.get_delta("a", commit=False)
+    assert figures.last("consumer_lag_batches", consumer="a") == 3, "a read moves nothing"
+    tracker.commit(delta)
+    for fqn, count in pending["a"].items():
+        assert figures.grown("touched_rows", table=fqn, consumer="a") == count
+        assert figures.last("pending_rows", table=fqn, consumer="a") == 0
+        assert figures.last("pending_rows", table=fqn, consumer="b") == count
+    assert figures.last("consumer_lag_batches", consumer="a") == 0
+    assert figures.last("oldest_pending_seconds", consumer="a") == 0
+    _check_an_owners_consumer(tracker, figures)
+    tracker.remove_consumer("b")
+    assert not figures.has("consumer_lag_seconds", consumer="b")
+    assert not any(figures.has("pending_rows", table=fqn, consumer="b") for fqn in tracker.tables)
+
+    fqns = list(tracker.tables)
+    tables = {name: f"ec.embeddings.{name}" for name in ("row", "first", "last", "shared")}
+    counted = {name: figures.grown("lookups", table=fqn) for name, fqn in tables.items()}
+    for hook in tracker._hooks:
+        hook._ids_by_table = mock.Mock(side_effect=RuntimeError("boom"))
+    model(batch(spec, generator)).backward()
+    faults = sum(figures.grown("hook_errors", table=fqn) > 0 for fqn in tracker.tables)
+    tracker.detach()
+    num_sources = len(MONITOR.registry.sources)
+    assert figures.has("consumer_lag_seconds", consumer="a")
+    del tracker, hook
+    gc.collect()
+    assert not figures.has("consumer_lag_seconds", consumer="a"), "nobody is behind any more"
+    assert not figures.has("state_bytes", kind="log")
+    assert not any(figures.has("pending_rows", table=fqn, consumer="a") for fqn in fqns)
+    assert sum(source.is_over for source in MONITOR.registry.sources) >= 1
+    ModelDeltaTracker(model).detach()
+    assert len(MONITOR.registry.sources) <= num_sources
+    return {"looked up": looked_up, "counted": counted, "faults": faults}
+
+
+def figures_during_a_read(rank: int, world_size: int) -> dict[str, float]:
+    """Collect while a read chooses its rows: nobody waits for it, and no fault is counted."""
+    model = shard(Spec([Table("t", 6, "row")]))
+    tracker = ModelDeltaTracker(model)
+    tracker.mark_changed("ec.embeddings.t")
+    figures = Figures()
+
+    def collect(fqn: str, rows: Any) -> torch.Tensor:
+        thread = threading.Thread(target=MONITOR.collect)
+        thread.start()
+        thread.join()
+        return torch.ones(len(rows))
+
+    with mock.patch.object(pending, "_PATIENCE_SECONDS", 0.01):
+        tracker.get_delta(top_k=TopK(rows=2, score=collect))
+    answer = {"left out": figures.last("pending_rows", table="ec.embeddings.t", consumer="default")}
+    answer["errors"] = sum(cell.collect_total() for cell in MONITOR.metrics.outlet_errors.cells)
+    tracker.detach()
+    return answer
+
+
+def compared_lookups(rank: int, world_size: int) -> list[bool]:
+    """Whether there is a number of lookups of a table that is compared: nobody counts them."""
+    model = shard(Spec([Table("compared", 6, "row", kernel="dense")], bag=True))
+    (fqn,) = ModelDeltaTracker(model).tables
+    known = [Figures().has("lookups", table=fqn)]
+    ModelDeltaTracker(model, record="lookups")
+    return [*known, Figures().has("lookups", table=fqn)]

@@ -1,0 +1,209 @@
+"""Predictors of the streams in tests/stream/histories.py, and stores that fail when a test wants it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from delta_tracker import Predictor
+from delta_tracker.errors import DenseMismatchError, StorageError, StreamError, TableMismatchError
+from delta_tracker.row_target import TensorTarget
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.histories import Clock, ClockedStorage, History
+
+_PATIENCE_SECONDS = 60
+
+
+def empty_model() -> dict[str, Tensor]:
+    """A model for every table and dense tensor that a history may have."""
+    return {
+        "a": torch.full((12, 4), -1.0),
+        "b": torch.full((7, 8), -1.0, dtype=torch.bfloat16),
+        "c": torch.full((5, 2), -1.0),
+        "w": torch.full((3,), -1.0),
+        "x": torch.full((3,), -1),
+    }
+
+
+def same(model: dict[str, Tensor], state: dict[str, Tensor]) -> bool:
+    """Whether a model holds a history's state, bit for bit."""
+    return all(
+        torch.equal(model[name.removeprefix("dense ")].view(-1).view(torch.uint8), held.view(-1).view(torch.uint8))
+        for name, held in state.items()
+    )
+
+
+def assert_holds(model: dict[str, Tensor], history: History, version: int) -> None:
+    assert same(model, history.states[version]), f"not version {version}"
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does; the time is there for what never comes."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
+
+
+class PanicException(BaseException):
+    """Panic of Rust code, as obstore raises it; pyo3 makes such a class for each extension."""
+
+
+class Breakable(TensorTarget):
+    """A table whose writes raise what a test wants; counts them."""
+
+    num_writes = 0
+    before_write: Callable[[int], None] = staticmethod(lambda number: None)
+
+    def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
+        self.num_writes += 1
+        self.before_write(self.num_writes)
+        super().write(ids, values, columns)
+
+
+class Flaky(Storage):
+    """A store whose reading operations fail when ``is_down`` says so, and for ever on some names; counts them."""
+
+    def __init__(self, url: str, *, create: bool = False) -> None:
+        self.is_down: Callable[[int], bool] = lambda number: False
+        self.is_panicking: Callable[[int], bool] = lambda number: False
+        self.unreadable: set[str] = set()
+        self.num_reads = 0
+        super().__init__(url, create=create)
+        self.names_read: list[str] = []
+
+    def _fail(self, name: str) -> None:
+        self.num_reads += 1
+        self.names_read.append(name)
+        if name in self.unreadable:
+            raise StorageError(self.url, f"403 forbidden: {name}")
+        if self.is_down(self.num_reads):
+            raise StorageError(self.url, "503 service unavailable")
+
+    def _find_store(self) -> Any:
+        if self.is_panicking(self.num_reads):
+            raise PanicException("called `Option::unwrap()` on a `None` value")
+        return super()._find_store()
+
+    def read(self, name: str, **bound: Any) -> Any:
+        self._fail(name)
+        return super().read(name, **bound)
+
+    def read_range(self, name: str, begin: int, end: int) -> Any:
+        self._fail(name)
+        return super().read_range(name, begin, end)
+
+    def size(self, name: str) -> int | None:
+        self._fail(name)
+        return super().size(name)
+
+    def objects(self, prefix: str, **bound: Any) -> Any:
+        self._fail(prefix)
+        return super().objects(prefix, **bound)
+
+
+def beside(storage: Storage) -> Flaky:
+    """Another view of a store in memory, for a reader whose operations are to fail while the writer's do not."""
+    view = Flaky("memory://")
+    view._store = storage._store
+    return view
+
+
+class Follower:
+    """A predictor and its model, which after every call must hold exactly the version that it tells."""
+
+    def __init__(self, history: History, state: dict | None = None, model: dict | None = None) -> None:
+        self.history, self.storage = history, beside(history.storage)
+        self.storage.unreadable = history.unreadable
+        self.model = empty_model() if model is None else model
+        self.targets = {
+            name: Breakable.of(tensor) if tensor.dim() > 1 else tensor for name, tensor in self.model.items()
+        }
+        self.predictor = Predictor(self.targets, self.storage, chunk_rows=2)
+        if state is not None:
+            self.predictor.load_state_dict(state)
+        self.is_lost = False  # what it holds is of a history that was cut off and begun anew
+
+    def break_at(self, count: int, kind: type[Exception]) -> None:
+        """Have the ``count``-th write from now on raise once; further ones succeed."""
+        left = [count]
+
+        def write(_: int) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise kind("no memory")
+
+        for target in self.targets.values():
+            if isinstance(target, Breakable):
+                target.before_write = write
+
+    def sync(self, limit: int | None = None) -> Exception | None:
+        error = None
+        try:
+            self.predictor.sync(limit)
+        except (StreamError, MemoryError, torch.OutOfMemoryError) as caught:
+            error = caught
+        else:
+            self.is_lost = False
+        self.check()
+        return error
+
+    def follow(self, num_reads: int) -> None:
+        """Follow in the background until the store was read so often. Its thread must not end by itself."""
+        if self.predictor.status().pinned is not None:
+            return  # nothing is read after a rollback
+        end = self.storage.num_reads + num_reads
+        try:
+            self.predictor.follow(poll_seconds=0.0)
+        except (TableMismatchError, DenseMismatchError):
+            self.check()
+            return
+        eventually(lambda: self.storage.num_reads >= end or not self._is_following)
+        assert self._is_following, f"it ended: {self.predictor.error}"
+        # What holds it up at the end is raised.
+        with contextlib.suppress(StreamError, MemoryError, torch.OutOfMemoryError):
+            self.predictor.stop()
+        self.check()
+
+    @property
+    def _is_following(self) -> bool:
+        return any(thread.name == "predictor" for thread in threading.enumerate())
+
+    def check(self) -> None:
+        with self.predictor.reading() as served:
+            if served.version is not None and served.applying is None and not self.is_lost:
+                assert_holds(self.model, self.history, served.version)
+
+    def restart(self) -> Follower:
+        """Another predictor of the same tables. Of a version that was cut short they hold rows that are newer."""
+        with self.predictor.reading() as served:
+            is_cut_short = served.applying is not None
+        restarted = Follower(self.history, self.predictor.state_dict(), self.model)
+        restarted.is_lost = is_cut_short
+        return restarted
+
+
+def read(storage: Storage, name: str) -> bytes:
+    return storage.read(name, max_bytes=1 << 24).tobytes()
+
+
+def a_history(seed: int, num_steps: int, clock: Clock | None = None) -> History:
+    history = History(Storage("memory://") if clock is None else ClockedStorage(clock), seed)
+    chance = random.Random(seed)
+    for _ in range(num_steps):
+        kind = chance.choice(["delta"] * 5 + ["claim", "snapshot", "compact"])
+        if kind == "compact":
+            compact(history.storage, fold=chance.choice([0.2, 1e9]))
+        else:
+            getattr(history, kind)()
+            if kind == "claim":
+                history.snapshot()
+    return history

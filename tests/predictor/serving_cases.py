@@ -1,0 +1,175 @@
+"""Cases for predictors over sharded and quantised models, which must equal trainers that are sharded in other ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker.errors import PartialRowsError
+from delta_tracker.predictor.targets import find_targets
+from delta_tracker.row_target import TensorTarget
+from delta_tracker.sharding.discover import discover
+from delta_tracker.sharding.weights import column_views
+from tests.models import Spec, Table, batch, shard
+from tests.predictor.quantised import memory, quantise, shard_quantised
+from tests.tracker.conformance_cases import hosts
+
+
+def _spec(shardings: dict[str, str], *, bag: bool, kernel: str, dim: int, local_size: int | None = None) -> Spec:
+    tables = [
+        Table(name, 9 + number % 9, sharding, dim=dim) for number, (name, sharding) in enumerate(shardings.items())
+    ]
+    return Spec(tables, bag=bag, kernel=kernel, local_size=local_size)
+
+
+def _train(model: nn.Module, spec: Spec, generator: torch.Generator, tracker: ModelDeltaTracker) -> None:
+    model(batch(spec, generator)).backward()
+    tracker.step()
+
+
+def whole_tables(model: nn.Module) -> dict[str, Tensor]:
+    """Every table of a sharded model, put together from all ranks; NaN where nobody holds it."""
+    held = [
+        (fqn, shard.spec.row_offset, columns, view.clone())
+        for fqn, shard in discover(model).shards.items()
+        for columns, view in zip(shard.spec.columns, column_views(shard), strict=True)
+    ]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, held)
+    tables = {fqn: torch.full((table.num_rows, table.dim), torch.nan) for fqn, table in discover(model).tables.items()}
+    for fqn, row, columns, view in (block for blocks in every for block in blocks):
+        tables[fqn][row : row + len(view), columns[0] : columns[1]] = view
+    return tables
+
+
+def clear(model: nn.Module) -> None:
+    for target in find_targets(model).values():
+        assert isinstance(target, TensorTarget)
+        for region in target.regions:
+            region.memory.fill_(-1)
+
+
+def sharded(
+    rank: int,
+    world_size: int,
+    url: str,
+    shardings: list[str],
+    bag: bool,
+    kernels: list[str],
+    dim: int = 8,
+    local_size: int | None = None,
+) -> dict[str, Any]:
+    """Every sharding of the trainer against every one of the server, each pair a table of one model."""
+    pairs = [(mine, theirs) for mine in shardings for theirs in shardings]
+    names = [f"t{number}" for number in range(len(pairs))]
+    specs = [
+        _spec(dict(zip(names, plan, strict=True)), bag=bag, kernel=kernel, dim=dim, local_size=local_size)
+        for plan, kernel in zip(zip(*pairs, strict=True), kernels, strict=True)
+    ]
+    with hosts(rank, local_size or world_size):
+        trainer, server = shard(specs[0]), shard(specs[1])
+    clear(server)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(trainer, ["stream"]) as tracker:
+        publisher = Publisher(tracker, url, "stream")
+        predictor = Predictor(server, url)
+        num_rows = []
+        for number in range(4):
+            for _ in range(number):
+                _train(trainer, specs[0], generator, tracker)
+            publisher.publish() if number else publisher.snapshot()
+            predictor.sync()
+            num_rows.append(predictor.manifest.num_rows)
+            wanted, found = whole_tables(trainer), whole_tables(server)
+            assert wanted.keys() == found.keys()
+            for fqn, table in wanted.items():
+                pair = pairs[int(fqn.rsplit(".t", 1)[1])]
+                assert not table.isnan().any(), (number, pair)
+                assert torch.equal(found[fqn], table), (number, pair)
+        publisher.close()
+    held = {fqn: target.rows for fqn, target in find_targets(server).items() if target.columns}
+    return {"rows": num_rows, "held": len(held), "tables": len(pairs)}
+
+
+def quantised(rank: int, world_size: int, url: str, bag: bool, kind: str, server: str | None) -> list[int]:
+    """A sharded trainer, and on each rank a quantised model that equals quantising the trainer's tables anew."""
+    spec = _spec({"row": "row", "column": "column:0,1", "stacked": "column:1,1", "first": "table:0"},
+                 bag=bag, kernel="fused", dim=16)  # fmt: skip
+
+    def model_of(tables: dict[str, Tensor]) -> nn.Module:
+        named = {fqn.rsplit(".", 1)[1]: table for fqn, table in tables.items()}
+        model = quantise(named, kind, bag=bag, split=server is not None)
+        return model if server is None else shard_quantised(model, server)
+
+    trainer = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    model = model_of({fqn: torch.zeros_like(table) for fqn, table in whole_tables(trainer).items()})
+    num_rows = []
+    with ModelDeltaTracker(trainer, ["stream"]) as tracker:
+        publisher = Publisher(tracker, url, "stream")
+        predictor = Predictor(model, url)
+        for number in range(4):
+            for _ in range(number):
+                _train(trainer, spec, generator, tracker)
+            publisher.publish() if number else publisher.snapshot()
+            predictor.sync()
+            num_rows.append(predictor.manifest.num_rows)
+            for held, wanted in zip(memory(model), memory(model_of(whole_tables(trainer))), strict=True):
+                assert torch.equal(held, wanted), number
+        publisher.close()
+    return num_rows
+
+
+def partial(rank: int, world_size: int, url: str) -> str:
+    """A column shard that is not fused may have changed in a row where the other has not: only a snapshot helps."""
+    spec = _spec({"column": "column:0,1"}, bag=True, kernel="dense", dim=8)
+    trainer = shard(spec)
+    model = quantise({"column": torch.zeros(9, 8)}, "int8", bag=True)
+    with ModelDeltaTracker(trainer, ["stream"]) as tracker:
+        publisher = Publisher(tracker, url, "stream")
+        predictor = Predictor(model, url)
+        publisher.snapshot()
+        good = predictor.sync()
+        if rank == 0:
+            ((_, view),) = [(fqn, view) for fqn in tracker.tables for view in tracker.column_views(fqn)]
+            view[3] += 1
+        tracker.step()
+        publisher.publish()
+        message = ""
+        try:
+            predictor.sync()
+        except PartialRowsError as error:
+            message = str(error)
+        assert predictor.version == good
+        publisher.snapshot()
+        Predictor(model, url).sync()
+        (table,) = whole_tables(trainer).values()
+        wanted = quantise({"column": table}, "int8", bag=True)
+        assert all(torch.equal(held, new) for held, new in zip(memory(model), memory(wanted), strict=True))
+        publisher.close()
+    return message
+
+
+def caches(rank: int, world_size: int, kernel: str) -> list[str]:
+    """What happens to the cache of a kernel, in order, when its rows are written."""
+    model = shard(_spec({"row": "row"}, bag=True, kernel=kernel, dim=8))
+    (each,) = discover(model).kernels
+    tbe = each.module.emb_module
+    events = []
+    before = tbe.split_embedding_weights()[0].clone()
+
+    def flush() -> None:
+        events.append("flush" if torch.equal(tbe.split_embedding_weights()[0], before) else "late flush")
+
+    def forget() -> None:
+        events.append("early" if torch.equal(tbe.split_embedding_weights()[0], before) else "forget")
+
+    tbe.flush, tbe.reset_cache_states = flush, forget
+    target = find_targets(model)["ec.embedding_bags.row"]
+    first, end = target.rows
+    target.write(slice(first, end), torch.full((end - first, 8), 5.0), (0, 8))
+    return events

@@ -1,0 +1,254 @@
+"""Faults while `follow()` runs are retried and shown; what ends its thread is recorded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import obstore
+import pytest
+import torch
+from torch import Tensor
+
+from delta_tracker import Predictor
+from delta_tracker.errors import DenseMismatchError, StorageError, StreamError, TableMismatchError
+from delta_tracker.predictor import follower as follower_module
+from delta_tracker.row_target import RowTarget
+from delta_tracker.stream import heartbeat as heartbeat_module
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.manifest import Block, Manifest
+from delta_tracker.stream.format.part_writer import Rows
+from delta_tracker.stream.heartbeat import read_heartbeats
+from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import TableSpec
+from tests.predictor.serving import Breakable, PanicException, eventually, read
+from tests.stream.streams import FQN, Writer
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "_MAX_BACK_OFF_SECONDS", 0.002)
+
+
+@pytest.fixture
+def writer() -> Writer:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    return writer
+
+
+def _unknown_table(writer: Writer, kind: str = "delta") -> Manifest:
+    other = TableSpec("other", 5, 4, torch.float32)
+    rows = Rows(Block("other", (0, 5), (0, 4), 5, "all", Encoding.F32), None, [torch.ones(5, 4)])
+    own = writer.rows(None if kind == "snapshot" else [3])
+    return writer.write(kind, [own, rows], {FQN: writer.spec, "other": other})
+
+
+def _unknown_dense(writer: Writer, kind: str = "delta") -> Manifest:
+    writer.dense["w"] = torch.ones(3)
+    try:
+        return writer.snapshot() if kind == "snapshot" else writer.delta([3])
+    finally:
+        del writer.dense["w"]
+
+
+_MISMATCHES = pytest.mark.parametrize(
+    ("publish", "expected"), [(_unknown_table, TableMismatchError), (_unknown_dense, DenseMismatchError)]
+)
+
+
+@_MISMATCHES
+@pytest.mark.parametrize("kind", ["delta", "snapshot"])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_follow_refuses_at_once_what_the_model_cannot_receive(
+    writer: Writer, publish: Callable, expected: type[Exception], kind: str, is_new: bool
+) -> None:
+    predictor = Predictor(writer.model(), writer.storage)
+    if not is_new:
+        predictor.sync()
+    before = predictor.version
+    publish(writer, kind)
+    if kind == "snapshot":
+        writer.claim = Writer(writer.storage).claim  # the head is a claim, which says nothing of tables
+    with pytest.raises(expected):
+        predictor.follow()
+    assert not any(thread.name == "predictor" for thread in threading.enumerate())
+    assert predictor.version == before
+    writer.snapshot()
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: predictor.version == writer.claim.head.version)
+    predictor.stop()
+
+
+@_MISMATCHES
+def test_a_version_that_the_model_cannot_receive_is_waited_out(
+    writer: Writer, publish: Callable, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
+    model = writer.model()
+    predictor = Predictor(model, writer.storage, name="p")
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: predictor.version == 1)
+    before = model[FQN].clone()
+    publish(writer)
+    writer.delta([1])
+    eventually(lambda: isinstance(predictor.error, expected))
+    eventually(lambda: expected.__name__ in (read_heartbeats(writer.storage)[0].error or ""))
+    assert expected.__name__ in predictor.status().error
+    with predictor.reading() as served:
+        assert served == (1, None)
+        assert torch.equal(model[FQN], before)
+    again = Writer(writer.storage)
+    last = again.snapshot()
+    eventually(lambda: predictor.version == last.version and predictor.error is None)
+    predictor.stop()
+    assert torch.equal(model[FQN], again.table)
+    assert predictor.status().resyncs == 1
+    assert f": {expected.__name__}: " in predictor.status().last_resync
+
+
+class _CudaOutOfMemoryError(torch.OutOfMemoryError):
+    """What a CUDA device without memory raises; made here where there is none."""
+
+
+@pytest.mark.parametrize("kind", [MemoryError, _CudaOutOfMemoryError, RuntimeError, ValueError, PanicException])
+def test_a_target_that_raises_is_tried_again(writer: Writer, kind: type[BaseException]) -> None:
+    target = Breakable.of(writer.model()[FQN])
+    table = target.regions[0].memory
+    predictor = Predictor({FQN: target}, writer.storage, chunk_rows=4)
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: predictor.version == 1)
+    failing = threading.Event()
+    failing.set()
+
+    def write(number: int) -> None:
+        if number % 3 == 2 and failing.is_set():
+            raise kind("no memory")
+
+    target.num_writes, target.before_write = 0, write
+    last = writer.delta(list(range(20)))
+    eventually(lambda: predictor.error is not None and target.num_writes > 9)
+    assert kind.__name__ in predictor.status().error
+    with predictor.reading() as served:
+        assert served == (1, last.version)
+        assert not torch.equal(table, writer.table)
+    failing.clear()
+    eventually(lambda: predictor.version == last.version and predictor.error is None)
+    predictor.stop()
+    with predictor.reading() as served:
+        assert served == (last.version, None)
+        assert torch.equal(table, writer.table)
+
+
+def test_rows_of_a_later_version_that_was_cut_short_are_not_hidden() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    target = Breakable.of(writer.model()[FQN])
+    table = target.regions[0].memory
+    predictor = Predictor({FQN: target}, writer.storage, chunk_rows=1)
+    predictor.sync()
+    held = {1: writer.table.clone()}
+    for ids in ([1], [2], [1, 3]):
+        held[writer.delta(ids).version] = writer.table.clone()
+    writer.delta([5])
+    merged = compact(writer.storage, fold=1e9)
+    assert merged.kind == "delta"
+    gap = read(writer.storage, entry_name(2))
+    writer.storage.delete(entry_name(2))
+
+    def write(number: int) -> None:
+        if number == 2:
+            raise MemoryError("no memory")
+
+    target.num_writes, target.before_write = 0, write
+    with pytest.raises(MemoryError):
+        predictor.sync()
+    with predictor.reading() as served:
+        assert served == (1, merged.version)
+    writer.storage.put(entry_name(2), [memoryview(gap)])
+    target.before_write = lambda number: None
+    while predictor.version < merged.version:
+        with predictor.reading() as served:
+            assert served.applying == merged.version or torch.equal(table, held[served.version])
+        predictor.sync(limit=1)
+    with predictor.reading() as served:
+        assert served == (merged.version, None)
+    predictor.sync()
+    assert torch.equal(table, writer.table)
+
+
+def test_a_panic_of_the_store_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(Storage(f"file://{tmp_path}", create=True))
+    last = writer.snapshot()
+    model = writer.model()
+    listing = obstore.list
+
+    def panic(*args: object, **kwargs: object) -> None:
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr(obstore, "list", panic)
+    predictor = Predictor(model, writer.storage)
+    with pytest.raises(StorageError, match=r"PanicException: called `Option::unwrap"):
+        predictor.sync()
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: isinstance(predictor.error, StorageError))
+    monkeypatch.setattr(obstore, "list", listing)
+    eventually(lambda: predictor.version == last.version and predictor.error is None)
+    predictor.stop()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_ends_the_thread_is_recorded(
+    writer: Writer, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Breakable.of(writer.model()[FQN])
+    predictor = Predictor({FQN: target}, writer.storage, name="p")
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: predictor.version == 1 and bool(read_heartbeats(writer.storage)))
+
+    def write(number: int) -> None:
+        raise kind("enough")
+
+    target.before_write = write
+    last = writer.delta([1, 2])
+    eventually(lambda: not any(thread.name == "predictor" for thread in threading.enumerate()))
+    said = f"FollowEndedError: the thread of follow() ended: {kind.__name__}: enough. Call follow() again."
+    assert predictor.status().error == said
+    assert read_heartbeats(writer.storage)[0].error == said
+    with predictor.reading() as served:
+        assert served == (1, last.version)
+    with pytest.raises(StreamError, match="enough") as caught:
+        predictor.stop()
+    assert isinstance(caught.value.__cause__, kind)
+    target.before_write = lambda number: None
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: predictor.version == last.version)
+    predictor.stop()
+
+
+class _Greedy(RowTarget):
+    """Keeps what it is given alive through the traceback of its error, as any target that raises does."""
+
+    def __init__(self, table: Tensor) -> None:
+        (self.num_rows, self.dim), self.dtype = table.shape, table.dtype
+        self.rows, self.columns = (0, self.num_rows), ((0, self.dim),)
+        self.addresses: list[int] = []
+
+    def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
+        self.addresses.append(values.data_ptr())
+        raise MemoryError("no memory")
+
+
+def test_an_error_that_is_kept_does_not_keep_the_rows_it_was_raised_with(writer: Writer) -> None:
+    """Their memory is used again for the next try: with it, memory would run short for good."""
+    target = _Greedy(writer.table)
+    predictor = Predictor({FQN: target}, writer.storage)
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: len(target.addresses) > 5)
+    with pytest.raises(MemoryError):
+        predictor.stop()
+    assert len(set(target.addresses[1:])) == 1

@@ -1,0 +1,244 @@
+"""Forks while `follow()` runs, as web servers that preload do: a child reads whole rows at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parent.parent.parent
+
+# Each child has a watchdog of its own: an alarm, whose default action ends the process.
+_PRELUDE = """
+import os, signal, sys, threading, time
+import torch
+torch.set_num_threads(1)
+from delta_tracker import Predictor
+from delta_tracker.errors import StreamError
+from delta_tracker.stream.notify.notifier import LocalNotifier
+from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.serving import Breakable
+from tests.stream.streams import FQN, Writer
+
+def in_child(work):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.alarm(30)
+    try:
+        work()
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(1)
+    os._exit(0)
+
+writer = Writer(Storage(sys.argv[1], create=True, fsync=False), num_rows=64, dim=2048)
+writer.snapshot()
+
+def publish(value):
+    writer.table.fill_(value)
+    return writer.snapshot()
+"""
+
+_MANY = '''
+import faulthandler
+faulthandler.dump_traceback_later(230, exit=True)
+from delta_tracker.row_target import TensorTarget
+
+class Halves(TensorTarget):
+    """Writes each row in two steps with a pause between them, in which a fork would find it torn."""
+
+    def write(self, ids, values, columns):
+        middle = columns[1] // 2
+        super().write(ids, values[:, :middle], (0, middle))
+        time.sleep(0.001)
+        super().write(ids, values[:, middle:], (middle, columns[1]))
+
+notifier = LocalNotifier()
+model = writer.model()
+predictor = Predictor({FQN: Halves.of(model[FQN])}, writer.storage, chunk_rows=4, notifier=notifier)
+predictor.sync()
+predictor.follow(poll_seconds=0.0)
+done = threading.Event()
+
+def train():
+    value = 0
+    while not done.is_set():
+        value += 1
+        notifier.announce(writer.claim.head.stream, publish(value).version)
+
+def look_up():
+    while not done.is_set():
+        with predictor.reading():
+            model[FQN].sum()
+
+def child(number):
+    with predictor.reading() as served:
+        rows = model[FQN].clone()
+    assert bool((rows == rows[:, :1]).all()), "a row is torn"
+    values = {int(value) for value in rows[:, 0]}
+    if served.applying is None:
+        assert len(values) == 1, f"version {served.version} is said to be whole: {values}"
+    status = predictor.status()
+    assert status.error.startswith("ForkedError: this process was forked while follow() ran"), status.error
+    assert predictor.version == served.version, "nothing moves"
+    predictor.stop()
+    if number % 40 == 0:
+        end = threading.Event()
+        predictor.follow(poll_seconds=0.001)
+        while predictor.version < served.version + 2 or predictor.error is not None:
+            time.sleep(0.001)
+        predictor.stop()
+        assert predictor.status().error is None
+
+threads = [threading.Thread(target=work) for work in (train, look_up)]
+for thread in threads:
+    thread.start()
+codes = []
+while len(codes) < 60 and not any(codes):
+    codes.append(in_child(lambda: child(len(codes))))
+done.set()
+for thread in threads:
+    thread.join()
+predictor.stop()
+with predictor.reading() as served:
+    assert served.applying is None
+    assert model[FQN].unique().numel() == 1
+assert not any(codes), (len(codes), codes[-1])
+'''
+
+# A target that forks while it writes, and a fork inside `reading()`: the thread that forks must not wait for itself.
+_BY_HOLDERS = """
+target = Breakable.of(writer.model()[FQN])
+predictor = Predictor({FQN: target}, writer.storage, chunk_rows=32)
+predictor.sync()
+codes = []
+
+def in_a_write(number):
+    if number == 2:
+        codes.append(in_child(lambda: None))
+
+target.num_writes, target.before_write = 0, in_a_write
+publish(1)
+predictor.sync()
+with predictor.reading():
+    def child():
+        with predictor.reading() as served:
+            assert served == (predictor.version, None)
+    codes.append(in_child(child))
+
+def inside():
+    with predictor.reading():
+        pid = os.fork()
+        if pid:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        signal.alarm(30)
+    publish(2)
+    predictor.sync()  # the block of the parent that the child has left holds it up no more
+    os._exit(0)
+
+codes.append(inside())
+assert codes == [0, 0, 0], codes
+predictor.sync()
+"""
+
+# A write that takes longer than a fork waits: the child says that rows may be torn until it has applied the version.
+_TOO_SLOW = """
+target = Breakable.of(writer.model()[FQN])
+table = target.regions[0].memory
+predictor = Predictor({FQN: target}, writer.storage, chunk_rows=32)
+predictor.sync()
+slow, gate = threading.Event(), threading.Event()
+
+def wait(number):
+    slow.set()
+    gate.wait()
+
+target.before_write = wait
+publish(1)
+predictor.follow(poll_seconds=0.001)
+slow.wait()
+
+def child():
+    target.before_write = lambda number: None
+    try:
+        with predictor.reading():
+            raise AssertionError("it may be torn")
+    except StreamError as error:
+        assert "torn" in str(error)
+    predictor.sync()
+    with predictor.reading() as served:
+        assert served.applying is None
+        assert torch.equal(table, writer.table)
+    assert predictor.status().error is None
+
+begin = time.monotonic()
+code = in_child(child)
+gate.set()
+predictor.stop()
+assert code == 0, code
+"""
+
+
+def _run(program: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _PRELUDE + program, f"file://{tmp_path}/stream"],
+        cwd=_ROOT, timeout=240, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("program", [_MANY, _BY_HOLDERS, _TOO_SLOW], ids=["many", "by holders", "too slow"])
+def test_children_of_a_process_that_follows(tmp_path: Path, program: str) -> None:
+    _run(program, tmp_path)
+
+
+_REMOTE = """
+import http.server
+import torch
+from delta_tracker.errors import StorageError
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+options = {
+    "endpoint": f"http://127.0.0.1:{server.server_port}", "allow_http": "true", "region": "us-east-1",
+    "access_key_id": "a", "secret_access_key": "b",
+}
+storage = Storage("s3://bucket/prefix", options=options)
+predictor = Predictor({"t": torch.zeros(2, 2)}, storage)
+first = Storage("s3://bucket/other", options=options)
+assert storage.read("log/1", max_bytes=1) is None
+
+def child():
+    for each in (storage, first, Storage("s3://bucket/third", options=options)):
+        for call in (lambda: each.read("log/1", max_bytes=1), lambda: each.names("log"), lambda: each.size("log/1")):
+            try:
+                call()
+            except StorageError as error:
+                assert "forked" in str(error), error
+            else:
+                raise AssertionError("it cannot have been asked")
+    status = predictor.status()
+    assert (status.version, status.lag_versions) == (None, None)
+    with predictor.reading() as served:
+        assert served == (None, None)
+
+code = in_child(child)
+assert code == 0, code
+"""
+
+
+def test_a_remote_store_is_refused_in_a_child_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+    _run(_REMOTE, tmp_path)

@@ -1,0 +1,332 @@
+"""Rollback: back to exactly what was held then, staying there, going on; and what comes in between."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_tracker import Predictor
+from delta_tracker.errors import (
+    CorruptPartError,
+    InvalidArgumentError,
+    MissingVersionError,
+    NoSnapshotError,
+    StorageError,
+    StreamReplacedError,
+)
+from delta_tracker.row_target import TensorTarget
+from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.serving import Flaky, assert_holds, empty_model, eventually
+from tests.stream.histories import Clock, ClockedStorage, History
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    with clock.of_the_log():
+        yield clock
+
+
+def grow(history: History, chance: random.Random, num_versions: int) -> None:
+    for _ in range(num_versions):
+        kind = chance.choice(["delta"] * 5 + ["claim", "snapshot", "fuzzy"])
+        if kind == "claim":
+            history.claim()
+            history.delta()  # a publisher may go on where the last one stopped
+            history.snapshot()
+        elif kind == "fuzzy":
+            history.snapshot(is_fuzzy=True)
+        else:
+            getattr(history, kind)()
+
+
+def followed(history: History) -> tuple[Predictor, dict[str, torch.Tensor]]:
+    """A predictor that applied every version from the first snapshot on."""
+    model = empty_model()
+    predictor = Predictor(model, history.storage)
+    first = history.log.read(1)
+    predictor._take(first)
+    while predictor.version != history.version:
+        version = predictor.sync(limit=1)
+        assert_holds(model, history, version)
+    return predictor, model
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("is_compacted", [False, True])
+def test_back_to_every_version_and_on(clock: Clock, seed: int, is_compacted: bool) -> None:
+    history = History(ClockedStorage(clock), seed)
+    history.fqns = ["a", "b", "c"]
+    history.snapshot()
+    chance = random.Random(seed)
+    grow(history, chance, 12)
+    if is_compacted:
+        compact(history.storage, fold=1e9)
+        grow(history, chance, 3)
+        compact(history.storage, fold=1e-9)
+        grow(history, chance, 2)
+    predictor, model = followed(history)
+    versions = list(range(1, history.version + 1))
+    chance.shuffle(versions)
+    for version in versions:
+        predictor.rollback(version)
+        assert_holds(model, history, version)
+        assert predictor.version == predictor.sync() == version
+        status = predictor.status()
+        assert (status.pinned, status.lag_versions) == (version, history.version - version)
+        assert_holds(model, history, version)
+        if chance.random() < 0.5:
+            predictor.release()
+            assert predictor.status().pinned is None
+            assert predictor.sync() == history.version
+            assert_holds(model, history, history.version)
+
+
+def test_it_stays_there_while_following_until_it_is_released(clock: Clock, caplog) -> None:
+    history = History(ClockedStorage(clock), 1)
+    for _ in range(3):
+        history.delta()
+    predictor, model = followed(history)
+    predictor.follow(poll_seconds=0.001)
+    predictor.rollback(2)
+    assert "rolled back to version 2 of memory://" in caplog.text
+    looks = []
+    advance = predictor._follower._advance
+    predictor._follower._advance = lambda **given: looks.append(advance(**given)) or looks[-1]
+    history.snapshot()
+    eventually(lambda: len(looks) > 20)
+    assert not any(looks)
+    assert_holds(model, history, 2)
+    predictor.release()
+    eventually(lambda: predictor.version == history.version)
+    predictor.stop()
+    assert_holds(model, history, history.version)
+    assert predictor.status().resyncs == 0
+
+
+def test_what_the_stream_has_not_changes_nothing(clock: Clock) -> None:
+    history = History(ClockedStorage(clock), 2)
+    for kind in ("delta", "snapshot", "delta", "delta"):
+        clock.seconds += 10
+        getattr(history, kind)()
+    predictor, model = followed(history)
+    for version in (6, -1, 1 << 62):
+        with pytest.raises(InvalidArgumentError, match="versions up to 5"):
+            predictor.rollback(version)
+    with pytest.raises(NoSnapshotError, match=r"version 0 of .* lies before the first snapshot"):
+        predictor.rollback(0)  # the claim, before any row
+    retain(history.storage, Retention(versions=1, grace_seconds=0.0), clock)
+    for version in (1, 2):
+        with pytest.raises(MissingVersionError, match=f"version {version} is missing"):
+            predictor.rollback(version)
+    with predictor.reading(), pytest.raises(InvalidArgumentError, match="reading"):
+        predictor.rollback(4)
+    assert_holds(model, history, 5)
+    status = predictor.status()
+    assert (status.version, status.pinned, status.error) == (5, None, None)
+    predictor.rollback(4)
+    assert_holds(model, history, 4)
+
+
+def test_back_over_what_retention_left_merged(clock: Clock) -> None:
+    """The versions in the middle are gone, a merged one stands for them."""
+    history = History(ClockedStorage(clock), 3)
+    for _ in range(4):
+        history.delta()
+    predictor, model = followed(history)
+    assert compact(history.storage, fold=1e9).version == 5
+    history.delta()
+    for version in (3, 4, 5):
+        history.storage.delete(entry_name(version))
+    predictor.rollback(5)
+    assert_holds(model, history, 5)
+    with pytest.raises(MissingVersionError):
+        predictor.rollback(4)
+    assert predictor.version == 5
+
+
+def test_a_damaged_version_on_the_way_changes_nothing(tmp_path: Path) -> None:
+    history = History(Storage(f"file://{tmp_path}", create=True, fsync=False), 4)
+    for _ in range(4):
+        history.delta(3)
+    predictor, model = followed(history)
+    part = tmp_path / history.log.read(4).parts[0].name
+    content = part.read_bytes()
+    part.write_bytes(content[:-1])
+    with pytest.raises(CorruptPartError):
+        predictor.rollback(4)
+    assert_holds(model, history, 5)
+    assert predictor.version == predictor.sync() == 5
+    assert predictor.status().pinned is None
+    part.write_bytes(content)
+    predictor.rollback(4)
+    assert_holds(model, history, 4)
+
+
+def test_an_entry_of_another_history_is_not_on_the_way() -> None:
+    history = History(Storage("memory://"), 5)
+    for _ in range(4):
+        history.delta(3)
+    predictor, model = followed(history)
+    stale = replace(history.log.read(3), created=1.0)
+    history.storage.delete(entry_name(3))
+    history.storage.create(entry_name(3), stale.to_json())
+    for version in (4, 5):
+        with pytest.raises(MissingVersionError, match="version 3 is missing"):
+            predictor.rollback(version)
+    assert_holds(model, history, 5)
+
+
+def test_another_stream_has_no_earlier_versions_of_this_one(tmp_path: Path) -> None:
+    history = History(Storage(f"file://{tmp_path}/stream", create=True, fsync=False), 6)
+    history.delta()
+    predictor, model = followed(history)
+    (tmp_path / "stream").rename(tmp_path / "old")
+    other = History(Storage(f"file://{tmp_path}/stream", create=True, fsync=False), 7)
+    other.delta()
+    with pytest.raises(StreamReplacedError):
+        predictor.rollback(1)
+    assert_holds(model, history, 2)
+    assert predictor.sync() == 2
+    predictor.rollback(1)
+    assert_holds(model, other, 1)
+
+
+@pytest.mark.parametrize("was_pinned", [False, True])
+def test_a_rollback_whose_store_fails_is_finished_or_was_not_begun(was_pinned: bool) -> None:
+    """The store fails at each of its operations in turn."""
+    storage = Flaky("memory://")
+    history = History(storage, 8)
+    for kind in ("delta", "delta", "delta", "snapshot", "delta"):
+        getattr(history, kind)()
+    num_begun = 0
+    for number in range(1, 100):
+        predictor, model = followed(history)
+        if was_pinned:
+            predictor.rollback(5)
+        before = predictor.version
+        storage.num_reads = 0
+        storage.is_down = lambda count, number=number: count >= number
+        try:
+            predictor.rollback(3)
+        except StorageError:
+            pass
+        else:
+            break
+        finally:
+            storage.is_down = lambda _: False
+        is_begun = predictor.status().pinned == 3
+        num_begun += is_begun
+        assert predictor.sync() == (3 if is_begun else before)
+        assert_holds(model, history, predictor.version)
+        predictor.release()
+        assert predictor.sync() == history.version
+        assert_holds(model, history, history.version)
+    assert number > 8
+    assert num_begun >= 3
+    assert_holds(model, history, 3)
+
+
+class _Breaking(TensorTarget):
+    """A table whose n-th write fails, half way."""
+
+    left = -1
+
+    def write(self, ids, values, columns) -> None:
+        if self.left == 0:
+            self.left = -1
+            first, end = columns
+            super().write(ids, values[:, : (end - first + 1) // 2], (first, first + (end - first + 1) // 2))
+            raise RuntimeError("device lost")
+        self.left -= 1
+        super().write(ids, values, columns)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_rows_that_were_left_between_versions_are_mended(release: bool) -> None:
+    """Between a newer version's rows and an older one's no delta leads anywhere: only a whole snapshot."""
+    history = History(Storage("memory://"), 9)
+    for kind in ("delta", "delta", "snapshot", "delta"):
+        getattr(history, kind)()
+    num_failed = 0
+    for number in range(100):
+        model = empty_model()
+        tables = {name: _Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
+        held = model | tables
+        predictor = Predictor({name: held[name] for name in model}, history.storage, chunk_rows=2)
+        predictor.sync()
+        tables["a"].left = number
+        try:
+            predictor.rollback(3)
+        except RuntimeError:
+            num_failed += 1
+        else:
+            break
+        with predictor.reading() as served:
+            assert served.applying in (1, 2, 3)
+        if served.applying == 1:
+            assert predictor.state_dict() == {}, "nothing to go on from"
+        if release:
+            predictor.release()
+        assert predictor.sync() == (history.version if release else 3)
+        assert_holds(model, history, predictor.version)
+        with predictor.reading() as served:
+            assert served == (predictor.version, None)
+    assert num_failed > 5
+
+
+def test_a_replaced_stream_that_comes_back_is_not_followed_on_from_rows_of_both(tmp_path: Path) -> None:
+    """A mount that shows another directory for a while, and a write that fails meanwhile."""
+    url = f"file://{tmp_path}/stream"
+    history = History(Storage(url, create=True, fsync=False), 10)
+    history.delta()
+    (tmp_path / "stream").rename(tmp_path / "mine")
+    # the same stream as it was long ago, before its last versions
+    shutil.copytree(tmp_path / "mine", tmp_path / "old")
+    (tmp_path / "old" / entry_name(2)).unlink()
+    (tmp_path / "mine").rename(tmp_path / "stream")
+    for _ in range(3):
+        history.delta()
+    model = empty_model()
+    tables = {name: _Breaking.of(tensor) for name, tensor in model.items() if tensor.dim() == 2}
+    held = model | tables
+    predictor = Predictor({name: held[name] for name in model}, url, chunk_rows=2)
+    predictor.sync()
+    (tmp_path / "stream").rename(tmp_path / "mine")
+    (tmp_path / "old").rename(tmp_path / "stream")
+    tables["a"].left = 3
+    with pytest.raises(RuntimeError, match="device lost"):
+        predictor.sync()
+    assert predictor.state_dict() == {}
+    (tmp_path / "stream").rename(tmp_path / "old")
+    (tmp_path / "mine").rename(tmp_path / "stream")
+    history.delta(1)
+    assert predictor.sync() == history.version
+    assert_holds(model, history, history.version)
+
+
+@pytest.mark.timeout(60)
+def test_snapshots_that_lead_to_each_other_are_not_followed_for_ever() -> None:
+    """Entries of another stream lie between those of this one, so that each of its snapshots ends in a fault."""
+    history, other = (History(Storage("memory://"), seed) for seed in (11, 12))
+    for each in (history, other):
+        for kind in ("delta", "delta", "delta", "snapshot", "delta"):
+            getattr(each, kind)()
+    for version in (3, 6):
+        data = other.storage.read(entry_name(version), max_bytes=1 << 20).tobytes()
+        history.storage.delete(entry_name(version))
+        history.storage.create(entry_name(version), data)
+    model = empty_model()
+    predictor = Predictor(model, history.storage)
+    with pytest.raises(StreamReplacedError):
+        predictor.sync()
+    assert_holds(model, history, predictor.version)

@@ -1,0 +1,160 @@
+"""`Predictor.stop()` ends its thread whoever calls it, and whatever other threads do meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from delta_tracker import Predictor
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.serving import Breakable, eventually
+from tests.stream.streams import FQN, Writer
+
+_LONG_SECONDS = 10.0
+
+
+@pytest.fixture
+def writer() -> Writer:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    return writer
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "predictor"]
+
+
+@contextmanager
+def _interrupting(handler: object) -> Iterator[None]:
+    """Call ``handler`` in the main thread, a moment from now."""
+    former = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, former)
+
+
+class _Stuck:
+    """A predictor whose thread is inside a write until ``gate`` is set."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.gate, inside = threading.Event(), threading.Event()
+        target = Breakable.of(writer.model()[FQN])
+        self.predictor = Predictor({FQN: target}, writer.storage)
+        self.predictor.sync()
+
+        def wait(number: int) -> None:
+            inside.set()
+            self.gate.wait(_LONG_SECONDS)
+
+        target.before_write = wait
+        self.predictor.follow(poll_seconds=0.001)
+        writer.delta([3])
+        assert inside.wait(_LONG_SECONDS)
+
+
+def test_a_signal_handler_may_stop_while_the_thread_that_it_interrupts_does(writer: Writer) -> None:
+    stuck, calls = _Stuck(writer), []
+
+    def handler(*_: object) -> None:
+        stuck.gate.set()
+        stuck.predictor.stop()
+        calls.append(_threads())
+
+    with _interrupting(handler):
+        stuck.predictor.stop()
+    assert calls == [[]]
+
+
+def test_a_signal_handler_may_stop_what_is_being_started(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor, answers = Predictor(writer.model(), writer.storage), threading.Event()
+    monkeypatch.setattr(predictor, "_check_newest", lambda: answers.wait(_LONG_SECONDS))
+
+    def handler(*_: object) -> None:
+        answers.set()
+        predictor.stop()
+
+    with _interrupting(handler):
+        predictor.follow(poll_seconds=0.001)
+    assert _threads() == []
+
+
+def test_an_interrupted_stop_leaves_one_thread_at_most(writer: Writer) -> None:
+    stuck = _Stuck(writer)
+
+    def handler(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), _interrupting(handler):
+        stuck.predictor.stop()
+    with pytest.raises(InvalidArgumentError, match="already following"):
+        stuck.predictor.follow()
+    stuck.gate.set()
+    stuck.predictor.stop()
+    assert _threads() == []
+    stuck.predictor.follow(poll_seconds=0.001)
+    assert len(_threads()) == 1
+    stuck.predictor.stop()
+
+
+def test_stop_does_not_wait_for_a_lookup(writer: Writer) -> None:
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.sync()
+    predictor.follow(poll_seconds=0.001)
+    inside, end = threading.Event(), threading.Event()
+
+    def look_up() -> None:
+        with predictor.reading():
+            inside.set()
+            end.wait(_LONG_SECONDS)
+
+    reader = threading.Thread(target=look_up)
+    reader.start()
+    assert inside.wait(_LONG_SECONDS)
+    writer.delta([3])
+    time.sleep(0.1)
+    begin = time.monotonic()
+    predictor.stop()
+    seconds = time.monotonic() - begin
+    end.set()
+    reader.join()
+    assert seconds < _LONG_SECONDS / 2
+    predictor.sync()
+    with predictor.reading() as served:
+        assert (served.version, served.applying) == (2, None)
+
+
+def test_the_thread_of_follow_cannot_stop_itself(writer: Writer) -> None:
+    said: list[str] = []
+
+    class Notifier:
+        def announce(self, stream: str, version: int) -> None:
+            """Ignore it."""
+
+        def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
+            if not said:
+                try:
+                    predictor.stop()
+                except InvalidArgumentError as error:
+                    said.append(str(error))
+            return False
+
+        def close(self) -> None:
+            """Nothing to close."""
+
+    predictor = Predictor(writer.model(), writer.storage, notifier=Notifier())
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: bool(said))
+    assert "Call it in another thread" in said[0]
+    writer.delta([3])
+    eventually(lambda: predictor.version == 2)
+    predictor.stop()
+    assert _threads() == []

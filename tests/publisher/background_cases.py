@@ -1,0 +1,358 @@
+"""Cases for a publisher that publishes by itself, beside training, on all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent import futures
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker.errors import FencedError, StorageError
+from delta_tracker.publisher.cadence import Cadence
+from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.heartbeat import read_heartbeats
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.maintenance.retention import Retention
+from delta_tracker.stream.notify.notifier import LocalNotifier
+from delta_tracker.stream.storage.storage import Storage
+from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+from tests.publisher.publishing_cases import attempt, empty_model
+
+_PATIENCE = 30.0
+
+
+class Trainer:
+    """A rank's model in training, with a copy of what it held after each batch."""
+
+    def __init__(self, rank: int, world_size: int, consumers: list[str] | None = None, **kwargs: Any) -> None:
+        self.spec = Spec.every_sharding(world_size, bag=True)
+        self.spec.tables.append(Table("replica", 7, "data"))
+        self.spec.features.append("replica")
+        self.model = shard(self.spec)
+        self.model.module.dense.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.optimizer = ordinary_optimizer(self.model, "Adam", lr=0.1)
+        self.tracker = ModelDeltaTracker(self.model, consumers, **kwargs)
+        self.generator = torch.Generator().manual_seed(rank)
+        self.held: dict[int, tuple[dict[str, list[Tensor]], dict[str, Tensor]]] = {}
+
+    def step(self, publisher: Publisher | None = None) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch(self.spec, self.generator)).backward()
+        self.optimizer.step()
+        self.model.module.dense.calls += 1
+        self.tracker.step()
+        self.remember()
+        if publisher is not None:
+            publisher.step()
+
+    def remember(self) -> None:
+        tables = {fqn: [view.clone() for view in self.tracker.column_views(fqn)] for fqn in self.tracker.shards}
+        dense = {name: tensor.detach().clone() for name, tensor in self.model.module.dense.state_dict().items()}
+        self.held[self.tracker.num_batches] = tables, dense
+
+    def assert_equal(self, manifest: Manifest, model: dict[str, Tensor]) -> None:
+        """This rank's shards, as they were at the version's cut, are what the predictor holds."""
+        tables, _ = self.held[manifest.batches[1]]
+        for fqn, spec in self.tracker.shards.items():
+            rows = slice(spec.row_offset, spec.row_offset + spec.num_rows)
+            for (first, end), view in zip(spec.columns, tables[fqn], strict=True):
+                assert torch.equal(model[fqn][rows, first:end], view), (fqn, manifest.version)
+
+
+class Slow(Storage):
+    """A store that waits before each buffer of a part until it is let go."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, create=True)
+        self.gate = threading.Semaphore(0)
+        self.is_open = True
+        self.is_waiting = threading.Event()
+        self.fails = False
+
+    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
+        if self.fails:
+            raise StorageError(self.url, "the network is unreachable")
+        super().put(name, buffers if self.is_open else self._slowed(buffers))
+
+    def _slowed(self, buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+        for buffer in buffers:
+            self.is_waiting.set()
+            assert self.gate.acquire(timeout=_PATIENCE)
+            yield buffer
+
+
+def follow(trainer: Trainer, url: str) -> list[Manifest]:
+    """Apply the versions one by one, each of which must be the trainer at its cut, dense tensors too."""
+    held = empty_model(trainer.tracker)
+    _, last = trainer.held[trainer.tracker.num_batches]
+    held |= {f"dense.{name}": torch.full_like(tensor, -1) for name, tensor in last.items()}
+    predictor = Predictor(held, url)
+    seen: list[Manifest] = []
+    head = StreamLog(Storage(url)).head()
+    assert head is not None
+    while predictor.version != head.version:
+        predictor.sync(limit=1)
+        manifest = predictor.manifest
+        assert manifest is not None
+        if seen and manifest.version == seen[-1].version:
+            continue  # a claim
+        seen.append(manifest)
+        trainer.assert_equal(manifest, held)
+        if manifest.dense:
+            _, expected = trainer.held[manifest.batches[1]]
+            assert sorted(manifest.dense) == [f"dense.{name}" for name in sorted(expected)]
+            if dist.get_rank() == 0:
+                assert all(torch.equal(held[f"dense.{name}"], tensor) for name, tensor in expected.items())
+    return seen
+
+
+def cadence(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """Every third batch, cut at the same one on all ranks, whichever of them is slower."""
+    trainer = Trainer(rank, world_size)
+    with trainer.tracker:
+        publisher = Publisher(trainer.tracker, url, dense=trainer.model.module.dense, cadence=Cadence(batches=3))
+        for number in range(30):
+            trainer.step(publisher)
+            if number % world_size == rank:
+                threading.Event().wait(0.01)
+        publisher.flush()
+        trainer.remember()
+        last = publisher.publish()
+        dist.barrier()
+        seen = follow(trainer, url)
+        publisher.close()
+        assert publisher.error is None
+        return {"kinds": [each.kind for each in seen], "cuts": [each.batches for each in seen], "last": last.version}
+
+
+def slow_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """While a version waits for the store, training goes on, nothing else is begun, and nothing is lost."""
+    trainer = Trainer(rank, world_size)
+    with trainer.tracker:
+        storage = Slow(url)
+        publisher = Publisher(trainer.tracker, storage, cadence=Cadence(batches=1))
+        for _ in range(3):
+            trainer.step(publisher)
+        publisher.flush()
+        storage.is_open = False
+        version = publisher.version
+        storage.is_waiting.clear()
+        for _ in range(30):
+            trainer.step(publisher)
+        assert storage.is_waiting.wait(_PATIENCE)
+        waited = publisher.version - version
+        for _ in range(1000):
+            storage.gate.release()
+        publisher.flush()
+        storage.is_open = True
+        trainer.remember()
+        publisher.publish()
+        dist.barrier()
+        seen = follow(trainer, url)
+        publisher.close()
+        return {"waited": waited, "cuts": [each.batches for each in seen]}
+
+
+def copied_while_training(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """A snapshot whose rows change while they are copied is the trainer at its cut."""
+    trainer = Trainer(rank, world_size)
+    with trainer.tracker:
+        storage = Slow(url)
+        storage.is_open = False
+        publisher = Publisher(
+            trainer.tracker, storage, dense=["dense.weight", "dense.bias", "dense.calls"], cadence=Cadence(batches=2)
+        )
+        for _ in range(4):
+            trainer.step(publisher)
+        assert storage.is_waiting.wait(_PATIENCE)
+        num_steps = 0
+        while storage.is_waiting.is_set() and num_steps < 60:
+            storage.gate.release()
+            trainer.step(publisher)
+            num_steps += 1
+        for _ in range(1000):
+            storage.gate.release()
+        publisher.flush()
+        trainer.remember()
+        publisher.publish()
+        dist.barrier()
+        seen = follow(trainer, url)
+        names = trainer.tracker.consumers
+        publisher.close()
+        return {
+            "kinds": [each.kind for each in seen],
+            "first": seen[0].batches,
+            "listed": sum(block.num_rows for part in seen[0].parts for block in part.blocks if block.ids == "list"),
+            "consumers": names,
+        }
+
+
+def broken_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """A store that fails for a while reaches neither training nor the stream; a fenced publisher stops for good."""
+    trainer = Trainer(rank, world_size, ["first", "second"])
+    with trainer.tracker:
+        storage = Slow(url)
+        publisher = Publisher(trainer.tracker, storage, "first", cadence=Cadence(batches=2))
+        for _ in range(6):
+            trainer.step(publisher)
+        publisher.flush()
+        version = publisher.version
+        storage.fails = rank == world_size - 1
+        for _ in range(8):
+            trainer.step(publisher)
+        attempt(publisher.flush)
+        error = str(publisher.error)
+        assert publisher.version == version
+        storage.fails = False
+        for _ in range(8):
+            trainer.step(publisher)
+        publisher.flush()
+        assert publisher.error is None
+        trainer.remember()
+        publisher.publish()
+        dist.barrier()
+        follow(trainer, url)
+        other = Publisher(trainer.tracker, url, "second")
+        for _ in range(6):
+            trainer.step(publisher)
+        flushed = attempt(publisher.flush)
+        assert isinstance(publisher.error, FencedError)
+        for _ in range(3):
+            trainer.step(publisher)
+        publisher.close()
+        trainer.remember()
+        other.publish()
+        dist.barrier()
+        follow(trainer, url)
+        other.close()
+        return {"error": error, "flushed": flushed}
+
+
+def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """Versions are announced, merged and removed beside training, and a predictor follows to the end."""
+    trainer = Trainer(rank, world_size)
+    notifier = LocalNotifier()
+    with trainer.tracker:
+        publisher = Publisher(
+            trainer.tracker,
+            url,
+            cadence=Cadence(batches=1),
+            retention=Retention(versions=4, grace_seconds=0.0),
+            compact_every=3,
+            notifier=notifier if rank == 0 else None,
+        )
+        follower = empty_model(trainer.tracker)
+        predictor = Predictor(follower, url, notifier=notifier, name=f"rank-{rank}")
+        predictor.follow(poll_seconds=60.0 if rank == 0 else 0.005)
+        for _ in range(120):
+            trainer.step(publisher)
+        publisher.flush()
+        trainer.remember()
+        last = publisher.publish()
+        dist.barrier()
+        deadline = time.monotonic() + _PATIENCE
+        while predictor.version != last.version and time.monotonic() < deadline:
+            time.sleep(0.001)
+        predictor.stop()
+        trainer.assert_equal(last, follower)
+        publisher.close()
+        dist.barrier()
+        late = empty_model(trainer.tracker)
+        assert Predictor(late, url).sync() == last.version
+        trainer.assert_equal(last, late)
+        log = StreamLog(Storage(url))
+        beats = read_heartbeats(log.storage)
+        return {"versions": log.versions(), "merged": len(log.merged()), "beats": [beat.name for beat in beats]}
+
+
+def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """A bound on pending rows or bytes cuts a version on all ranks once one of them has reached it."""
+    trainer = Trainer(rank, world_size)
+    with trainer.tracker:
+        cuts = {}
+        for name, cadence in {
+            "rows": Cadence(rows=25),
+            "num_bytes": Cadence(num_bytes=25 * 32),
+            "seconds": Cadence(seconds=1e-6),
+            "never": Cadence(rows=10**9),
+        }.items():
+            publisher = Publisher(trainer.tracker, f"{url}-{name}", cadence=cadence)
+            publisher.snapshot()
+            for _ in range(20):
+                trainer.step(publisher)
+                if publisher._flight is not None:
+                    futures.wait([publisher._flight.job])  # so that the pace of the worker makes no difference
+            publisher.flush()
+            cuts[name] = publisher.version
+            pending = trainer.tracker.num_pending()  # takes nothing, so the reservation does not matter
+            delta = trainer.tracker.get_delta(owner=publisher)
+            for fqn, count in pending.items():
+                if fqn in trainer.tracker.fused_tables:
+                    assert count == len(delta[fqn])
+            publisher.close()
+        return cuts
+
+
+def encoded(rank: int, world_size: int, url: str, encoding: str) -> int:
+    """A predictor of a quantized stream holds what the trainer's rows decode to, snapshot and deltas alike."""
+    trainer = Trainer(rank, world_size, mode=TrackingMode.EMBEDDING)
+    with trainer.tracker:
+        chosen = Encoding(encoding)
+        publisher = Publisher(trainer.tracker, url, encoding=dict.fromkeys(trainer.tracker.tables, chosen))
+        held = empty_model(trainer.tracker)
+        predictor = Predictor(held, url)
+        for number in range(4):
+            publisher.snapshot() if number == 2 else publisher.publish()
+            predictor.sync()
+            for fqn, spec in trainer.tracker.shards.items():
+                rows = slice(spec.row_offset, spec.row_offset + spec.num_rows)
+                for (first, end), view in zip(spec.columns, trainer.tracker.column_views(fqn), strict=True):
+                    expected = decode_rows(encode_rows(view, chosen), chosen, end - first, view.dtype)
+                    assert torch.equal(held[fqn][rows, first:end], expected), fqn
+            dist.barrier()
+            trainer.step()
+        refused = attempt(lambda: Publisher(trainer.tracker, url))
+        assert refused.startswith("ReservedConsumerError: consumer 'default' is reserved by Publisher")
+        publisher.close()
+        assert attempt(lambda: Publisher(trainer.tracker, url, encoding={"x": chosen})).startswith("InvalidArgument")
+        assert attempt(lambda: Publisher(trainer.tracker, url, encoding="INT8")).startswith("InvalidArgument")
+        assert attempt(lambda: Publisher(trainer.tracker, url, dense=["dense.nothing"])).startswith(
+            "InvalidArgument" if rank == 0 else "PublishError"
+        )
+        top = Publisher(trainer.tracker, url, encoding=chosen, top_k=TopK(rows=3))
+        top.publish()
+        trainer.step()
+        manifest = top.publish()
+        assert manifest.num_rows <= 3 * 2  # a row of a column-wise table is one for each column shard
+        assert manifest.pending_rows
+        top.close()
+        return manifest.num_bytes
+
+
+def refused(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """What no version could be made of is refused when the publisher is built; a user's consumers are left alone."""
+    trainer = Trainer(rank, world_size, ["a", "a (snapshot)"])
+    with trainer.tracker:
+        dense = trainer.model.module.dense
+        dense.register_buffer("rope", torch.zeros(2, dtype=torch.complex64))
+        said = {
+            "top_k": attempt(lambda: Publisher(trainer.tracker, url, "a", top_k=TopK(rows=3))),
+            "dense": attempt(lambda: Publisher(trainer.tracker, url, "a", dense=dense)),
+            "cadence": attempt(lambda: Publisher(trainer.tracker, url, "a", cadence=5)),
+        }
+        del dense.rope
+        publisher = Publisher(trainer.tracker, url, "a")
+        said["name taken"] = attempt(publisher.publish)
+        assert trainer.tracker.consumers == ("a", "a (snapshot)")
+        thread = threading.Thread(target=lambda: said.update(close=attempt(publisher.close)))
+        thread.start()
+        thread.join()
+        publisher.close()
+        return said

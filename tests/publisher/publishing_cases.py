@@ -1,0 +1,415 @@
+"""Cases for a publisher on all ranks, with a predictor that must equal the trainer bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker.errors import DeltaTrackerError, StorageError
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.storage.storage import Storage
+from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+
+
+def empty_model(tracker: ModelDeltaTracker) -> dict[str, torch.Tensor]:
+    return {
+        fqn: torch.full((table.num_rows, table.dim), -1.0, dtype=table.dtype) for fqn, table in tracker.tables.items()
+    }
+
+
+def assert_equal(tracker: ModelDeltaTracker, model: dict[str, torch.Tensor]) -> None:
+    """This rank's shards are what the predictor holds, bit for bit."""
+    for fqn, shard_spec in tracker.shards.items():
+        rows = slice(shard_spec.row_offset, shard_spec.row_offset + shard_spec.num_rows)
+        for (first, end), view in zip(shard_spec.columns, tracker.column_views(fqn), strict=True):
+            held = model[fqn][rows, first:end].contiguous()
+            assert torch.equal(held.view(torch.uint8), view.contiguous().view(torch.uint8)), fqn
+
+
+def attempt(action: Any) -> str:
+    try:
+        action()
+    except DeltaTrackerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def equal(rank: int, world_size: int, url: str, spec: dict[str, Any], num_versions: int = 6) -> dict[str, Any]:
+    """After every version the predictor of each rank equals the trainer, with updates and evals in between."""
+    model_spec = Spec.every_sharding(world_size, **spec)
+    model = shard(model_spec)
+    kinds = []
+    with ModelDeltaTracker(model, ["stream", "other"]) as tracker:
+        publisher = Publisher(tracker, url, "stream")
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        generator = torch.Generator().manual_seed(rank)
+        for number in range(num_versions):
+            for _ in range(number % 3):
+                model(batch(model_spec, generator)).backward()
+                tracker.step()
+            loss = model(batch(model_spec, generator))
+            if number % 2:
+                tracker.get_delta("other")
+            manifest = publisher.snapshot() if number == 3 else publisher.publish()
+            assert predictor.sync() == manifest.version == publisher.version
+            assert_equal(tracker, held)
+            loss.backward()
+            tracker.step()
+            kinds.append(manifest.kind)
+        last = publisher.publish()
+        predictor.sync()
+        assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        assert tracker.num_hook_errors == 0
+        return {
+            "kinds": kinds,
+            "version": last.version,
+            "batches": last.batches,
+            "rows": last.num_rows,
+            "attempt": attempt(publisher.publish),
+        }
+
+
+class _Failing(Storage):
+    """A store that a test can break on one rank."""
+
+    fails: Sequence[str] = ()
+
+    def put(self, name: str, buffers: Sequence[memoryview]) -> None:
+        if "put" in self.fails:
+            raise StorageError(self.url, "No space left on device")
+        super().put(name, buffers)
+
+    def create(self, name: str, data: bytes) -> bool:
+        if "create" in self.fails:
+            raise StorageError(self.url, "No space left on device")
+        return super().create(name, data)
+
+
+def failing_rank(rank: int, world_size: int, url: str, broken_rank: int, operation: str) -> list[str]:
+    """A rank fails before the commit: nothing is visible, nothing is lost, the next publish carries it."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    with ModelDeltaTracker(model) as tracker:
+        storage = _Failing(url, create=True)
+        publisher = Publisher(tracker, storage)
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        generator = torch.Generator().manual_seed(rank)
+        publisher.publish()
+        messages = []
+        for _ in range(2):
+            model(batch(spec, generator)).backward()
+            tracker.step()
+            if rank == broken_rank:
+                storage.fails = [operation]
+            before = predictor.sync()
+            messages.append(attempt(publisher.publish))
+            storage.fails = ()
+            assert predictor.sync() == before == publisher.version
+        manifest = publisher.publish()
+        assert manifest.version == before + 1
+        predictor.sync()
+        assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        return messages
+
+
+def fenced(rank: int, world_size: int, url: str) -> list[str]:
+    """A second publisher takes the stream over; the first publishes nothing from then on, on no rank."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    with ModelDeltaTracker(model, ["first", "second"]) as tracker:
+        first = Publisher(tracker, url, "first")
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        generator = torch.Generator().manual_seed(rank)
+        first.publish()
+        predictor.sync()
+        second = Publisher(tracker, url, "second")
+        assert (first.generation, second.generation) == (1, 2)
+        assert first.stream == second.stream
+        model(batch(spec, generator)).backward()
+        version = predictor.sync()
+        messages = [attempt(first.publish), attempt(first.snapshot)]
+        assert predictor.sync() == version
+        first.close()
+        assert tracker.get_delta("first", commit=False).num_rows, "the fenced publisher's rows stay pending"
+        assert second.publish().kind == "snapshot"
+        predictor.sync()
+        assert_equal(tracker, held)
+        dist.barrier()
+        second.close()
+        return messages
+
+
+def out_of_step(rank: int, world_size: int, url: str) -> list[str]:
+    """Ranks that stand at different batches publish nothing."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url)
+        if rank == 1:
+            tracker.step()
+        messages = [attempt(publisher.publish)]
+        if rank == 0:
+            tracker.step()
+        publisher.publish()
+        publisher.close()
+        return messages
+
+
+def unwritable(rank: int, world_size: int, url: str) -> list[str]:
+    """A url that one rank or all ranks cannot use; and a consumer that does not exist."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    with ModelDeltaTracker(model) as tracker:
+        return [
+            attempt(lambda: Publisher(tracker, f"{url}/file/below")),
+            attempt(lambda: Publisher(tracker, f"{url}/file/below" if rank == 1 else f"{url}/fine")),
+            attempt(lambda: Publisher(tracker, url, "nobody")),
+        ]
+
+
+def killed_before_commit(rank: int, world_size: int, url: str) -> None:
+    """Rank 0 is killed with every part written and the manifest not; it never returns."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    tracker = ModelDeltaTracker(model)
+    publisher = Publisher(tracker, url)
+    publisher.publish()
+    model(batch(spec, torch.Generator().manual_seed(rank))).backward()
+    if rank == 0:
+        publisher._writer._claim.commit = lambda entry: os.kill(os.getpid(), signal.SIGKILL)
+    publisher.publish()
+
+
+def refused(rank: int, world_size: int, url: str, other: str) -> dict[str, str]:
+    """What a publisher refuses, on every rank; the stream and the pending rows are as they were."""
+    spec = Spec([Table("t", 6, "row"), Table("u", 6, "row")])
+    model = shard(spec)
+    answers = {}
+    with ModelDeltaTracker(model, ["stream", "own"]) as tracker:
+        publisher = Publisher(tracker, url, "stream")
+        publisher.publish()
+        model(batch(spec, torch.Generator().manual_seed(rank))).backward()
+        answers["read"] = attempt(lambda: tracker.get_delta("stream"))
+        answers["clear"] = attempt(lambda: tracker.clear("stream"))
+        answers["remove"] = attempt(lambda: tracker.remove_consumer("stream"))
+        answers["second"] = attempt(lambda: Publisher(tracker, other, "stream"))
+        answers["stores"] = attempt(lambda: Publisher(tracker, other if rank else f"{other}-0", "own"))
+        answers["memory"] = attempt(lambda: Publisher(tracker, "memory://", "own"))
+        in_thread: list[str] = []
+        thread = threading.Thread(target=lambda: in_thread.append(attempt(publisher.publish)))
+        thread.start()
+        thread.join()
+        answers["thread"] = in_thread[0]
+        num_rows = tracker.get_delta("own", commit=False).num_rows
+        assert publisher.publish().version == 2
+        assert num_rows
+        publisher.close()
+        assert tracker.get_delta("stream").num_rows == 0, "free again"
+    answers["detached"] = attempt(lambda: Publisher(tracker, url, "own"))
+    with ModelDeltaTracker(model, fqns_to_skip=["u"] if rank else []) as tracker:
+        publisher = Publisher(tracker, url)
+        answers["tables"] = attempt(publisher.publish)
+        publisher.close()
+    assert StreamLog(Storage(url)).versions() == [0, 1, 2, 3], "two claims, a snapshot and a delta"
+    return answers
+
+
+def detached_rank(rank: int, world_size: int, url: str) -> list[str]:
+    """A rank whose tracker is detached says so before the others wait for it."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    tracker = ModelDeltaTracker(model)
+    publisher = Publisher(tracker, url)
+    if rank == 1:
+        tracker.detach()
+    messages = [attempt(publisher.publish) for _ in range(2)]
+    publisher.close()
+    tracker.detach()
+    return messages
+
+
+def lost_rank(rank: int, world_size: int, url: str) -> list[str]:
+    """A rank that never comes is reported, and later calls do not wait for it again."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, timeout=timedelta(seconds=2))
+        messages = [] if rank == 1 else [attempt(publisher.publish) for _ in range(2)]
+        dist.barrier()
+        return messages
+
+
+def top_k_and_snapshots(rank: int, world_size: int, url: str) -> list[int]:
+    """Rows that top-k leaves out are counted in the manifest and come later; a snapshot brings them all."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
+        publisher = Publisher(tracker, url, top_k=TopK(rows=5))
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        pending = []
+        for number in range(5):
+            model(batch(spec, generator)).backward()
+            manifest = publisher.snapshot() if number == 4 else publisher.publish()
+            predictor.sync()
+            differing_rows = sum(
+                int((held[fqn][spec.row_offset : spec.row_offset + spec.num_rows, first:end] != view).any(1).sum())
+                for fqn, spec in tracker.shards.items()
+                for (first, end), view in zip(spec.columns[:1], tracker.column_views(fqn)[:1], strict=True)
+            )
+            everywhere = torch.tensor(differing_rows)
+            dist.all_reduce(everywhere)
+            assert int(everywhere) == manifest.pending_rows
+            pending.append(manifest.pending_rows)
+        assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        return pending
+
+
+def given_up(rank: int, world_size: int, url: str) -> list[str]:
+    """A publisher whose consumer was given up on one rank publishes a snapshot by itself."""
+    spec = Spec([Table("t", 40, "row", dim=64)])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    limit = 4_000 if rank == 1 else None
+    with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING, max_bytes=limit) as tracker:
+        publisher = Publisher(tracker, url)
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        kinds = []
+        for num_batches in (1, 30, 0, 0):
+            for _ in range(num_batches):
+                model(batch(spec, generator, size=8)).backward()
+                tracker.step()
+            kinds.append(publisher.publish().kind)
+            predictor.sync()
+            assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        return kinds
+
+
+def replicated(rank: int, world_size: int, url: str) -> None:
+    """Tables under ordinary optimizers, also one that every rank holds: written once, equal at the end."""
+    spec = Spec([Table("copy", 12, "data"), Table("dense", 13, "row", kernel="dense"), Table("t", 9, "row")], bag=True)
+    model = shard(spec)
+    ordinary = ordinary_optimizer(model, "Adam", lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url)
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        for _ in range(4):
+            publisher.publish()
+            predictor.sync()
+            assert_equal(tracker, held)
+            ordinary.zero_grad()
+            model(batch(spec, generator)).backward()
+            ordinary.step()
+        dist.barrier()
+        publisher.close()
+
+
+class _Interrupting(Storage):
+    """A store that interrupts the thread that waits for a part, and writes the part only once it is told to."""
+
+    interrupts = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, create=True)
+        self.is_heard, self.goes_on = threading.Event(), threading.Event()
+
+    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
+        if self.interrupts:
+            self.interrupts = False
+            # Python does not notice a signal that comes just as the thread begins to wait, so it is sent again.
+            while not self.is_heard.wait(0.05):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            self.goes_on.wait()
+        super().put(name, buffers)
+
+
+def interrupted(rank: int, world_size: int, url: str) -> int:
+    """Interrupted in its wait, a version is finished before the next one gathers: into the same memory."""
+    spec = Spec([Table("t", 40, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        (fqn,) = tracker.tables
+        storage = _Interrupting(url)
+        publisher = Publisher(tracker, storage)
+        publisher.snapshot()
+        for _ in range(3):  # makes its memory large enough for all that follow
+            model(batch(spec, generator, size=40)).backward()
+            tracker.step()
+        publisher.publish()
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        predictor.sync()
+        model(batch(spec, generator, size=2)).backward()
+        tracker.step()
+        cut = tracker.column_views(fqn)[0].clone()
+        storage.interrupts = True
+
+        def interrupt(number: int, frame: object) -> None:
+            storage.is_heard.set()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            raise KeyboardInterrupt
+
+        ignored = signal.signal(signal.SIGINT, interrupt)
+        try:
+            publisher.publish()
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("it was not interrupted")
+        finally:
+            signal.signal(signal.SIGINT, ignored)
+        threading.Timer(0.2, storage.goes_on.set).start()
+        model(batch(spec, generator, size=2)).backward()
+        tracker.step()
+        publisher.publish()
+        predictor.sync(limit=1)
+        assert torch.equal(held[fqn], cut)
+        predictor.sync()
+        assert_equal(tracker, held)
+        publisher.close()
+        return predictor.version
+
+
+def forked(rank: int, world_size: int, url: str) -> str:
+    """What a publisher says in a fork of its process."""
+    spec = Spec([Table("t", 6, "row")])
+    with ModelDeltaTracker(shard(spec)) as tracker:
+        publisher = Publisher(tracker, url)
+        reader, answer = os.pipe()
+        pid = os.fork()
+        if not pid:
+            signal.alarm(10)
+            os.write(answer, attempt(publisher.publish).encode())
+            os._exit(0)
+        os.close(answer)
+        _, status = os.waitpid(pid, 0)
+        said = os.read(reader, 1000).decode()
+        os.close(reader)
+        assert status == 0, status
+        publisher.publish()
+        publisher.close()
+        return said

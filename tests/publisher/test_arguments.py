@@ -1,0 +1,87 @@
+"""What publisher and predictor refuse, before anything has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from delta_tracker import Gate, Predictor, Storage
+from delta_tracker.errors import CorruptPartError, DenseMismatchError, InvalidArgumentError
+from tests.stream.streams import FQN, Writer
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    yield Writer(Storage(f"file://{tmp_path}", create=True))  # noqa: PT022  the folder outlives it
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"chunk_rows": "a"}, {"chunk_rows": 1.5}, {"chunk_rows": 0}, {"gate": 5}, {"names": ["a"]}], ids=str
+)
+def test_a_predictor_checks_what_it_is_built_with(writer: Writer, arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(arguments))):
+        Predictor(writer.model(), writer.storage, **arguments)
+
+
+def test_calls_of_a_predictor_check_their_arguments(writer: Writer) -> None:
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage, gate=Gate())
+    predictor.sync()
+    for call in (
+        lambda: predictor.sync("1"),
+        lambda: predictor.sync(1.5),
+        lambda: predictor.rollback("1"),
+        lambda: predictor.rollback(None),
+        lambda: predictor.accept("2"),
+        lambda: predictor.accept(-1),
+        lambda: predictor.load_state_dict([1]),
+        lambda: predictor.load_state_dict({"stream": "0" * 32, "version": -5, "xxh3": "0" * 32}),
+    ):
+        with pytest.raises(InvalidArgumentError):
+            call()
+    assert predictor.sync() == 1
+
+
+def test_an_error_inside_a_with_block_is_the_one_that_is_raised(writer: Writer, tmp_path: Path) -> None:
+    part = writer.snapshot().parts[0]
+    (tmp_path / part.name).write_bytes(b"x")
+    predictor = Predictor(writer.model(), writer.storage)
+
+    def fail() -> None:
+        with predictor:
+            predictor.follow(poll_seconds=0.001)
+            while not isinstance(predictor.error, CorruptPartError):
+                pass
+            raise KeyError("the body's own")
+
+    with pytest.raises(KeyError, match="the body's own"):
+        fail()
+
+
+def test_dense_tensors_that_cannot_be_written_are_refused_before_any_row(writer: Writer) -> None:
+    writer.dense = {"a": torch.ones(3), "b": torch.ones(3)}
+    writer.snapshot()
+    shared = torch.zeros(3)
+    for other in (torch.zeros(1).expand(3), torch.empty(3, device="meta"), shared):
+        model = writer.model() | {"a": shared, "b": other}
+        with pytest.raises(DenseMismatchError, match="'b'"):
+            Predictor(model, writer.storage).sync()
+        assert bool((model[FQN] == -1).all())
+        assert not shared.any()
+
+
+def test_dense_tensors_of_a_module_may_be_0_dimensional_or_empty(writer: Writer) -> None:
+    model = nn.Module()
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    model.register_buffer("nothing", torch.zeros(0, 3))
+    model.register_buffer("none", torch.zeros(0, 3))
+    model.table = nn.Embedding(20, 4)
+    writer.dense = {"count": torch.tensor(7), "nothing": torch.zeros(0, 3), "none": torch.zeros(0, 3)}
+    writer.snapshot()
+    Predictor(model, writer.storage, names={FQN: "table"}).sync()
+    assert int(model.count) == 7

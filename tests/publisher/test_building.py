@@ -1,0 +1,34 @@
+"""Publishers and top-k reads that not every rank takes part in: typed errors in bounded time, and nothing is kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.ranks import RankPool
+
+_ROOT = Path(__file__).parent.parent.parent
+_CASES = "tests.publisher.building_cases"
+
+
+def test_a_publisher_that_one_rank_builds_alone_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    alone, other = two_ranks.run(f"{_CASES}:lone", url=f"file://{tmp_path}/stream")
+    *alone["messages"], differing = alone["messages"]
+    assert len(alone["messages"]) == 2
+    assert "PublishError" in differing
+    assert "no top_k where rank 0 has top_k" in differing
+    assert other["messages"] == [differing]
+    for message in alone["messages"]:
+        assert message.startswith("RankLostError: ")
+        assert "rank 1 " in message
+        assert "on every rank" in message
+    assert alone["versions"] == other["versions"] == [1, 2]
+
+
+def test_a_rank_killed_while_it_builds_a_publisher_is_reported() -> None:
+    program = [sys.executable, "-W", "ignore", "-m", f"{_CASES}", "--seeds", "2"]
+    done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=200, cwd=_ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["RankLostError"] >= 3

@@ -1,0 +1,129 @@
+"""Publisher on real ranks, with a real predictor behind a real directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.storage.storage import Storage
+from tests.ranks import RankFailureError, RankPool
+
+_CASES = "tests.publisher.publishing_cases"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/stream"
+
+
+@pytest.mark.parametrize("spec", [{}, {"bag": True}, {"dtype": "FP16"}, {"kernel": "fused_uvm_caching"}], ids=str)
+def test_the_predictor_equals_the_trainer_after_every_version(
+    two_ranks: RankPool, url: str, spec: dict[str, Any]
+) -> None:
+    for answer in two_ranks.run(f"{_CASES}:equal", url=url, spec=spec):
+        assert answer["kinds"] == ["snapshot", "delta", "delta", "snapshot", "delta", "delta"]
+        assert answer["version"] == 7
+        assert answer["batches"] == [11, 12]
+        assert answer["rows"] > 0
+        assert answer["attempt"].startswith("InvalidArgumentError: publisher='closed'")
+
+
+def test_one_rank_publishes_too(one_rank: RankPool, url: str) -> None:
+    one_rank.run(f"{_CASES}:equal", url=url, spec={})
+
+
+@pytest.mark.parametrize(("broken_rank", "operation"), [(0, "put"), (1, "put"), (0, "create")])
+def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank: int, operation: str) -> None:
+    answers = two_ranks.run(f"{_CASES}:failing_rank", url=url, broken_rank=broken_rank, operation=operation)
+    for rank, messages in enumerate(answers):
+        for message in messages:
+            if rank == broken_rank:
+                assert message.startswith("StorageError: the store file://")
+            else:
+                assert message.startswith(f"PublishError: the version was not published: rank {broken_rank} failed")
+            assert "No space left on device" in message
+
+
+def test_a_second_publisher_fences_the_first(two_ranks: RankPool, url: str) -> None:
+    for messages in two_ranks.run(f"{_CASES}:fenced", url=url):
+        for message in messages:
+            assert message.startswith("FencedError: publisher of generation 1 is fenced: generation 2")
+
+
+def test_ranks_at_different_batches_publish_nothing(two_ranks: RankPool, url: str) -> None:
+    for (message,) in two_ranks.run(f"{_CASES}:out_of_step", url=url):
+        assert "rank 1 failed with batch 1 where rank 0 has batch 0" in message
+
+
+def test_a_store_that_a_rank_cannot_use_is_refused_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    answers = two_ranks.run(f"{_CASES}:unwritable", url=f"file://{tmp_path}")
+    for rank, (everywhere, on_one, consumer) in enumerate(answers):
+        assert everywhere.startswith("StorageError: the store file://")
+        assert on_one.startswith("StorageError" if rank == 1 else "PublishError: the version was not published: rank 1")
+        assert consumer.startswith("UnknownConsumerError")
+    assert not (tmp_path / "fine" / "log").exists()
+
+
+def test_a_kill_between_parts_and_commit_leaves_the_stream_as_it_was(two_ranks: RankPool, url: str) -> None:
+    doomed = RankPool(2)
+    with pytest.raises(RankFailureError, match="rank 0 died"):
+        doomed.run(f"{_CASES}:killed_before_commit", url=url)
+    log = StreamLog(Storage(url))
+    assert log.versions() == [0, 1]
+    named = {part.name for version in log.versions() for part in log.read(version).parts}
+    assert len(named) == 2
+    assert len(set(log.storage.names("parts")) - named) == 2, "the parts of the version that never was"
+    for answer in two_ranks.run(f"{_CASES}:equal", url=url, spec={}):
+        assert answer["version"] == 9  # a new claim, then seven versions, each equal
+
+
+def test_what_would_lose_rows_is_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    url, other = f"file://{tmp_path}/stream", f"file://{tmp_path}/other"
+    for rank, said in enumerate(two_ranks.run(f"{_CASES}:refused", url=url, other=other)):
+        for call in ("read", "clear", "remove", "second"):
+            assert said[call].startswith("ReservedConsumerError: consumer 'stream' is reserved by Publisher"), call
+        for call in ("stores", "memory"):
+            assert "all ranks the same store" in said[call]
+        assert "Publish from the training thread" in said["thread"]
+        assert said["detached"].startswith("DetachedError")
+        assert "rank 1 failed with the tables" in said["tables"]
+        assert said["stores"].startswith("InvalidArgumentError" if rank else "PublishError")
+
+
+def test_a_rank_that_cannot_read_says_so_to_the_others(two_ranks: RankPool, url: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:detached_rank", url=url)
+    assert all(message.startswith("PublishError") and "rank 1" in message for message in first)
+    assert all(message.startswith("DetachedError") for message in second)
+
+
+def test_a_rank_that_never_comes_is_reported(two_ranks: RankPool, url: str) -> None:
+    messages, _ = two_ranks.run(f"{_CASES}:lost_rank", url=url)
+    assert all(message.startswith("RankLostError") and "Restart the job" in message for message in messages)
+
+
+def test_pending_rows_are_counted_and_come_later(two_ranks: RankPool, url: str) -> None:
+    for pending in two_ranks.run(f"{_CASES}:top_k_and_snapshots", url=url):
+        assert pending[0] == pending[-1] == 0
+        assert all(count > 0 for count in pending[1:-1])
+
+
+def test_a_consumer_that_was_given_up_gets_a_snapshot(two_ranks: RankPool, url: str) -> None:
+    for kinds in two_ranks.run(f"{_CASES}:given_up", url=url):
+        assert kinds == ["snapshot", "snapshot", "delta", "delta"]
+
+
+def test_tables_of_ordinary_optimizers_are_published_once(two_ranks: RankPool, url: str) -> None:
+    two_ranks.run(f"{_CASES}:replicated", url=url)
+
+
+def test_an_interrupt_leaves_the_version_under_way_its_memory(one_rank: RankPool, url: str) -> None:
+    assert one_rank.run(f"{_CASES}:interrupted", url=url) == [4]
+
+
+def test_a_fork_of_a_publisher_is_refused(one_rank: RankPool, url: str) -> None:
+    (said,) = one_rank.run(f"{_CASES}:forked", url=url)
+    assert "Publish in the process that built it" in said

@@ -1,0 +1,272 @@
+"""Every way in which publishers sleep or die around claims, commits and retention, on the real log: a model check.
+
+A publisher's program runs until one of its operations on the store. There it may sleep while others claim, publish and
+remove old versions; there it may die. :func:`explore` runs a program once for each combination of these choices. The
+store records the truth: an entry is part of the log if its name was new when it was created, and late if retention had
+freed the name. ``python -m tests.stream.interleavings 2`` lets each run sleep twice, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from delta_tracker.errors import FencedError, StorageError, StreamError
+from delta_tracker.stream import log
+from delta_tracker.stream.cursor import Place, StreamCursor
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.parse import parse_manifest
+from delta_tracker.stream.log import Claim, StreamLog, entry_name
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.storage.storage import Storage, StoredObject
+
+
+class Killed(BaseException):
+    """The process is gone: no handler of it runs."""
+
+
+class Choices:
+    """The choices of one run: the first ones are given, all later ones are 0."""
+
+    def __init__(self, given: list[int]) -> None:
+        self._given = given
+        self.taken: list[tuple[int, int]] = []  # the choice, and how many there were
+
+    def __call__(self, count: int) -> int:
+        number = len(self.taken)
+        choice = self._given[number] if number < len(self._given) else 0
+        self.taken.append((choice, count))
+        return choice
+
+    def following(self) -> list[int] | None:
+        """The choices of the next run in depth-first order, None after the last one."""
+        taken = list(self.taken)
+        while taken:
+            choice, count = taken.pop()
+            if choice + 1 < count:
+                return [*(before for before, _ in taken), choice + 1]
+        return None
+
+
+class TrueStorage(Storage):
+    """Objects in a dictionary. Calls ``before_each`` before each operation, and knows which entries are committed."""
+
+    def __init__(self) -> None:
+        super().__init__("memory://")
+        self.data: dict[str, bytes] = {}
+        self.truth: dict[int, bytes] = {}
+        self.before_each: Callable[[], None] = lambda: None
+        self.refuses: Callable[[], object] = lambda: False  # with "try again"
+        self.loses_answer = False
+
+    def _create_once(self, name: str, data: bytes) -> bool:
+        self.before_each()
+        if name in self.data or self.refuses():
+            return False
+        self.data[name] = data
+        if name == entry_name(len(self.truth)):
+            self.truth[len(self.truth)] = data
+        if self.loses_answer:
+            raise StorageError(self.url, "connection reset")
+        return True
+
+    def read(self, name: str, **_: Any) -> Any:
+        self.before_each()
+        if self.loses_answer:
+            raise StorageError(self.url, "connection reset")
+        data = self.data.get(name)
+        return None if data is None else np.frombuffer(data, np.uint8)
+
+    def delete(self, name: str) -> None:
+        self.before_each()
+        self.data.pop(name, None)
+
+    def size(self, name: str) -> int | None:
+        self.before_each()
+        return len(self.data[name]) if name in self.data else None
+
+    def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
+        self.before_each()
+        names = sorted(name for name in self.data if name.startswith(prefix + "/") and name > (after or ""))
+        return [StoredObject(name, len(self.data[name]), 0.0) for name in names]
+
+
+def _draft(kind: str) -> Manifest:
+    return Manifest(stream="", generation=0, writer="", version=0, kind=kind, created=0.0)  # type: ignore[arg-type]
+
+
+class World:
+    """A stream, the publisher that owns it, and those that sleep."""
+
+    # What happens while a publisher sleeps: c a claim, s a snapshot, d a delta, r retention, b another publisher begins
+    # to claim, and may sleep and die as well.
+    HISTORIES = ("csddr", "sddr", "dccsdr", "cdr", "dsdrcsdr", "bsddr", "cbsdr")
+
+    def __init__(self, choose: Choices, *, max_sleeps: int, is_old: bool) -> None:
+        self.choose = choose
+        self.max_sleeps = max_sleeps
+        self.histories = self.HISTORIES
+        self.is_old = is_old  # retention as it was: it removes claims too
+        self.storage = TrueStorage()
+        self.log = StreamLog(self.storage)
+        self.owner = self.log.claim()
+        self.owner.commit(_draft("snapshot"))
+        self.owner.commit(_draft("delta"))
+        self.sleeps = 0
+        self.is_disturbed = False
+
+    def run(self, program: Callable[[], object]) -> bool:
+        """Run a publisher's program with all that may happen around its operations; False if it was killed."""
+        outer = self.storage.before_each
+        self.storage.before_each, self.storage.refuses = self._operation, self._refuses
+        try:
+            program()
+        except Killed:
+            return False
+        finally:
+            self.storage.before_each, self.storage.refuses = outer, lambda: False
+            self.check_readers()
+        return True
+
+    def _refuses(self) -> bool:
+        if self.is_disturbed or not self.choose(2):
+            return False
+        self.is_disturbed = True
+        return True
+
+    def _operation(self) -> None:
+        choices = ["go on"]
+        if not self.is_old:
+            choices.append("die")
+        if self.sleeps < self.max_sleeps:
+            choices += self.histories
+        choice = choices[self.choose(len(choices))]
+        if choice == "die":
+            raise Killed
+        if choice != "go on":
+            self.sleeps += 1
+            self.is_disturbed = True
+            inside, self.storage.before_each = self.storage.before_each, lambda: None
+            for step in choice:
+                self.step(step)
+                self.check_readers()
+            self.storage.before_each = inside
+
+    def step(self, step: str) -> None:
+        if step == "c":
+            self.owner = self.log.claim()
+        elif step == "b":
+            self.claim()
+        elif step in "sd":
+            try:
+                self.owner.commit(_draft("snapshot" if step == "s" else "delta"))
+            except FencedError:  # by "b"
+                self.owner = self.log.claim()
+        elif self.is_old:
+            for version in range(len(self.storage.truth) - 2):
+                self.storage.delete(entry_name(version))
+        else:
+            retain(self.log, Retention(versions=1, grace_seconds=0.0))
+
+    def claim(self) -> None:
+        """A publisher claims; what it then holds is part of the log."""
+        if self.sleeps == 0 and self.choose(2):
+            self.step("c")  # it finds a claim as the head, which retention will keep
+        claims: list[Claim] = []
+        self.run(lambda: claims.append(self.log.claim()))
+        self.assert_true([each.head for each in claims])
+
+    def commit(self) -> None:
+        """A publisher that may have been fenced long ago commits a delta; it may not know its newest entry."""
+        publisher = self.log.claim()
+        publisher.commit(_draft("snapshot"))
+        if self.choose(2):
+            self.storage.loses_answer = True
+            try:
+                publisher.commit(_draft("delta"))
+            except StorageError:
+                self.storage.loses_answer = False
+        committed: list[Manifest] = []
+
+        def program() -> None:
+            try:
+                committed.append(publisher.commit(_draft("delta")))
+            except FencedError:
+                assert self.sleeps, "it is fenced, and there is no other publisher"
+
+        self.histories = tuple(each for each in self.HISTORIES if each[0] == "c")  # it is the owner itself
+        is_alive = self.run(program)
+        self.assert_true(committed)
+        if is_alive:
+            self.assert_nothing_is_late()
+
+    def assert_true(self, entries: list[Manifest]) -> None:
+        for entry in entries:
+            assert self.storage.truth[entry.version] == entry.to_json(), "it holds what is not part of the log"
+
+    def assert_nothing_is_late(self) -> None:
+        for version in self.log.versions():
+            assert self.storage.data[entry_name(version)] == self.storage.truth[version], f"{version} is late"
+
+    def check_readers(self) -> None:
+        """Readers that hold the version before a late entry are not served it, nor those that return to its version."""
+        if self.is_old:
+            return
+        before, self.storage.before_each = self.storage.before_each, lambda: None
+        for version in self.log.versions():
+            if self.storage.data[entry_name(version)] != self.storage.truth[version]:
+                cursor = StreamCursor(self.log)
+                held = parse_manifest("", self.storage.truth[version - 1]) if version else None
+                cursor.place = None if held is None else Place(held.stream, held.link)
+                for read in (cursor.next, lambda: cursor.path_to(version)):  # noqa: B023  called at once
+                    with contextlib.suppress(StreamError):
+                        self.assert_true([found for found in _listed(read()) if found.version == version])
+        self.storage.before_each = before
+
+    def finish(self) -> None:
+        """The next publisher has the stream, whatever was left; retention keeps what readers and sleepers need."""
+        self.storage.before_each = lambda: None
+        for step in "csdrdr":
+            self.step(step)
+        self.check_readers()
+        if not self.is_old:
+            self.assert_nothing_is_late()
+            entries = [parse_manifest("", data) for _, data in sorted(self.storage.truth.items())]
+            claims = [entry.version for entry in entries if entry.kind == "claim"]
+            kept = set(self.log.versions())
+            assert kept >= {version for claim in claims for version in (claim - 1, claim) if version >= 0}
+
+
+def _listed(found: Manifest | list[Manifest] | None) -> list[Manifest]:
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def explore(program: str, *, max_sleeps: int = 1, is_old: bool = False) -> int:
+    """Run a program of :class:`World` with all choices, and return how many runs it took."""
+    given: list[int] | None = []
+    count = 0
+    while given is not None:
+        choices = Choices(given)
+        world = World(choices, max_sleeps=max_sleeps, is_old=is_old)
+        try:
+            with mock.patch.object(log, "parse_manifest", functools.cache(parse_manifest)):  # most of the time
+                getattr(world, program)()
+                world.finish()
+        except Exception as error:
+            error.add_note(f"{program} with the choices {[choice for choice, _ in choices.taken]}")
+            raise
+        count += 1
+        given = choices.following()
+    return count
+
+
+if __name__ == "__main__":
+    for program in ("commit", "claim"):
+        for is_old in (False, True):
+            print(program, "old" if is_old else "new", explore(program, max_sleeps=int(sys.argv[1]), is_old=is_old))

@@ -1,0 +1,21 @@
+"""A short run of the fuzzer, in a process whose memory is capped; ``python -m tests.stream.fuzz_stream`` runs long."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).parent.parent.parent
+
+
+def test_mutated_manifests_and_parts_are_refused_or_right() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.stream.fuzz_stream", "--mutations", "1500", "--seed", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=_ROOT, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    counts = re.findall(r"^ *(\d+) (.+)$", run.stdout, flags=re.MULTILINE)
+    found = {outcome: int(count) for count, outcome in counts}
+    for outcome in ("manifest refused", "manifest right, parts right", "part refused", "part right", "sync refused"):
+        assert found[outcome] > 10, run.stdout
+    assert found["sync right"] > 0

@@ -1,0 +1,171 @@
+"""Heartbeats: what predictors leave beside a stream, and what is read of it whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_tracker import Predictor
+from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError
+from delta_tracker.stream import heartbeat as heartbeat_module
+from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, read_heartbeats
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.streams import FQN, Writer
+
+_BEAT = Heartbeat(
+    name="p-1", time=1e9, stream="0" * 32, version=7, lag_versions=2, lag_seconds=0.5, resyncs=1, error="late"
+)
+_FIELDS = {field: getattr(_BEAT, field) for field in Heartbeat.__slots__}
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def time(self) -> float:
+        return 1e9 + self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+    monkeypatch.setattr(heartbeat_module, "time", clock)
+    return clock
+
+
+def plant(storage: Storage, content: object, path: str = "predictors/p-1.json") -> None:
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    storage.replace(path, data)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"stream": None, "version": None}, {"lag_versions": None, "lag_seconds": None}, {"error": None}, {"time": 1}],
+)
+def test_what_is_left_is_read(changes: dict[str, object]) -> None:
+    storage = Storage("memory://")
+    assert read_heartbeats(storage) == []
+    beat = Heartbeat(**_FIELDS | changes)
+    leave_heartbeat(storage, Heartbeat(**_FIELDS))
+    leave_heartbeat(storage, beat)
+    other = Heartbeat(**_FIELDS | {"name": "A"})
+    leave_heartbeat(storage, other)
+    assert read_heartbeats(storage) == [other, beat]
+
+
+def test_a_long_error_is_cut() -> None:
+    storage = Storage("memory://")
+    leave_heartbeat(storage, Heartbeat(**_FIELDS | {"error": "é" * 100_000}))
+    (beat,) = read_heartbeats(storage)
+    assert beat.error == "é" * 1000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"\xff", b"[]", b"null", b"1", b"[" * 10_000, b" " * 20_000, {},
+        *(_FIELDS | {field: value} for field, value in [
+            ("name", "p-2"), ("name", 1), ("time", "1"), ("time", -1), ("time", math.nan), ("time", math.inf),
+            ("time", True), ("stream", "0"), ("stream", 1), ("version", -1), ("version", 1.0), ("version", 2**63),
+            ("lag_versions", "1"), ("lag_seconds", math.nan), ("lag_seconds", -0.1), ("resyncs", None), ("error", 1),
+        ]),
+        *({key: value for key, value in _FIELDS.items() if key != field} for field in _FIELDS),
+    ],
+)  # fmt: skip
+def test_what_is_no_heartbeat_is_passed_over_and_named(content: object, caplog) -> None:
+    storage = Storage("memory://")
+    plant(storage, content)
+    good = Heartbeat(**_FIELDS | {"name": "good"})
+    leave_heartbeat(storage, good)
+    assert read_heartbeats(storage) == [good]
+    (record,) = caplog.records
+    assert record.message.startswith("predictors/p-1.json is no heartbeat: ")
+    assert len(record.message) < 1100
+
+
+@pytest.mark.parametrize(
+    "path", ["predictors/.json", "predictors/deep/p-1.json", "predictors/p-1", "predictors/a b.json"]
+)
+def test_other_names_are_no_heartbeats(path: str) -> None:
+    storage = Storage("memory://")
+    plant(storage, _FIELDS | {"name": path.removeprefix("predictors/").removesuffix(".json")}, path)
+    assert read_heartbeats(storage) == []
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "-a", "a b", "a\n", "x" * 65, 1, None])
+def test_what_is_no_name_is_refused(name: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="name="):
+        Pulse(Storage("memory://"), name)
+
+
+def test_a_pulse_beats_every_few_seconds(clock: _Clock) -> None:
+    storage = Storage("memory://")
+    pulse = Pulse(storage, "p", seconds=5.0)
+    fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
+    assert pulse.is_due()
+    pulse.leave(**fields)
+    assert not pulse.is_due()
+    clock.seconds += 4.9
+    assert not pulse.is_due()
+    clock.seconds += 0.2
+    assert pulse.is_due()
+    pulse.leave(**fields | {"version": 8})
+    (beat,) = read_heartbeats(storage)
+    assert (beat.time, beat.version) == (1e9 + 105.1, 8), "its age tells who is gone"
+
+
+def test_a_store_that_cannot_be_written_is_named_once(clock: _Clock, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage("memory://")
+    pulse = Pulse(storage, "p")
+    fields = {key: value for key, value in _FIELDS.items() if key not in ("name", "time")}
+
+    def refuse(name: str, data: bytes) -> None:
+        raise StorageError("memory://", "read only")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "replace", refuse)
+            for _ in range(3):
+                pulse.leave(**fields)
+        assert read_heartbeats(storage) == []
+        pulse.leave(**fields)
+        assert len(read_heartbeats(storage)) == 1
+        storage.delete("predictors/p.json")
+    assert caplog.text.count("cannot leave its heartbeat") == 2
+
+
+def test_a_predictor_that_starts_before_its_stream_warns_of_nothing(clock: _Clock, caplog, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/stream"
+    predictor = Predictor({FQN: torch.zeros(20, 4)}, url, name="p")
+    with pytest.raises(NoSnapshotError):
+        predictor.sync()
+    predictor._beat()
+    assert not caplog.text
+    Writer(Storage(url, create=True)).snapshot()
+    clock.seconds += 5.0
+    predictor.sync()
+    (beat,) = read_heartbeats(Storage(url))
+    assert beat.version == 1
+
+
+def test_a_predictor_says_how_it_stands(clock: _Clock) -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage, name="p")
+    predictor.sync()
+    (beat,) = read_heartbeats(writer.storage)
+    assert (beat.name, beat.stream, beat.version) == ("p", writer.claim.head.stream, 1)
+    assert (beat.lag_versions, beat.lag_seconds, beat.resyncs, beat.error) == (0, 0.0, 0, None)
+    writer.delta([1])
+    predictor.sync()
+    assert read_heartbeats(writer.storage) == [beat], "not due"
+    clock.seconds += 5.1
+    predictor.sync()
+    assert read_heartbeats(writer.storage)[0].version == 2

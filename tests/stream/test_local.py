@@ -1,0 +1,35 @@
+"""Files are whole, and the disk is told of them early only where they are synced."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from delta_tracker.stream.storage import local as files
+from delta_tracker.stream.storage.local import write_file
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_the_disk_is_told_of_what_was_written_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+) -> None:
+    monkeypatch.setattr(files, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(files, "_EARLY_BYTES", 16)
+    told: list[tuple[int, int]] = []
+
+    def advise(descriptor: int, offset: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        assert offset + length == os.fstat(descriptor).st_size, "it was not written yet"
+        told.append((offset, offset + length))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    data = os.urandom(100)
+    assert write_file(tmp_path, "a/b", [memoryview(data)[:33], memoryview(data)[33:]], overwrite=True, fsync=fsync)
+    assert (tmp_path / "a" / "b").read_bytes() == data
+    edges = [0, *(end for _, end in told)]
+    assert told == list(itertools.pairwise(edges)), "gaps, or bytes told of twice"
+    assert all(end - begin >= 16 for begin, end in told)
+    assert (edges[-1] > 80) == fsync

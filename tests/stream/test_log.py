@@ -1,0 +1,283 @@
+"""The log: dense, chained, and with one winner for every entry."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from delta_tracker.errors import FencedError, MalformedError, NameConflictError, StorageError
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.manifest import Block, Manifest
+from delta_tracker.stream.format.part_writer import Rows
+from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.streams import FQN, Writer
+
+
+def test_versions_are_dense_and_claims_are_versions() -> None:
+    writer = Writer(Storage("memory://"))
+    assert (writer.claim.head.version, writer.claim.head.generation, writer.claim.head.kind) == (0, 1, "claim")
+    assert [writer.snapshot().version, writer.delta([1]).version, writer.delta([2]).version] == [1, 2, 3]
+    log = StreamLog(writer.storage)
+    assert log.versions() == [0, 1, 2, 3]
+    assert log.versions(after=2) == [3]
+    assert [log.read(version).kind for version in log.versions()] == ["claim", "snapshot", "delta", "delta"]
+    assert log.read(4) is None
+    assert log.head() == writer.claim.head
+    assert {log.read(version).stream for version in log.versions()} == {writer.claim.head.stream}
+
+
+def test_every_entry_names_the_one_before_it_and_the_newest_snapshot() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage)
+    writer.delta([1])
+    writer.snapshot()
+    writer = Writer(storage)
+    writer.delta([2])
+    log = StreamLog(storage)
+    entries = [log.read(version) for version in log.versions()]
+    assert entries[0].parent is None
+    for before, after in itertools.pairwise(entries):
+        data = storage.read(entry_name(before.version), max_bytes=1 << 20).tobytes()
+        assert (after.parent.version, after.parent.xxh3) == (before.version, xxhash.xxh3_128_hexdigest(data))
+    assert [entry.snapshot for entry in entries] == [None, None, 2, 2, 2]
+
+
+def test_a_second_claim_fences_the_first() -> None:
+    storage = Storage("memory://")
+    first = Writer(storage)
+    first.snapshot()
+    second = Writer(storage)
+    assert second.claim.head.generation == 2
+    before = StreamLog(storage).versions()
+    for _ in range(2):  # for good, also when it tries again
+        with pytest.raises(FencedError) as caught:
+            first.delta([1])
+        assert (caught.value.generation, caught.value.owner) == (1, 2)
+    assert StreamLog(storage).versions() == before
+    second.snapshot()
+    assert StreamLog(storage).newest_snapshot() == second.claim.head
+
+
+class _LosesAnswers(Storage):
+    """A store whose answers get lost after the object was written."""
+
+    loses = False
+
+    def create(self, name: str, data: bytes) -> bool:
+        created = super().create(name, data)
+        if self.loses:
+            raise StorageError(self.url, "connection reset")
+        return created
+
+
+def test_a_commit_whose_answer_was_lost_has_won() -> None:
+    storage = _LosesAnswers("memory://")
+    writer = Writer(storage)
+    storage.loses = True
+    assert writer.snapshot().version == 1
+    assert writer.delta([3]).version == 2
+
+
+class _LosesAnswersAndReads(_LosesAnswers):
+    def read(self, name: str, **kwargs: Any) -> Any:
+        if self.loses:
+            raise StorageError(self.url, "connection reset")
+        return super().read(name, **kwargs)
+
+
+def test_a_commit_of_unknown_outcome_is_followed_by_the_next_one() -> None:
+    storage = _LosesAnswersAndReads("memory://")
+    writer = Writer(storage)
+    writer.snapshot()
+    storage.loses = True
+    with pytest.raises(StorageError):
+        writer.delta([3])
+    storage.loses = False
+    assert writer.delta([3]).version == 3
+    assert StreamLog(storage).versions() == [0, 1, 2, 3]
+
+
+def test_who_slept_while_retention_took_its_place_away_is_fenced_and_leaves_nothing() -> None:
+    """The name that it finds free was taken, and is taken no more: the log went on without it."""
+    storage = Storage("memory://")
+    sleeper = Writer(storage)
+    sleeper.snapshot()
+    second = Writer(storage)
+    newest = second.snapshot()
+    for version in range(newest.version):
+        storage.delete(entry_name(version))
+    for _ in range(2):
+        with pytest.raises(FencedError) as caught:
+            sleeper.delta([1])
+        assert (caught.value.generation, caught.value.owner, caught.value.version) == (1, 2, newest.version)
+    assert StreamLog(storage).versions() == [newest.version]
+    third = Writer(storage)
+    assert (third.claim.head.version, third.claim.head.parent) == (newest.version + 1, newest.link)
+
+
+def test_who_could_not_see_that_retention_took_its_place_away_sees_it_later() -> None:
+    """The place is free, so the entry is made; the look at its parent fails; it must not be gone on behind."""
+
+    class Blind(Storage):
+        is_blind = False
+
+        def read(self, name: str, **options: Any) -> Any:
+            if self.is_blind:
+                raise StorageError(self.url, "connection reset")
+            return super().read(name, **options)
+
+    storage = Blind("memory://")
+    sleeper = Writer(storage)
+    sleeper.snapshot()
+    second = Writer(storage)
+    newest = second.snapshot()
+    for version in range(newest.version):
+        storage.delete(entry_name(version))
+    storage.is_blind = True
+    with pytest.raises(StorageError):
+        sleeper.delta([1])
+    storage.is_blind = False
+    with pytest.raises(FencedError) as caught:
+        sleeper.delta([1])
+    assert (caught.value.owner, caught.value.version) == (2, newest.version)
+    assert StreamLog(storage).versions() == [newest.version]
+
+
+def test_a_claim_whose_head_is_overtaken_begins_again() -> None:
+    class Overtaken(Storage):
+        """Another publisher claims between the reading of the head and the claim."""
+
+        rivals = 2
+
+        def create(self, name: str, data: bytes) -> bool:
+            if self.rivals:
+                self.rivals -= 1
+                Writer(self)
+            return super().create(name, data)
+
+    storage = Overtaken("memory://")
+    entry = Writer(storage).claim.head
+    assert (entry.version, entry.generation) == (2, 3)
+    assert len({StreamLog(storage).read(version).writer for version in range(3)}) == 3
+
+
+def test_strangers_are_passed_over() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage)
+    writer.snapshot()
+    for name in ("log/hello.json", "log/.DS_Store", "log/1.json", f"log/{'9' * 21}.json", "merged/x.json"):
+        storage.create(name, b"{}")
+    log = StreamLog(storage)
+    assert log.versions() == [0, 1]
+    assert log.merged() == []
+    assert log.newest_snapshot() == writer.claim.head
+    assert Writer(storage).claim.head.version == 2
+
+
+def test_an_entry_that_lies_about_its_version_is_refused() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage)
+    storage.create(entry_name(1), writer.claim.head.to_json())
+    with pytest.raises(MalformedError, match="version 0"):
+        StreamLog(storage).read(1)
+
+
+def _merge(log: StreamLog, kind: str, first: int, last: int) -> Manifest:
+    """A merged entry of the last version's rows alone: its rows are of no interest here."""
+    entry, before = log.read(last), log.read(first - 1)
+    return replace(
+        entry, kind=kind, parent=before.link, merges=entry.link, snapshot=last if kind == "snapshot" else entry.snapshot
+    )
+
+
+def test_merged_entries_are_found_by_where_a_reader_stands() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage)
+    writer.snapshot()
+    for row in range(4):
+        writer.delta([row])
+    newest = writer.snapshot()
+    writer.delta([1])
+    log = StreamLog(storage)
+    merged = [_merge(log, "delta", first, last) for first, last in ((2, 3), (2, 5), (4, 5))]
+    assert [log.create_merged(each) for each in merged] == [True] * 3
+    assert [log.create_merged(each) for each in merged] == [True] * 3, "the same bytes: it had won"
+    assert not log.create_merged(replace(merged[0], created=1.0))
+    assert log.merged() == [Merged(3, 2, "delta"), Merged(5, 2, "delta"), Merged(5, 4, "delta")]
+    assert log.merged(after=3) == log.merged()[1:]
+    assert [log.longest_merged(version) for version in range(6)] == [
+        None, merged[1], merged[1], merged[2], merged[2], None
+    ]  # fmt: skip
+    assert log.newest_snapshot() == newest
+    whole = replace(_merge(log, "snapshot", 1, 6), kind="snapshot", snapshot=6)
+    assert log.create_merged(whole)
+    assert log.newest_snapshot() == newest, "no newer than the log's"
+
+
+def test_a_merged_entry_under_another_name_or_in_the_log_is_refused() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage)
+    writer.snapshot()
+    writer.delta([1])
+    writer.delta([2])
+    log = StreamLog(storage)
+    data = _merge(log, "delta", 2, 3).to_json()
+    other = Merged(3, 1, "delta")
+    storage.create(other.name, data)
+    with pytest.raises(MalformedError, match="stands for"):
+        log.read_merged(other)
+    storage.delete(entry_name(3))
+    storage.create(entry_name(3), data)
+    with pytest.raises(MalformedError, match="merged"):
+        log.read(3)
+
+
+def test_an_entry_that_no_reader_would_accept_is_never_committed() -> None:
+    writer = Writer(Storage("memory://"))
+    block = Block(FQN, (0, 20), (0, 4), 2, "list", Encoding.F32)
+    rows = Rows(block, torch.tensor([1, 2]), [torch.zeros(2, 4)])
+    with pytest.raises(MalformedError, match="overlap"):
+        writer.write("delta", [rows, rows])
+    with pytest.raises(MalformedError, match="does not hold all"):
+        writer.write("snapshot", [rows])
+    assert StreamLog(writer.storage).versions() == [0]
+    assert writer.snapshot().version == 1
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "pipe", "hidden"])
+def test_a_claim_whose_name_cannot_be_had_ends(tmp_path: Path, kind: str) -> None:
+    class Hides(Storage):
+        """A store whose listing lacks an object, for ever."""
+
+        num_lists = 0
+
+        def objects(self, prefix: str, **options: Any) -> Any:
+            self.num_lists += 1
+            if self.num_lists > 300:
+                pytest.fail("it goes on for ever")
+            found = super().objects(prefix, **options)
+            return [each for each in found if kind != "hidden" or not each.name.endswith("2.json")]
+
+    storage = Hides(f"file://{tmp_path}", fsync=False)
+    writer = Writer(storage)
+    writer.snapshot()
+    path = tmp_path / entry_name(2)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "dangling link":
+        path.symlink_to(tmp_path / "nothing")
+    else:
+        writer.delta([1])
+    with pytest.raises(NameConflictError, match="00000000000000000002") as caught:
+        StreamLog(storage).claim()
+    assert caught.value.name == entry_name(2)
+    path.unlink()
+    assert Writer(storage).claim.head.version == 2

@@ -1,0 +1,122 @@
+"""Memory that one version after the other is read into: used again, but never under somebody who still looks at it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from delta_tracker import Predictor, RowTarget
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.storage.part_buffer import PartBuffer
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.streams import FQN, Writer
+
+
+def test_memory_is_used_again() -> None:
+    buffer = PartBuffer()
+    first = [array.ctypes.data for array in buffer.lend([1000, 0, 77])]
+    assert [array.ctypes.data for array in buffer.lend([1000, 0, 77])] == first
+    assert [len(array) for array in buffer.lend([1100])] == [1100]
+    assert buffer.lend([1100])[0].ctypes.data == first[0], "a little more fits too"
+    assert all(address % 64 == first[0] % 64 for address in first)
+    one, other = buffer.lend([5, 1000])
+    one[:], other[:] = 1, 2
+    assert (one == 1).all(), "they overlap"
+
+
+def test_memory_is_let_go_when_versions_become_small() -> None:
+    buffer = PartBuffer()
+    buffer.lend([1 << 20])
+    assert [len(array) for array in buffer.lend([0])] == [0]
+    assert len(buffer._memory) >= 1 << 20, "a version without rows says nothing about the next"
+    buffer.lend([1000])
+    assert len(buffer._memory) <= 4 * 1024
+
+
+@pytest.mark.parametrize("keeps_tensor", [False, True])
+def test_whoever_keeps_a_view_keeps_its_bytes(keeps_tensor: bool) -> None:
+    buffer = PartBuffer()
+    (array,) = buffer.lend([1000])
+    array[:] = 7
+    address = array.ctypes.data
+    view = torch.from_numpy(array[8:16]).view(-1)[2:] if keeps_tensor else array[3:5]
+    del array
+    (array,) = buffer.lend([1000])
+    array[:] = 8
+    assert array.ctypes.data != address
+    assert set(view.tolist()) == {7}
+
+
+class _Keeper(RowTarget):
+    """A table that keeps what it is given, which it is told not to do."""
+
+    num_rows, dim, dtype, rows, columns = 20, 4, torch.float32, (0, 20), ((0, 4),)
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Tensor | slice, Tensor]] = []
+
+    def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
+        self.kept.append((ids, values))
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_what_a_table_keeps_of_a_version_outlives_the_next(scheme: str, tmp_path: Path) -> None:
+    writer = Writer(Storage("memory://" if scheme == "memory" else tmp_path.as_uri(), create=scheme == "file"))
+    writer.snapshot()
+    keeper = _Keeper()
+    predictor = Predictor({FQN: keeper}, writer.storage)
+    wanted = []
+    for ids in ([1, 2], [3, 4], [5, 6]):
+        writer.delta(ids)
+        wanted.append((ids, writer.table[ids]))
+        predictor.sync()
+    for (ids, values), (kept_ids, kept_values) in zip(wanted, keeper.kept[1:], strict=True):
+        assert isinstance(kept_ids, Tensor)
+        assert kept_ids.tolist() == ids
+        assert torch.equal(kept_values, values)
+
+
+def test_a_predictor_reads_one_version_where_the_one_before_it_was(tmp_path: Path) -> None:
+    writer = Writer(Storage(tmp_path.as_uri(), create=True))
+    writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, writer.storage)
+    writer.delta([1, 2, 3, 4])
+    predictor.sync()
+    memory = predictor._buffer._memory
+    address = memory.ctypes.data
+    del memory
+    for ids in ([5, 6, 7, 8], [9, 1, 2, 3]):
+        writer.delta(sorted(ids))
+        predictor.sync()
+        assert predictor._buffer._memory.ctypes.data == address
+        assert torch.equal(model[FQN], writer.table)
+
+
+def test_two_versions_of_one_buffer_may_be_read_side_by_side(tmp_path: Path) -> None:
+    writer = Writer(Storage(tmp_path.as_uri(), create=True))
+    buffer = PartBuffer()
+    held = []
+    for ids in ([1, 2], [3, 4]):
+        manifest = writer.delta(ids)
+        held.append((Contents(writer.storage, manifest, buffer=buffer), writer.table[ids]))
+    for contents, values in held:
+        (rows,) = contents.listed
+        assert torch.equal(rows.read(0, 2), values)
+
+
+def test_a_read_into_too_little_memory_is_refused() -> None:
+    storage = Storage("memory://")
+    storage.put("a", [memoryview(b"12345")])
+    with pytest.raises(InvalidArgumentError, match="out"):
+        storage.read("a", max_bytes=5, out=np.empty(4, dtype=np.uint8))
+    out = np.zeros(8, dtype=np.uint8)
+    data = storage.read("a", max_bytes=8, out=out)
+    assert data is not None
+    assert data.tobytes() == b"12345"
+    assert out.tobytes() == b"12345\0\0\0"

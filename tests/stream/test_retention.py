@@ -1,0 +1,474 @@
+"""Retention: what goes, what stays, and who is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from delta_tracker.errors import FencedError, InvalidArgumentError, MalformedError, StorageError
+from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS, Retained, Retention, retain
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.histories import Clock, ClockedStorage, History, Reader
+
+
+@pytest.fixture
+def clock():
+    clock = Clock()
+    with clock.of_the_log():
+        yield clock
+
+
+@pytest.fixture
+def history(clock: Clock) -> History:
+    """Versions: 0 claim, 1 snapshot, 2..5 deltas, 6 snapshot, 7..9 deltas; ten seconds apart."""
+    history = History(ClockedStorage(clock), 1)
+    for kind in ["delta"] * 4 + ["snapshot"] + ["delta"] * 3:
+        clock.seconds += 10
+        getattr(history, kind)()
+    return history
+
+
+def versions(history: History) -> list[int]:
+    return history.log.versions()
+
+
+def named(history: History) -> set[str]:
+    """The parts of all entries."""
+    log = history.log
+    manifests = [log.read(version) for version in log.versions()] + [log.read_merged(each) for each in log.merged()]
+    return {part.name for manifest in manifests for part in manifest.parts}
+
+
+def assert_follows(history: History) -> None:
+    reader = Reader(history)
+    reader.sync()
+    assert (reader.held.version, reader.resyncs) == (history.version, 0)
+
+
+@pytest.mark.parametrize(
+    ("bound", "first"),
+    [
+        ({"versions": 8}, 2),
+        ({"versions": 5}, 5),
+        ({"versions": 1}, 6),  # what a new reader needs stays
+        ({"seconds": 60}, 3),
+        ({"seconds": 0}, 6),
+        ({"num_bytes": 1}, 6),
+        ({"versions": 8, "seconds": 60}, 3),
+        ({"versions": 5, "seconds": 60}, 5),
+        ({}, 0),
+    ],
+)
+def test_what_is_beyond_a_bound_goes(history: History, clock: Clock, bound: dict, first: int) -> None:
+    before = {name: history.storage.size(name) for name in history.storage.names("parts")}
+    retained = retain(history.storage, Retention(grace_seconds=0, **bound), clock)
+    assert versions(history) == sorted({0, *range(first, 10)})  # a claim stays
+    assert set(history.storage.names("parts")) == named(history)
+    gone = before.keys() - named(history)
+    assert retained == Retained(versions=max(0, first - 1), num_bytes=sum(before[name] for name in gone))
+    assert_follows(history)
+    assert retain(history.log, Retention(grace_seconds=0, **bound), clock) == Retained()
+
+
+def test_bytes_count_from_the_head(history: History, clock: Clock) -> None:
+    sizes = [history.log.read(version).num_bytes for version in range(10)]
+    retain(history.storage, Retention(grace_seconds=0, num_bytes=sum(sizes[4:])), clock)
+    assert versions(history) == [0, *range(4, 10)]
+
+
+def test_readers_of_the_snapshot_before_have_the_grace(history: History, clock: Clock) -> None:
+    reader = Reader(history)
+    reader.held, reader.state = history.log.read(1), history.states[1]
+    retention = Retention(versions=1, grace_seconds=50)
+    clock.seconds += 19  # the snapshot is 49 seconds old
+    assert retain(history.storage, retention, clock) == Retained()
+    reader.sync(2)
+    clock.seconds += 1
+    assert retain(history.storage, retention, clock).versions == 5
+    assert versions(history) == [0, 6, 7, 8, 9]
+    reader.sync()
+    assert (reader.resyncs, reader.held.version) == (1, 9)
+
+
+def test_a_merged_snapshot_is_a_start_once_it_is_older_than_the_grace(history: History, clock: Clock) -> None:
+    retention = Retention(versions=1, grace_seconds=50)
+    clock.seconds += 100
+    merged = compact(history.storage, fold=1e-9, now=clock)
+    history.delta()
+    history.delta()
+    history.delta()
+    assert (merged.kind, merged.version) == ("snapshot", 9)
+    retain(history.storage, retention, clock)
+    assert versions(history) == [0, *range(6, 13)]
+    clock.seconds += 50
+    retain(history.storage, retention, clock)
+    assert versions(history) == [0, 10, 11, 12]
+    assert history.log.merged() == [Merged(9, 0, "snapshot")]
+    assert_follows(history)
+    # The next one supersedes it when its own grace is over.
+    assert compact(history.storage, fold=1e-9, now=clock).version == 12
+    retain(history.storage, retention, clock)
+    assert [each.last for each in history.log.merged()] == [9, 12]
+    clock.seconds += 50
+    assert retain(history.storage, retention, clock).merged == 1
+    assert [each.last for each in history.log.merged()] == [12]
+    assert versions(history) == [0, 11, 12]  # the head and its parent
+    assert set(history.storage.names("parts")) == named(history)
+    assert_follows(history)
+
+
+def test_merged_deltas_go_when_they_are_superseded(history: History, clock: Clock) -> None:
+    retention = Retention(grace_seconds=50)
+    compact(history.storage, fold=1e9, now=clock)
+    history.delta()
+    history.delta()
+    clock.seconds += 60
+    compact(history.storage, fold=1e9, now=clock)
+    assert history.log.merged() == [Merged(9, 7, "delta"), Merged(11, 7, "delta")]
+    assert retain(history.storage, retention, clock) == Retained()
+    clock.seconds += 50
+    assert retain(history.storage, retention, clock).merged == 1
+    assert history.log.merged() == [Merged(11, 7, "delta")]
+    history.snapshot()
+    history.delta()
+    clock.seconds += 49
+    assert retain(history.storage, retention, clock) == Retained()
+    clock.seconds += 1
+    assert retain(history.storage, retention, clock).merged == 1
+    assert set(history.storage.names("parts")) == named(history)
+
+
+def test_merged_deltas_that_stand_behind_each_other_stay(clock: Clock) -> None:
+    history = History(ClockedStorage(clock), 1)
+    for _ in range(5):
+        history.delta(1)
+    for log in (_Until(history.storage, 3), StreamLog(history.storage)):
+        compact(log, fold=1e9, max_bytes=1 << 20, now=clock)
+    assert history.log.merged() == [Merged(3, 2, "delta"), Merged(6, 2, "delta")]
+    later = history.log.read_merged(Merged(6, 2, "delta"))
+    history.storage.delete(Merged(6, 2, "delta").name)
+    assert history.log.create_merged(replace(later, parent=history.log.read(3).link))
+    assert retain(history.storage, Retention(grace_seconds=0), clock) == Retained()
+    assert history.log.merged() == [Merged(3, 2, "delta"), Merged(6, 4, "delta")]
+
+
+class _Until(StreamLog):
+    """A log that ends at a version."""
+
+    def __init__(self, storage: Storage, last: int) -> None:
+        super().__init__(storage)
+        self.last = last
+
+    def read(self, version):
+        return super().read(version) if version <= self.last else None
+
+    def head(self):
+        return self.read(self.last)
+
+
+def test_a_part_that_a_later_version_names_stays(history: History, clock: Clock) -> None:
+    again = history.log.read(3)
+    history.held.commit(again)
+    retain(history.storage, Retention(versions=1, grace_seconds=0), clock)
+    assert versions(history) == [0, 6, 7, 8, 9, 10]
+    assert all(history.storage.size(part.name) == part.num_bytes for part in again.parts)
+
+
+def test_a_clock_that_was_put_back_makes_no_gap(history: History, clock: Clock) -> None:
+    history.snapshot()
+    clock.seconds -= 1000
+    history.delta()
+    clock.seconds += 1000
+    history.snapshot()
+    history.delta()
+    retain(history.storage, Retention(seconds=75, grace_seconds=0), clock)
+    assert versions(history) == [0, *range(2, 14)]
+
+
+def test_claims_and_the_entries_before_them_stay_without_parts(clock: Clock) -> None:
+    history = History(ClockedStorage(clock), 1)
+    clock.seconds += 10
+    for kind in ("delta", "claim", "claim", "delta", "delta", "claim", "snapshot", "delta"):
+        getattr(history, kind)()
+    storage = history.storage
+    sizes = {name: storage.size(name) for name in storage.names("parts")}
+    first = retain(storage, Retention(versions=1, grace_seconds=0), clock)
+    assert versions(history) == [0, 2, 3, 4, 6, 7, 8, 9]  # the claims 0, 3, 4 and 7
+    stays = {part.name for version in (8, 9) for part in history.log.read(version).parts}
+    assert set(storage.names("parts")) == stays
+    gone = sum(num_bytes for name, num_bytes in sizes.items() if name not in stays)
+    assert first == Retained(versions=2, num_bytes=gone)
+    assert retain(storage, Retention(versions=1, grace_seconds=0), clock) == Retained()
+    assert_follows(history)
+
+
+def test_parts_that_a_pass_left_of_an_entry_that_stays_go_with_the_next_one(clock: Clock) -> None:
+    history = History(ClockedStorage(clock), 1)
+    for kind in ("claim", "snapshot", "delta"):
+        getattr(history, kind)()
+    storage, delete = history.storage, history.storage.delete
+    (part,) = history.log.read(1).parts
+
+    def dies(name: str) -> None:
+        if name == part.name:
+            raise KeyboardInterrupt
+        delete(name)
+
+    storage.delete = dies
+    with pytest.raises(KeyboardInterrupt):
+        retain(storage, Retention(versions=1, grace_seconds=0), clock)
+    storage.delete = delete
+    assert storage.size(part.name) is not None
+    assert retain(storage, Retention(versions=1, grace_seconds=0), clock).num_bytes == part.num_bytes
+    assert storage.size(part.name) is None
+
+
+def test_orphans_go_by_the_clock_of_the_store(history: History, clock: Clock) -> None:
+    storage = history.storage
+    old = [part_name(version, 1, "r0") for version in (3, 9)] + ["drafts/0123456789abcdef"]
+    stays = [part_name(10, 1, "r0"), "parts/foreign.safetensors", "parts/x/y", "drafts/mine", "other/0123456789abcdef"]
+    for name in old + stays:
+        storage.put(name, [memoryview(b"123")])
+    far = lambda: clock.seconds + 1e6  # noqa: E731  this process' clock is wrong
+    clock.seconds += ORPHAN_SECONDS
+    storage.put("parts/newest", [memoryview(b"")])
+    assert retain(storage, Retention(), far) == Retained()
+    clock.seconds += 1
+    storage.put("parts/newest", [memoryview(b"")])
+    assert retain(storage, Retention(), lambda: 0.0) == Retained(orphans=3, num_bytes=9)
+    assert [storage.size(name) for name in old] == [None] * 3
+    assert [storage.size(name) for name in stays] == [3] * 5
+    assert_follows(history)
+
+
+def test_parts_of_an_entry_that_comes_while_orphans_are_listed_stay(clock: Clock) -> None:
+    """The listing of parts is older than the reading of the entries: a commit in between names what was listed."""
+
+    class Late(ClockedStorage):
+        commit = None
+
+        def objects(self, prefix, *, after=None):
+            found = super().objects(prefix, after=after)
+            if prefix == "parts" and self.commit is not None:
+                commit, self.commit = self.commit, None
+                commit()
+            return found
+
+    storage = Late(clock)
+    history = History(storage, 3)
+    put = storage.put
+
+    def slow_put(name, buffers):
+        put(name, buffers)
+        storage.times[name] -= 2 * ORPHAN_SECONDS  # it was written long ago
+
+    storage.put = slow_put
+    storage.commit = lambda: compact(storage, fold=1e9, now=clock)
+    history.delta()
+    history.delta()
+    assert retain(storage, Retention(), clock) == Retained()
+    assert_follows(history)
+
+
+@pytest.mark.parametrize("name", [entry_name(3), Merged(9, 7, "delta").name])
+def test_an_entry_that_cannot_be_read_stops_it_before_it_begins(history: History, clock: Clock, name: str) -> None:
+    storage = history.storage
+    storage.delete(name)
+    storage.create(name, b"{}")
+    before = storage.everything()
+    with pytest.raises(MalformedError):
+        retain(storage, Retention(versions=1, grace_seconds=0), clock)
+    assert storage.everything() == before
+
+
+def test_of_an_empty_store_nothing_goes() -> None:
+    storage = Storage("memory://")
+    storage.put(part_name(0, 1, "r0"), [memoryview(b"1")])
+    assert retain(storage, Retention(versions=1)) == Retained()
+    assert len(storage.names("parts")) == 1
+
+
+@pytest.mark.parametrize("num_later", [1, 2, 5])
+def test_who_slept_past_retention_is_fenced_and_leaves_nothing(clock: Clock, num_later: int) -> None:
+    history = History(ClockedStorage(clock), 4)
+    sleeper = history.held
+    history.claim()
+    history.snapshot()
+    for _ in range(num_later):
+        history.delta()
+    clock.seconds += 1000
+    retain(history.storage, Retention(versions=1), clock)
+    before = versions(history)
+    draft = history.log.read(history.version)
+    with pytest.raises(FencedError):
+        sleeper.commit(draft)
+    assert versions(history) == before
+    history.delta()
+    assert_follows(history)
+
+
+def test_two_sleepers_of_neighbouring_versions_are_both_fenced(clock: Clock) -> None:
+    """The entry of one stands, for a moment, where the other has its parent; its bytes are not the parent's."""
+    history = History(ClockedStorage(clock), 4)
+    first = history.held
+    history.claim()
+    second = history.held
+    assert second.head.version == first.head.version + 1
+    history.claim()
+    history.snapshot()
+    history.delta()
+    draft = history.log.read(history.version)
+    clock.seconds += 1000
+    retain(history.storage, Retention(versions=1), clock)
+    before = versions(history)
+
+    class Between(StreamLog):
+        def read(self, version):
+            if version == first.head.version:  # the first one has its entry, and looks for its parent
+                with pytest.raises(FencedError):
+                    second.commit(draft)
+            return super().read(version)
+
+    first._log = Between(history.storage)
+    with pytest.raises(FencedError):
+        first.commit(draft)
+    assert versions(history) == before
+
+
+@pytest.mark.parametrize("kind", ["claim", "snapshot", "delta"])
+def test_who_sleeps_between_its_entry_and_its_answer_takes_nothing_back(clock: Clock, kind: str) -> None:
+    """Its entry is part of the log, though its parent is gone when it wakes up."""
+    history = History(ClockedStorage(clock), 5)
+    storage, history.states[2] = history.storage, history.state
+    kept = [0, 1, 2, 3, 4, 5] if kind == "claim" else [0, 2, 3, 4, 5]  # a claim, and the entry before it
+
+    def sleep(name: str) -> None:
+        storage.wakes = lambda name: None
+        clock.seconds += 1000
+        other = History.__new__(History)
+        other.__dict__ |= history.__dict__
+        other.claim()
+        other.snapshot()
+        other.delta()
+        clock.seconds += 1000
+        retain(storage, Retention(versions=4), clock)
+        assert history.log.versions() == kept
+
+    storage.wakes = sleep
+    create = storage.create
+
+    def sleepy_create(name, data):
+        created = create(name, data)
+        storage.wakes(name)
+        return created
+
+    storage.create = sleepy_create
+    if kind == "claim":
+        assert history.log.claim().head.version == 2
+    else:
+        getattr(history, kind)()
+    assert versions(history) == kept
+
+
+def test_a_head_whose_parent_went_is_not_taken_back(clock: Clock) -> None:
+    """Retention leaves the parent of the head, so a publisher that slept behind its last entry goes on."""
+    history = History(ClockedStorage(clock), 6)
+    history.snapshot()
+    clock.seconds += 1000
+    retain(history.storage, Retention(versions=1), clock)
+    assert versions(history) == [0, 1, 2]
+    history.delta()
+    assert versions(history) == [0, 1, 2, 3]
+
+
+def test_the_claim_of_an_empty_store_that_fills_meanwhile_begins_no_second_stream(clock: Clock) -> None:
+    storage = ClockedStorage(clock)
+    log = StreamLog(storage)
+    create = storage.create
+
+    def sleepy_create(name, data):
+        storage.create = create
+        history = History(storage, 7)
+        history.snapshot()
+        history.delta()
+        clock.seconds += 1000
+        retain(storage, Retention(versions=1), clock)
+        return create(name, data)
+
+    storage.create = sleepy_create
+    held = log.claim()
+    assert (held.head.version, held.head.generation) == (4, 2)
+    assert log.versions() == [0, 2, 3, 4]
+
+
+def test_what_a_sleeper_left_below_the_log_goes(history: History, clock: Clock) -> None:
+    storage = history.storage
+    stray = storage.read(entry_name(2), max_bytes=1 << 20).tobytes()
+    retain(storage, Retention(versions=1, grace_seconds=0), clock)
+    storage.create(entry_name(2), stray)
+    assert retain(storage, Retention(grace_seconds=0), clock).versions == 1
+    assert versions(history) == [0, 6, 7, 8, 9]
+    assert_follows(history)
+
+
+def test_a_listing_that_misses_an_entry_makes_no_gap(history: History, clock: Clock) -> None:
+    class Sparse(StreamLog):
+        def versions(self, *, after=-1):
+            return [version for version in super().versions(after=after) if version not in (4, 8)]
+
+    retain(Sparse(history.storage), Retention(), clock)
+    assert versions(history) == list(range(10))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100])
+def test_two_passes_at_once_take_what_one_takes(history: History, clock: Clock, count: int) -> None:
+    """A second pass runs whole in the middle of the first."""
+    storage, retention = history.storage, Retention(versions=1, grace_seconds=0)
+    delete, left = storage.delete, [count]
+
+    def interrupted(name):
+        left[0] -= 1
+        if left[0] == 0:
+            retain(storage, retention, clock)
+        delete(name)
+
+    storage.delete = interrupted
+    retain(storage, retention, clock)
+    assert versions(history) == [0, 6, 7, 8, 9]
+    assert set(storage.names("parts")) == named(history)
+    assert_follows(history)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("versions", 0),
+        ("versions", 1.5),
+        ("versions", True),
+        ("num_bytes", 0),
+        ("seconds", -1),
+        ("seconds", float("nan")),
+        ("grace_seconds", None),
+        ("grace_seconds", float("inf")),
+        ("orphan_seconds", 3599),
+    ],
+)
+def test_bounds_that_are_none_are_refused(name: str, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        Retention(**{name: value})
+
+
+def test_a_compaction_that_takes_too_long_names_no_parts(history: History, clock: Clock) -> None:
+    storage, put = history.storage, history.storage.put
+
+    def slow_put(name, buffers):
+        clock.seconds += ORPHAN_SECONDS / 2 + 1
+        put(name, buffers)
+
+    storage.put = slow_put
+    with pytest.raises(StorageError, match="took 1801 s"):
+        compact(storage, now=clock)
+    assert history.log.merged() == []

@@ -1,0 +1,159 @@
+"""A stream on a real S3 server, also where its answers get lost or it ignores the condition of a request."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from delta_tracker import Predictor
+from delta_tracker.errors import FencedError, NameConflictError, StorageError, UnsafeStoreError
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.storage.storage import Storage
+from tests.servers import S3, Proxy, free_ports, proxy
+from tests.stream.streams import FQN, Writer
+
+
+@pytest.fixture
+def url(s3: S3) -> str:
+    """A place in the bucket that nobody else uses."""
+    return f"{s3.url}/{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def bad(s3: S3) -> Iterator[Proxy]:
+    """A proxy in front of the server, which does nothing wrong until it is told to."""
+    with proxy(s3.port) as state:
+        yield state
+
+
+def test_a_stream_on_s3_is_published_and_followed(s3: S3, url: str) -> None:
+    writer = Writer(Storage(url, options=s3.options), num_rows=5000, dim=64)
+    writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, Storage(url, options=s3.options))
+    predictor.sync()
+    for step in range(4):
+        writer.delta([step, 1000 + step, 4999])
+        predictor.sync()
+        assert torch.equal(model[FQN], writer.table)
+    late = writer.model()
+    Predictor(late, Storage(url, options=s3.options)).sync()
+    assert torch.equal(late[FQN], writer.table)
+
+
+def test_a_second_publisher_on_s3_fences_the_first(s3: S3, url: str) -> None:
+    first = Writer(Storage(url, options=s3.options))
+    first.snapshot()
+    second = Writer(Storage(url, options=s3.options))
+    with pytest.raises(FencedError):
+        first.delta([1])
+    second.snapshot()
+    assert second.claim.head.generation == 2
+
+
+def test_a_store_that_ignores_the_condition_is_refused(s3: S3, url: str, bad: Proxy) -> None:
+    storage = Storage(url, options=s3.through(bad.port) | {"skip_signature": "true"})
+    storage.probe()  # the proxy itself is sound
+    bad.strip_headers = frozenset({"if-none-match"})
+    with pytest.raises(UnsafeStoreError) as caught:
+        storage.probe()
+    assert caught.value.url == url
+    assert storage.create("x", b"1")
+    assert storage.create("x", b"2")
+    assert storage.names("probe") == []
+
+
+@pytest.mark.parametrize("lost", [1, 2, 7])
+def test_a_claim_whose_answers_were_lost_is_won_once(s3: S3, url: str, bad: Proxy, lost: int) -> None:
+    storage = Storage(url, options=s3.through(bad.port))
+    bad.lose_answers = lost  # with seven, the client gives up before it sees one
+    claim = StreamLog(storage).claim()
+    assert bad.lose_answers == 0
+    assert claim.head.generation == 1
+    assert StreamLog(Storage(url, options=s3.options)).versions() == [0]
+
+
+def test_a_create_whose_answer_was_lost_says_that_the_name_is_taken(s3: S3, url: str, bad: Proxy) -> None:
+    storage = Storage(url, options=s3.through(bad.port))
+    bad.lose_answers = 1
+    assert not storage.create("x", b"mine")
+    assert storage.read("x", max_bytes=4).tobytes() == b"mine"
+    bad.lose_answers = 100
+    with pytest.raises(StorageError):
+        storage.create("y", b"mine")
+    bad.lose_answers = 0
+    assert storage.read("y", max_bytes=4).tobytes() == b"mine"
+
+
+def test_the_probe_bears_lost_answers(s3: S3, url: str, bad: Proxy) -> None:
+    storage = Storage(url, options=s3.through(bad.port))
+    bad.lose_answers = 1
+    storage.probe()
+    assert bad.lose_answers == 0
+    assert storage.names("probe") == []
+
+
+def test_versions_whose_answers_were_lost_are_committed_once(s3: S3, url: str, bad: Proxy) -> None:
+    writer = Writer(Storage(url, options=s3.through(bad.port)))
+    writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, Storage(url, options=s3.options))
+    for lost in (1, 2, 3):
+        bad.lose_answers = lost
+        manifest = writer.delta([lost, 19])
+        assert predictor.sync() == manifest.version
+        assert torch.equal(model[FQN], writer.table)
+    assert StreamLog(writer.storage).versions() == list(range(manifest.version + 1))
+
+
+def test_small_objects_take_one_request_and_large_ones_several(s3: S3, url: str, bad: Proxy) -> None:
+    storage = Storage(url, options=s3.through(bad.port))
+    storage.put("small", [memoryview(b"1"), memoryview(b"2")])
+    assert [line.split()[0] for line in bad.seen] == ["PUT"]
+    bad.seen.clear()
+    data = np.random.default_rng(0).integers(0, 256, 20 << 20, dtype=np.uint8)
+    storage.put("large", [data.data])
+    assert sorted(line.split()[0] for line in bad.seen) == ["POST", "POST", "PUT", "PUT", "PUT"]
+    np.testing.assert_array_equal(storage.read("large", max_bytes=len(data)), data)
+
+
+def test_a_wrong_key_and_a_server_that_is_away_are_told(s3: S3, url: str) -> None:
+    with pytest.raises(StorageError, match=r"PermissionDenied.* PUT ") as caught:
+        Storage(url, options=s3.options | {"secret_access_key": "hunter2"}).probe()
+    assert "hunter2" not in str(caught.value)
+    (port,) = free_ports(1)
+    with pytest.raises(StorageError, match=f"127.0.0.1:{port}"):
+        Storage(url, options=s3.through(port)).read("x", max_bytes=1)
+
+
+def test_an_answer_that_says_try_again_is_retried(s3: S3, url: str, bad: Proxy) -> None:
+    storage = Storage(url, options=s3.through(bad.port))
+    bad.conflicts = 1
+    writer = Writer(storage)
+    bad.conflicts = 1
+    writer.snapshot()
+    for conflicts in (0, 1, 3):
+        bad.conflicts = conflicts
+        writer.delta([conflicts])
+        assert bad.conflicts == 0
+    assert StreamLog(storage).versions() == [0, 1, 2, 3, 4]
+
+
+def test_a_store_that_always_says_try_again_is_given_up_and_commits_later(s3: S3, url: str, bad: Proxy) -> None:
+    storage = Storage(url, options=s3.through(bad.port))
+    writer = Writer(storage)
+    writer.snapshot()
+    bad.conflicts = 1000
+    with pytest.raises(NameConflictError, match="00000000000000000002") as caught:
+        writer.delta([1])
+    assert caught.value.name == "log/00000000000000000002.json"
+    with pytest.raises(NameConflictError, match="00000000000000000002"):
+        StreamLog(storage).claim()
+    assert bad.conflicts > 900
+    bad.conflicts = 0
+    assert StreamLog(storage).versions() == [0, 1]
+    assert writer.delta([1]).version == 2  # not fenced

@@ -1,0 +1,90 @@
+"""Publishers that sleep in the middle of an operation, while others claim, publish and remove old versions."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+
+from delta_tracker.errors import FencedError
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from tests.predictor.serving import Follower
+from tests.stream.histories import Clock, ClockedStorage, History, Killed
+from tests.stream.interleavings import explore
+
+
+def go_on(history: History, clock: Clock) -> None:
+    """Another publisher takes the stream over; what it supersedes is removed."""
+    history.claim()
+    history.snapshot()
+    history.delta()
+    clock.seconds += 1000
+    retain(history.storage, Retention(versions=1), clock)
+
+
+def assert_reads_the_history(follower: Follower, history: History) -> None:
+    """Version by version: each holds the rows that the publisher of the log wrote under its name."""
+    for _ in range(10):
+        assert follower.sync(1) is None
+    assert follower.predictor.version == history.version
+
+
+@pytest.mark.parametrize("is_answer_lost", [False, True])
+def test_what_a_fenced_publisher_leaves_when_it_is_killed_is_never_served(is_answer_lost: bool) -> None:
+    clock = Clock()
+    with clock.of_the_log():
+        storage = ClockedStorage(clock)
+        history = History(storage, 4)
+        slow = Follower(history)
+        if is_answer_lost:  # its newest version is in the log, and it does not know
+            before = copy.copy(history.held)
+            history.delta(2)
+            assert slow.sync() is None
+            sleeper = history.fork()
+            sleeper.held = before
+        else:
+            assert slow.sync() is None
+            sleeper = history.fork()
+        late = Follower(history)
+        assert late.sync(1) is None
+        go_on(history, clock)
+        storage.dies = True
+        with contextlib.suppress(Killed, FencedError):  # fenced if it could not create an entry
+            sleeper.delta(3)
+        storage.dies = False
+        for follower in (slow, late):
+            assert_reads_the_history(follower, history)
+
+
+def test_the_claim_of_a_publisher_that_is_killed_is_never_served() -> None:
+    clock = Clock()
+    with clock.of_the_log():
+        storage = ClockedStorage(clock)
+        history = History(storage, 4)
+        slow = Follower(history)
+        assert slow.sync() is None
+        create = storage.create
+
+        def sleep(name: str, data: bytes) -> bool:
+            storage.create = create
+            history.delta(3)  # at the name that is about to be claimed
+            history.snapshot()
+            history.delta(3)
+            clock.seconds += 1000
+            retain(storage, Retention(versions=1), clock)
+            storage.dies = True
+            return create(name, data)
+
+        storage.create = sleep
+        with pytest.raises(Killed):
+            history.log.claim()
+        storage.dies = False
+        assert_reads_the_history(slow, history)
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["new", "old"])
+@pytest.mark.parametrize("program", ["commit", "claim"])
+def test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts(program: str, is_old: bool) -> None:
+    """With retention as it was, which frees the names of claims too, no publisher dies: it takes its entry back."""
+    assert explore(program, is_old=is_old) > 20

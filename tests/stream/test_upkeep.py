@@ -1,0 +1,91 @@
+"""Upkeep beside a publisher: one pass at a time, and no failure of it reaches the caller."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.maintenance.retention import Retention
+from delta_tracker.stream.maintenance.upkeep import Upkeep
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.streams import Writer
+
+
+def test_a_stream_stays_small_while_it_is_written() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage, num_rows=200)
+    writer.snapshot()
+    upkeep = Upkeep(storage, Retention(versions=3, grace_seconds=0), compact_every=4, retain_every=4, fold=0.1)
+    for row in range(40):
+        upkeep.after(writer.delta([row]).version)
+        upkeep.close()  # waits; a schedule that does not is in the tests of compaction
+        upkeep._is_closed = False
+    assert upkeep.error is None
+    assert len(StreamLog(storage).versions()) < 10
+    assert StreamLog(storage).newest_snapshot().merges is not None
+    assert len(storage.names("parts")) < 12
+
+
+def test_one_pass_at_a_time_and_close_waits_for_it() -> None:
+    started, go_on = threading.Event(), threading.Event()
+    passes = []
+
+    class Slow(Storage):
+        def objects(self, prefix, *, after=None):
+            if threading.current_thread().name == "upkeep" and prefix == "parts":
+                passes.append(prefix)
+                started.set()
+                assert go_on.wait(60)
+            return super().objects(prefix, after=after)
+
+    storage = Slow("memory://")
+    writer = Writer(storage)
+    upkeep = Upkeep(storage, Retention(versions=1), retain_every=1)
+    upkeep.after(writer.snapshot().version)
+    assert started.wait(60)
+    upkeep.after(writer.delta([1]).version)
+    assert len(passes) == 1
+    assert not upkeep._thread.daemon
+    go_on.set()
+    upkeep.close()
+    assert not upkeep._thread.is_alive()
+    upkeep.after(writer.delta([1]).version)
+    assert len(passes) == 1
+
+
+def test_a_failure_is_logged_once_and_gone_when_a_pass_succeeds(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Storage):
+        fails = True
+
+        def objects(self, prefix, *, after=None):
+            if self.fails and threading.current_thread().name == "upkeep":
+                raise OSError("no route")
+            return super().objects(prefix, after=after)
+
+    storage = Failing("memory://")
+    writer = Writer(storage)
+    upkeep = Upkeep(storage, Retention(versions=1), retain_every=1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            upkeep.after(writer.snapshot().version)
+            upkeep._thread.join()
+            assert str(upkeep.error) == "no route"
+    assert [record.getMessage() for record in caplog.records] == [
+        "the upkeep of memory:// failed and will be tried again: no route"
+    ]
+    storage.fails = False
+    upkeep.after(writer.snapshot().version)
+    upkeep.close()
+    assert upkeep.error is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("compact_every", 1), ("retain_every", 0), ("fold", 0), ("fold", "x"), ("max_bytes", 0)]
+)
+def test_bounds_that_are_none_are_refused(name: str, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        Upkeep(Storage("memory://"), None, **{name: value})

@@ -1,0 +1,232 @@
+"""Trainers that are killed and resumed, and their predictors: ``python -m tests.system.crash --seeds 200``.
+
+A run has several lives. In each, one or two ranks with a sharding of their own load the newest checkpoint (or an older
+one), claim the stream, publish, train, save and publish more, until a SIGKILL ends them all at a random moment; the
+last one ends by itself. Whenever a life has published, a predictor that lives through all of them must equal the
+trainer bit for bit, and so must one that starts then. The parent imports everything and touches neither store nor
+process group, so that it can fork.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch import distributed as dist
+
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker.integrations.dcp import SavedTracker
+from delta_tracker.publisher.cadence import Cadence
+from tests.models import Spec, Table, batch, shard
+
+_TIMEOUT = timedelta(seconds=30)
+_LIFE_SECONDS = 60.0
+_DONE = "done"
+
+
+class Life:
+    """One rank of one life."""
+
+    def __init__(self, root: Path, seed: int, life: int) -> None:
+        self._root = root
+        self._draw = random.Random(f"{seed} {life}")  # the same on all ranks
+        world_size = dist.get_world_size()
+        last = world_size - 1
+        shardings = ["row", "table:0", f"table:{last}", "column:0,0", f"column:0,{last}"]
+        names = {"a": 17, "b": 9, "c": 30}
+        self._spec = Spec([Table(name, rows, self._draw.choice(shardings)) for name, rows in names.items()])
+        self._model = shard(self._spec)
+        settings = random.Random(seed)  # the same in all lives
+        has_scores = settings.random() < 0.5
+        mode = TrackingMode.EMBEDDING if has_scores else TrackingMode.ID_ONLY
+        self._tracker = ModelDeltaTracker(self._model, ["stream", "other"], mode=mode)
+        self._resume()
+        self._publisher = Publisher(
+            self._tracker,
+            f"file://{root}/stream",
+            "stream",
+            dense=self._model.module.dense,
+            top_k=TopK(rows=4) if has_scores else None,
+            cadence=Cadence(batches=2),
+            timeout=_TIMEOUT,
+        )
+        self._generator = torch.Generator().manual_seed(1000 * seed + 10 * life + dist.get_rank())
+        self._optimizer = torch.optim.SGD(self._model.module.dense.parameters(), lr=0.01)
+        if dist.get_rank() == 0 and self._publisher._cutter._is_repairing:
+            (root / f"repaired-{life}").touch()
+
+    def _resume(self) -> None:
+        saved = sorted(path.parent for path in self._root.glob(f"checkpoints/*/{_DONE}"))
+        if not saved:
+            return
+        path = saved[-1] if len(saved) < 2 or self._draw.random() < 0.7 else saved[-2]
+        state = {"model": self._model.state_dict(), "tracker": SavedTracker(self._tracker, path)}
+        dcp.load(state, checkpoint_id=path)
+
+    def train(self) -> None:
+        self._optimizer.zero_grad()
+        self._model(batch(self._spec, self._generator)).backward()
+        self._optimizer.step()
+        self._tracker.step()
+        self._publisher.step()
+
+    def save(self) -> None:
+        path = self._root / "checkpoints" / f"{time.time_ns() if dist.get_rank() == 0 else 0:020d}"
+        names = [str(path)]
+        dist.broadcast_object_list(names)
+        path = Path(names[0])
+        dcp.save({"model": self._model.state_dict(), "tracker": self._tracker}, checkpoint_id=path)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (path / _DONE).touch()
+
+    def check(self) -> None:
+        """A quiet point: all is published, and every predictor equals the trainer."""
+        manifest = self._publisher.publish()
+        while manifest.pending_rows:
+            manifest = self._publisher.publish()
+        self._compare(Predictor(held := self._empty(), f"file://{self._root}/stream"), held)
+        if dist.get_rank() == 0:
+            place = self._root / "place.json"
+            held = self._files()
+            survivor = Predictor(held, f"file://{self._root}/stream")
+            survivor.load_state_dict(json.loads(place.read_text()) if place.exists() else {})
+            self._compare(survivor, held)
+            draft = place.with_suffix(".draft")
+            draft.write_text(json.dumps(survivor.state_dict()))
+            draft.replace(place)
+        dist.barrier()
+
+    def live(self, *, is_last: bool) -> None:
+        self.check()
+        for _ in range(12 if is_last else 1000):
+            action = self._draw.choices([self.train, self.save, self.check], weights=[8, 3, 1])[0]
+            action()
+        self.check()
+        self._publisher.close()
+
+    def _compare(self, predictor: Predictor, held: dict[str, Tensor]) -> None:
+        predictor.sync()
+        for fqn, spec in self._tracker.shards.items():
+            rows = slice(spec.row_offset, spec.row_offset + spec.num_rows)
+            for (first, end), view in zip(spec.columns, self._tracker.column_views(fqn), strict=True):
+                assert torch.equal(held[fqn][rows, first:end], view), f"{fqn} at version {predictor.version}"
+        if dist.get_rank() == 0:  # whose dense tensors are published
+            for name, tensor in self._dense().items():
+                assert torch.equal(held[name], tensor), name
+
+    def _dense(self) -> dict[str, Tensor]:
+        return {f"dense.{name}": tensor.detach() for name, tensor in self._model.module.dense.named_parameters()}
+
+    def _shapes(self) -> dict[str, Sequence[int]]:
+        tables = {fqn: (spec.num_rows, spec.dim) for fqn, spec in self._tracker.tables.items()}
+        return tables | {name: tuple(tensor.shape) for name, tensor in self._dense().items()}
+
+    def _empty(self) -> dict[str, Tensor]:
+        return {name: torch.full(tuple(shape), -1.0) for name, shape in self._shapes().items()}
+
+    def _files(self) -> dict[str, Tensor]:
+        """Tables in files, which outlive whoever is killed while writing to them."""
+        folder = self._root / "tables"
+        folder.mkdir(exist_ok=True)
+        return {
+            name: torch.from_file(str(folder / name), shared=True, size=torch.Size(shape).numel()).view(tuple(shape))
+            for name, shape in self._shapes().items()
+        }
+
+
+def _rank(root: Path, seed: int, life: int, rank: int, world_size: int, *, is_last: bool) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{root}/group-{life}", rank=rank, world_size=world_size, timeout=_TIMEOUT
+    )
+    Life(root, seed, life).live(is_last=is_last)
+    dist.destroy_process_group()
+
+
+def _fork(action: Callable[[], None], log: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        signal.alarm(int(_LIFE_SECONDS) + 30)
+        action()
+        code = 0
+    except BaseException:  # noqa: BLE001  the parent reads it
+        log.write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def run(seed: int, root: Path, num_lives: int = 4) -> dict[str, Any]:
+    """All lives of a seed; raises what went wrong in one."""
+    draw = random.Random(f"lives of {seed}")
+    for life in range(num_lives):
+        is_last = life == num_lives - 1
+        world_size = draw.choice([1, 2])
+        logs = [root / f"life-{life}-rank-{rank}.log" for rank in range(world_size)]
+        pids = [
+            _fork(partial(_rank, root, seed, life, rank, world_size, is_last=is_last), logs[rank])
+            for rank in range(world_size)
+        ]
+        deadline = time.monotonic() + (_LIFE_SECONDS if is_last else draw.uniform(0.5, 5.0))
+        codes: dict[int, int] = {}
+        while len(codes) < world_size and time.monotonic() < deadline:
+            for pid in pids:
+                if pid not in codes and os.waitpid(pid, os.WNOHANG)[0]:
+                    codes[pid] = 0
+            time.sleep(0.005)
+        for pid in pids:
+            if pid not in codes:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        # Of one that was killed there may be the beginning of a line.
+        errors = [log.read_text() for pid, log in zip(pids, logs, strict=True) if pid in codes and log.exists()]
+        # Who is killed second may have heard of the first one's death.
+        faults = [error for error in errors if "RankLostError" not in error and "Connection closed" not in error]
+        if faults or (is_last and len(codes) < world_size):
+            raise AssertionError(f"seed {seed}, life {life} of {world_size} ranks: {faults or 'it did not end'}")
+    checkpoints = len(list(root.glob(f"checkpoints/*/{_DONE}")))
+    versions = len(list(root.glob("stream/log/*.json")))
+    repairs = len(list(root.glob("repaired-*")))
+    return {"checkpoints": checkpoints, "versions": versions, "repairs": repairs}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the seeds, and say how much each saw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    totals = {"checkpoints": 0, "versions": 0, "repairs": 0}
+    for seed in range(options.first, options.first + options.seeds):
+        root = Path(tempfile.mkdtemp(prefix="crash-"))
+        try:
+            (root / "checkpoints").mkdir()
+            seen = run(seed, root)
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+        totals = {name: totals[name] + seen[name] for name in totals}
+        print(json.dumps(totals | {"seeds": seed + 1 - options.first}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

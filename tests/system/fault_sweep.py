@@ -1,0 +1,544 @@
+"""Every storage operation of a publisher fails: ``python -m tests.system.fault_sweep kills DIRECTORY``.
+
+The parent imports everything and touches no store, so that it can fork: each point of a sweep is a child of its own
+with a real sharded model, a real publisher and a reader that polls before and after every operation. A dry run counts
+the operations; a sweep that missed one fails. A scenario is a function in ``SCENARIOS``; add one, and it is swept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker.errors import FencedError, NoSnapshotError, PublishError, StorageError
+from delta_tracker.stream.format.part_reader import dense_of, read_parts
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.storage.storage import Storage, StoredObject
+from tests.models import Spec, Table, batch, shard
+
+When = Literal["before", "within", "after"]
+_SPEC = Spec([Table("row", 17, "row"), Table("column", 9, "column:0,0"), Table("first", 10, "table:0")])
+_TIMEOUT_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Point:
+    """An operation of a scenario, by its number, and a side of it; ``within`` an object that is being written."""
+
+    scenario: str
+    number: int
+    when: When
+
+
+class Watched(Storage):
+    """Calls ``reached`` before, within and after every operation, once it is armed."""
+
+    def __init__(self, url: str, reached: Callable[[int, str, When], None]) -> None:
+        super().__init__(url, create=True, fsync=False)
+        self._reached = reached
+        self._depth = threading.local()
+        self.is_armed = False
+        self.operations: list[str] = []
+
+    def _around(self, name: str, call: Callable[[], Any]) -> Any:
+        if not self.is_armed or getattr(self._depth, "inside", False):
+            return call()
+        number = len(self.operations)
+        self.operations.append(name)
+        self._reached(number, name, "before")
+        self._depth.inside = True
+        try:
+            result = call()
+        finally:
+            self._depth.inside = False
+        self._reached(number, name, "after")
+        return result
+
+    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
+        number = len(self.operations)
+
+        def watched() -> Iterator[memoryview]:
+            for index, buffer in enumerate(buffers):
+                if index == 1 and self.is_armed:
+                    self._reached(number, "put", "within")
+                yield buffer
+
+        self._around("put", lambda: super(Watched, self).put(name, watched()))
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self._around("create", lambda: super(Watched, self).create(name, data))
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._around("replace", lambda: super(Watched, self).replace(name, data))
+
+    def read(self, name: str, **options: Any) -> Any:
+        return self._around("read", lambda: super(Watched, self).read(name, **options))
+
+    def read_range(self, name: str, begin: int, end: int) -> Any:
+        return self._around("read_range", lambda: super(Watched, self).read_range(name, begin, end))
+
+    def size(self, name: str) -> int | None:
+        return self._around("size", lambda: super(Watched, self).size(name))
+
+    def delete(self, name: str) -> None:
+        self._around("delete", lambda: super(Watched, self).delete(name))
+
+    def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
+        return self._around("objects", lambda: super(Watched, self).objects(prefix, after=after))
+
+
+class Trainer:
+    """A model in training, and its publisher."""
+
+    def __init__(self, storage: Storage, seed: int) -> None:
+        self.storage = storage
+        self.model = shard(_SPEC)
+        self.tracker = ModelDeltaTracker(self.model, ["stream"])
+        self._generator = torch.Generator().manual_seed(seed)
+        self.publisher: Publisher
+        self.train(seed % 3 + 1)
+
+    def claim(self) -> None:
+        self.publisher = Publisher(self.tracker, self.storage, dense=self.model.module.dense)
+
+    def train(self, num_batches: int = 2) -> None:
+        for _ in range(num_batches):
+            self.model(batch(_SPEC, self._generator)).backward()
+            self.tracker.step()
+
+    def tables(self) -> dict[str, Tensor]:
+        """A copy of each table, from the blocks of its columns."""
+        return {
+            fqn: torch.cat([view.detach() for view in self.tracker.column_views(fqn)], 1).clone()
+            for fqn in self.tracker.tables
+        }
+
+
+class Reader:
+    """A predictor that polls, and must hold a version exactly or not at all.
+
+    What a trainer holds stands in ``next.pt`` before it publishes, and by the version's number once that was seen.
+    """
+
+    def __init__(self, url: str, expected: Path) -> None:
+        self._url = url
+        self._expected = expected
+        expected.mkdir(exist_ok=True)
+        self._tables = {
+            f"ec.embeddings.{table.name}": torch.full((table.rows, table.dim), -1.0) for table in _SPEC.tables
+        }
+        self._predictor = Predictor(self._tables, Storage(url), dense=False)
+        self._lock = threading.Lock()
+        self.num_polls = 0
+
+    def announce(self, trainer: Trainer) -> None:
+        """The trainer is about to publish; what it published before is known from here on."""
+        self.poll()
+        draft = self._expected / "draft.pt"
+        torch.save(trainer.tables(), draft)
+        draft.rename(self._expected / "next.pt")
+
+    def poll(self) -> None:
+        """See what the stream holds at this moment."""
+        with self._lock:
+            self.num_polls += 1
+            try:
+                self._predictor.sync()
+            except NoSnapshotError:
+                assert all(bool((table == -1).all()) for table in self._tables.values())
+                return
+            assert self._predictor.manifest is not None
+            seen = self._expected / f"{self._predictor.manifest.version}.pt"
+            if not seen.exists():
+                shutil.copy(self._expected / "next.pt", seen)
+            _assert_equal(self._tables, torch.load(seen))
+
+    def finish(self, trainer: Trainer) -> None:
+        """The reader, a new one, and the dense tensors are what the trainer holds now."""
+        self.poll()
+        _assert_equal(self._tables, trainer.tables())
+        Reader(self._url, self._expected).poll()
+        manifest = self._predictor.manifest
+        assert manifest is not None
+        dense = dense_of(read_parts(Storage(self._url), manifest))
+        assert dense
+        for name, tensor in trainer.model.module.dense.state_dict().items():
+            assert torch.equal(dense[f"dense.{name}"], tensor), name
+
+
+def _assert_equal(tables: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tables.keys() == expected.keys(), (tables.keys(), expected.keys())
+    for fqn, table in expected.items():
+        assert torch.equal(tables[fqn].view(torch.int32), table.view(torch.int32)), fqn
+
+
+def check_log(url: str) -> None:
+    """The log is one chain, every generation begins with a claim, and the parts of the newest snapshot on can be read.
+
+    Below that snapshot retention keeps claims and the entries before them, without parts, and there may be gaps.
+    """
+    log = StreamLog(Storage(url))
+    entries = [log.read(version) for version in log.versions()]
+    snapshots = [entry.version for entry in entries if entry is not None and entry.kind == "snapshot"]
+    oldest = max((entry.snapshot or 0 for entry in entries[-1:] if entry is not None), default=0)
+    assert not snapshots or oldest in snapshots
+    for before, after in itertools.pairwise(entries):
+        assert before is not None
+        assert after is not None
+        if after.version <= oldest and after.version != before.version + 1:
+            assert after.generation >= before.generation
+            continue
+        assert after.parent == before.link
+        is_next_life = after.kind == "claim"
+        assert after.generation == before.generation + is_next_life
+        assert (after.writer == before.writer) != is_next_life
+    for entry in entries:
+        assert entry is not None
+        if entry.version >= oldest:
+            read_parts(log.storage, entry)
+
+
+@dataclass
+class Stage:
+    """What a scenario plays on."""
+
+    storage: Watched
+    reader: Reader
+    trainer: Trainer
+    is_over: bool = False  # the operations that are swept were all done
+
+    def publish(self, kind: str = "publish") -> None:
+        """Publish by the trainer's publisher, while the reader knows what to expect."""
+        self.reader.announce(self.trainer)
+        getattr(self.trainer.publisher, kind)()
+
+    def try_again(self, action: Callable[[], object]) -> None:
+        """A failure is told, loses nothing, and is over when the store works again."""
+        try:
+            action()
+        except (StorageError, PublishError):
+            self.trainer.train()
+            action()
+
+
+def _claim(stage: Stage) -> None:
+    stage.storage.is_armed = True
+    stage.try_again(stage.trainer.claim)
+
+
+def _second_claim(stage: Stage) -> None:
+    stage.trainer.claim()
+    stage.publish()
+    stage.trainer.publisher.close()
+    stage.storage.is_armed = True
+    stage.try_again(stage.trainer.claim)
+
+
+def _snapshot(stage: Stage) -> None:
+    stage.trainer.claim()
+    stage.storage.is_armed = True
+    stage.try_again(stage.publish)
+
+
+def _second_snapshot(stage: Stage) -> None:
+    stage.trainer.claim()
+    stage.publish()
+    stage.trainer.train()
+    stage.storage.is_armed = True
+    stage.try_again(lambda: stage.publish("snapshot"))
+
+
+def _delta(stage: Stage) -> None:
+    stage.trainer.claim()
+    stage.publish()
+    stage.trainer.train()
+    stage.storage.is_armed = True
+    stage.try_again(stage.publish)
+
+
+def _some_versions(stage: Stage) -> None:
+    stage.trainer.claim()
+    stage.publish()
+    for _ in range(3):
+        stage.trainer.train()
+        stage.publish()
+
+
+def _compaction(stage: Stage) -> None:
+    _some_versions(stage)
+    stage.storage.is_armed = True
+    stage.try_again(lambda: compact(stage.storage, fold=10.0))
+
+
+def _fold(stage: Stage) -> None:
+    _some_versions(stage)
+    stage.storage.is_armed = True
+    stage.try_again(lambda: compact(stage.storage, fold=1e-9))
+
+
+def _retention(stage: Stage) -> None:
+    _some_versions(stage)
+    compact(stage.storage, fold=10.0)
+    stage.publish("snapshot")
+    stage.storage.is_armed = True
+    stage.try_again(lambda: retain(stage.storage, Retention(versions=1, grace_seconds=0.0)))
+
+
+# Each arms the storage where the operations begin that are to be swept.
+SCENARIOS: dict[str, Callable[[Stage], None]] = {
+    "claim": _claim,
+    "second claim": _second_claim,
+    "snapshot": _snapshot,
+    "second snapshot": _second_snapshot,
+    "delta": _delta,
+    "compaction": _compaction,
+    "fold": _fold,
+    "retention": _retention,
+}
+# Killed here; that operations fail is swept in tests/stream/test_upkeep_faults.py, and races are between publishers.
+_UPKEEP = ("compaction", "fold", "retention")
+
+
+def _play(stage: Stage, scenario: str) -> None:
+    SCENARIOS[scenario](stage)
+    stage.is_over = True
+
+
+def _stage(root: Path, act: Callable[[int, str, When], None]) -> Stage:
+    url = f"file://{root}/stream"
+    reader = Reader(url, root / "expected")
+
+    def reached(number: int, name: str, when: When) -> None:
+        if when != "within":  # there the store is busy, and answers nobody on its own threads
+            reader.poll()
+        act(number, name, when)
+
+    storage = Watched(url, reached)
+    return Stage(storage, reader, Trainer(storage, seed=0))
+
+
+def _dry(root: Path, scenario: str) -> dict[str, Any]:
+    """The operations of a scenario and the sides of each that it passes, and the modules that were loaded for it."""
+    passed: list[list[Any]] = []
+    stage = _stage(root, lambda number, name, when: passed.append([number, name, when]))
+    _play(stage, scenario)
+    stage.storage.is_armed = False
+    assert stage.reader.num_polls >= sum(when != "within" for _, _, when in passed)
+    return {"passed": passed, "modules": sorted(sys.modules)}
+
+
+def _killed(root: Path, point: Point) -> None:
+    def act(number: int, _name: str, when: When) -> None:
+        if (number, when) == (point.number, point.when):
+            (root / "fired").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _play(_stage(root, act), point.scenario)
+    raise AssertionError("it outlived the point")
+
+
+def _restarted(root: Path) -> None:
+    """After the kill: the stream is readable, and a new life goes on from what it holds."""
+    stage = _stage(root, lambda _number, _name, _when: None)
+    stage.reader.poll()
+    check_log(stage.storage.url)
+    _go_on(stage, seed=7)
+
+
+def _go_on(stage: Stage, seed: int) -> None:
+    """Another trainer, which knows nothing of the first one's rows, claims and publishes; the reader follows."""
+    stage.storage.is_armed = False
+    stage.trainer = Trainer(stage.storage, seed)
+    stage.trainer.claim()
+    for _ in range(2):
+        stage.publish()
+        stage.reader.finish(stage.trainer)
+        stage.trainer.train()
+    check_log(stage.storage.url)
+
+
+def _failed(root: Path, point: Point) -> None:
+    """The store fails at the point; ``after`` it, what it was asked for has happened, and only the answer is lost."""
+
+    def act(number: int, name: str, when: When) -> None:
+        if (number, when) == (point.number, point.when):
+            (root / "fired").touch()
+            raise StorageError("file:///", f"connection reset {when} {name}")
+
+    stage = _stage(root, act)
+    _play(stage, point.scenario)
+    for _ in range(2):
+        stage.publish()
+        stage.reader.finish(stage.trainer)
+        stage.trainer.train()
+    check_log(stage.storage.url)
+    _go_on(stage, seed=5)
+
+
+def _raced(root: Path, point: Point) -> None:
+    """The publisher stops at the point; another one claims and publishes; the first one goes on."""
+    first, second, fate = _overtaken(root, point)
+    head = StreamLog(Storage(first.storage.url)).head()
+    assert head is not None
+    # Whoever claimed last has the stream; a version of the first one is in it only if it came before that claim.
+    if head.writer == second.trainer.publisher._writer.head.writer:
+        assert fate == ("finished" if first.is_over else "fenced")
+        winner, loser = second, first.trainer
+    else:
+        assert (fate, "claim" in point.scenario) == ("finished", True)
+        winner, loser = first, second.trainer
+        loser.train()
+    for publisher in (loser.publisher, winner.trainer.publisher):
+        publisher._thread = threading.get_ident()  # the first one's own thread has ended
+    pending = loser.tracker.num_pending()
+    assert sum(pending.values()) > 0 or first.is_over, "what a fenced publisher read is pending again"
+    log = StreamLog(Storage(first.storage.url))
+    before = log.versions()
+    for _ in range(2):
+        try:
+            loser.publisher.publish()
+        except FencedError:
+            continue
+        raise AssertionError("both publish")
+    assert log.versions() == before
+    assert loser.tracker.num_pending() == pending
+    winner.publish()
+    winner.reader.finish(winner.trainer)
+    check_log(first.storage.url)
+
+
+def _overtaken(root: Path, point: Point) -> tuple[Stage, Stage, str]:
+    """Both publishers after the race, and how the first one's scenario ended."""
+    stopped, go_on = threading.Event(), threading.Event()
+    stages: list[Stage] = []
+    fates: list[str] = []
+
+    def act(number: int, _name: str, when: When) -> None:
+        if (number, when) == (point.number, point.when):
+            (root / "fired").touch()
+            stopped.set()
+            assert go_on.wait(_TIMEOUT_SECONDS)
+
+    def live() -> None:
+        stages.append(_stage(root, act))
+        try:
+            _play(stages[0], point.scenario)
+            fates.append("finished")
+        except FencedError:
+            fates.append("fenced")
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    assert stopped.wait(_TIMEOUT_SECONDS), "the first one never came to the point"
+    (first,) = stages
+    plain = Watched(first.storage.url, lambda _number, _name, _when: None)
+    second = Stage(plain, Reader(plain.url, root / "expected"), Trainer(plain, seed=3))
+    second.trainer.claim()
+    for _ in range(3):
+        second.publish()
+        second.reader.finish(second.trainer)
+        second.trainer.train()
+    first.storage.is_armed = False
+    go_on.set()
+    thread.join(_TIMEOUT_SECONDS)
+    assert len(fates) == 1, "the first one neither finished nor was fenced"
+    check_log(plain.url)
+    first.reader.poll()
+    return first, second, fates[0]
+
+
+def _in_child(root: Path, body: Callable[[], Any]) -> int:
+    """Run ``body`` in a fork; its exit status, negative for a signal. What it returns or raises stands in a file."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            result = body()
+            (root / "result.json").write_text(json.dumps(result))
+            status = 0
+        except BaseException:  # noqa: BLE001  it goes to the parent
+            (root / "error").write_text(traceback.format_exc())
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _run(root: Path, name: str, body: Callable[[Path], Any], wanted: int = 0) -> Any:
+    status = _in_child(root, lambda: body(root))
+    if status != wanted:
+        error = root / "error"
+        raise AssertionError(f"{name}: ended with {status}\n{error.read_text() if error.exists() else ''}")
+    return json.loads((root / "result.json").read_text()) if wanted == 0 else None
+
+
+def points(root: Path, scenarios: Iterable[str]) -> list[Point]:
+    """All points of some scenarios, by a dry run of each."""
+    found = []
+    for scenario in scenarios:
+        directory = root / f"dry {scenario}"
+        directory.mkdir(parents=True)
+        dry = _run(directory, scenario, lambda root, scenario=scenario: _dry(root, scenario))
+        assert dry["passed"], scenario
+        found += [Point(scenario, number, when) for number, _, when in dry["passed"]]
+        for module in dry["modules"]:  # else every child would load them anew
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+    return found
+
+
+def _sweep_point(root: Path, mode: str, point: Point) -> None:
+    if mode == "kills":
+        _run(root, str(point), lambda root: _killed(root, point), wanted=-signal.SIGKILL)
+        _run(root, f"restart after {point}", _restarted)
+    else:
+        body = {"failures": _failed, "races": _raced}[mode]
+        _run(root, str(point), lambda root: body(root, point))
+
+
+def sweep(mode: str, root: Path, every: int = 1) -> dict[str, int]:
+    """Sweep all points, or one in ``every``; return how many points there are, by scenario.
+
+    Raises:
+        AssertionError: at the first point that does not keep the promises, or if a point was never reached.
+    """
+    scenarios = [scenario for scenario in SCENARIOS if mode == "kills" or scenario not in _UPKEEP]
+    all_points = points(root, scenarios)
+    for index, point in enumerate(all_points[::every]):
+        directory = root / f"{index}"
+        directory.mkdir()
+        _sweep_point(directory, mode, point)
+        assert (directory / "fired").exists(), f"{point} was not reached"
+        shutil.rmtree(directory)
+    return dict(Counter(point.scenario for point in all_points))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=["kills", "failures", "races"])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--every", type=int, default=1, help="sweep one point in so many")
+    options = parser.parse_args()
+    print(json.dumps(sweep(options.mode, options.directory, options.every)))

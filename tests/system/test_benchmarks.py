@@ -1,0 +1,142 @@
+"""The benchmark programs run, and their own checks of what they measure hold."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.harness import Report, Sample, interleaved
+from benchmarks.summary import markdown
+from benchmarks.targets import Target
+from benchmarks.workloads import distinct_ids, uniform_ids, zipf_ids
+
+_ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bench_freshness", "bench_predict", "bench_publish", "bench_quality"),
+        *("bench_read", "bench_step", "bench_store"),
+    ],
+)
+def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
+    # In a process of its own: it has a process group and settings of torch.
+    arguments = ["-m", f"benchmarks.{name}", "--tiny", "--out", str(tmp_path), "--work", str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, cwd=_ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    table = (tmp_path / f"{name}.md").read_text()
+    assert done.stdout == table
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    assert record["environment"]["torch"] == torch.__version__
+    values = [value for case in record["figures"].values() for sample in case.values() for value in sample]
+    assert values
+    assert all(math.isfinite(value) for value in values)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json", f"{name}.md"], "it left files behind"
+
+
+@pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality"])
+def test_committed_results_are_of_the_program_that_is_there(name: str) -> None:
+    directory = _ROOT / "benchmarks" / "results"
+    record = json.loads((directory / f"{name}.json").read_text())
+    table = (directory / f"{name}.md").read_text()
+    assert {"date", "processor", "cores", "torch", "load_before"} <= record["environment"].keys()
+    assert record["environment"]["date"] in table
+    importlib.import_module(f"benchmarks.{name}")
+    assert re.search(rf"^# {name}$", table, re.MULTILINE)
+
+
+def test_make_bench_runs_every_benchmark() -> None:
+    runner = importlib.import_module("benchmarks.__main__")
+    named = {*runner.PROGRAMS, *runner.PRINTING}
+    assert {path.stem for path in (_ROOT / "benchmarks").glob("bench_*.py")} - named == set()
+    assert not runner.PROGRAMS.keys() & runner.PRINTING.keys()
+
+
+def test_the_readme_has_the_table_of_the_committed_results() -> None:
+    readme = (_ROOT / "README.md").read_text()
+    table = markdown(_ROOT / "benchmarks" / "results")
+    assert f"<!-- benchmarks -->\n{table}<!-- /benchmarks -->" in readme, "run python -m benchmarks.summary"
+
+
+def test_a_target_is_met_missed_or_not_measured(tmp_path: Path) -> None:
+    report = Report(name="bench_a", settings={}, columns=("what",), environment={"date": "now"})
+    for name, value in (("half", 0.5), ("double", 2.0)):
+        report.add(name, {"seconds": Sample((value,))})
+    record = {"environment": dict.fromkeys(("date", "cores", "processor", "load_before", "load_after", "torch"), "x")}
+    (tmp_path / "bench_a.json").write_text(json.dumps({**record, "figures": report.figures}))
+    found = markdown(
+        tmp_path,
+        [
+            Target("least", 1.0, True, lambda results: results.median("bench_a", "double")),
+            Target("least", 1.0, True, lambda results: results.median("bench_a", "half")),
+            Target("most", 1.0, False, lambda results: results.median("bench_a", "half")),
+            Target("most", 1.0, False, lambda results: results.median("bench_a", "double")),
+            Target("none", 1.0, False, lambda results: results.median("bench_b", "half")),
+            Target("none", 1.0, False, lambda results: max(map(len, results.cases("bench_a", "third")))),
+        ],
+    )
+    assert [line.split(" | ", 1)[1] for line in found.splitlines()[2:8]] == [
+        "≥ 1.00 | 2.00 | yes |",
+        "≥ 1.00 | 0.50 | no: 0.50 of the target |",
+        "≤ 1.00 | 0.50 | yes |",
+        "≤ 1.00 | 2.00 | no: 2.00 of the target |",
+        "≤ 1.00 |  | not measured |",
+        "≤ 1.00 |  | not measured |",
+    ]
+
+
+def test_cases_run_in_turns_and_warm_ups_do_not_count() -> None:
+    rounds: list[list[str]] = []
+
+    def case(name: str) -> dict[str, float]:
+        rounds[-1].append(name)
+        return {"seconds": float(len(rounds))}
+
+    found = interleaved(
+        {"a": lambda: case("a"), "b": lambda: case("b")},
+        repeats=9,
+        warmups=1,
+        before_round=lambda: rounds.append([]),
+    )
+    assert {"".join(each) for each in rounds} == {"ab", "ba"}
+    assert found == {name: {"seconds": Sample(tuple(map(float, range(2, 11))))} for name in "ab"}
+    assert Sample((0.003, 0.001, 0.002)).text(1e3) == "2.0 (1.0-3.0)"
+
+
+def test_a_report_stands_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(name="name", settings={"rows": 3}, columns=("what", "ms"), notes=["A note."], environment={})
+    report.lines.append(("a", "1"))
+    report.add("a", {"seconds": Sample((0.5,))})
+    report.finish(tmp_path)
+    text = (tmp_path / "name.md").read_text()
+    assert text.startswith("# name\n\n| what | ms |\n| --- | ---: |\n| a | 1 |\n\n- A note.\n- Settings: rows 3.\n")
+    assert capsys.readouterr().out == text
+    assert json.loads((tmp_path / "name.json").read_text())["figures"] == {"a": {"seconds": [0.5]}}
+
+
+def test_ids_are_drawn_as_they_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    uniform = uniform_ids(10, 20_000, generator).bincount(minlength=10)
+    assert len(uniform) == 10
+    assert (uniform - 2000).abs().max() < 250
+    zipf = zipf_ids(1000, 200_000, generator).bincount(minlength=1000)
+    assert len(zipf) == 1000
+    # The continuous law's share of the k-th id, from its distribution function.
+    power = 1 - 1.05
+    edges = torch.arange(1, 1002, dtype=torch.float64) ** power
+    share = (edges[:-1] - edges[1:]) / (1 - 1001**power)
+    assert torch.allclose(zipf / 200_000, share.float(), atol=0.004)
+    ids = distinct_ids(50, 20, generator)
+    assert len(ids) == 20
+    assert bool((ids[1:] > ids[:-1]).all())
+    assert 0 <= int(ids[0]) <= int(ids[-1]) < 50

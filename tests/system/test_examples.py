@@ -1,0 +1,192 @@
+"""Every example is run as its docstring says, and asserts its own result."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.servers import S3, free_ports, installed, redis_server
+
+_ROOT = Path(__file__).parent.parent.parent
+_EXAMPLES = sorted(path for path in (_ROOT / "examples").glob("*.py") if path.name != "__init__.py")
+_ENVIRON = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_LIMIT_SECONDS = 120
+_LOAD_SECONDS = 3
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Run an example in the process that all of them share; what it printed."""
+    folder = tmp_path_factory.mktemp("examples")
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.system.example_runner"],
+        cwd=_ROOT,
+        env=_ENVIRON | {"TMPDIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as runner:
+
+        def run(name: str, *arguments: str) -> str:
+            runner.stdin.write(json.dumps([name, *arguments]) + "\n")
+            runner.stdin.flush()
+            answer = json.loads(runner.stdout.readline())
+            assert answer["error"] is None, answer["error"]
+            return answer["said"]
+
+        try:
+            yield run
+        finally:
+            runner.kill()
+
+
+def torchrun(folder: Path, num_ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run an example on ranks, as ``torchrun`` does."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *launcher, "-m", *command],
+        cwd=_ROOT,
+        env=_ENVIRON | {"TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_SECONDS,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("one_process", "'stream' has received them; 3 rows are pending for 'audit'"),
+        ("top_k", "without training, bit for bit"),
+        ("quantised", "bytes are those of the trainer's table, quantised anew"),
+        ("extensions", "the store equals the trainer bit for bit"),
+        ("publish_and_predict", "equal the trainer's bit for bit"),
+    ],
+)
+def test_it_shows_what_it_says(run: Run, name: str, shown: str) -> None:
+    assert shown in run(name)
+
+
+def test_own_metrics(run: Run) -> None:
+    said = run("own_metrics", "--port", "0")
+    assert 'training_examples_total{job="trainer",split="train"} 160.0' in said
+    assert 'delta_tracker_published_rows_total{job="trainer",table="embedding_bags.item"}' in said
+
+
+def test_lightning_trainer(run: Run) -> None:
+    pytest.importorskip("pytorch_lightning", exc_type=ModuleNotFoundError)
+    assert re.findall(r"batch (\d+): generation (\d)", run("lightning_trainer")) == [("10", "1"), ("20", "2")]
+
+
+def test_s3(run: Run, s3: S3) -> None:
+    options = [f"{name}={value}" for name, value in s3.options.items()]
+    said = run("s3", f"{s3.url}/example", *options)
+    assert f"{s3.url}/example/log: 5 objects" in said
+    assert "bit for bit" in said
+
+
+def test_redis_hints(run: Run) -> None:
+    with redis_server(*free_ports(1)) as url:
+        assert "never waited for its next look" in run("redis_hints", url)
+
+
+def test_sharded(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, 2, "examples.sharded")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the predictor equals this rank's shards bit for bit") == 2
+
+
+def test_crash_and_resume(tmp_path: Path) -> None:
+    folder = str(tmp_path / "trainer")
+    killed = torchrun(tmp_path, 2, "examples.crash_and_resume", folder, "--die-after", "25")
+    assert killed.returncode != 0
+    assert killed.stdout.endswith("batch 24: version 8, delta\nkilled after batch 25\n"), killed.stderr
+    resumed = torchrun(tmp_path, 1, "examples.crash_and_resume", folder)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "the predictor holds version 8, of a trainer that is gone" in resumed.stdout
+    assert "1 rank resumes at batch 20\nbatch 21: version 10, delta" in resumed.stdout
+    assert resumed.stdout.endswith("the predictor equals the trainer bit for bit\n")
+
+
+@contextlib.contextmanager
+def started(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """An example in the background, which ends well when it is interrupted."""
+    process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", *command], cwd=_ROOT, env=_ENVIRON)
+    try:
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def asked(url: str) -> tuple[int, dict[str, Any]]:
+    """What the service answers; (0, {}) while nobody does."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+    except OSError:
+        return 0, {}
+
+
+def answers(url: str, status: int) -> dict[str, Any]:
+    """Wait for an answer of that status."""
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while (found := asked(url))[0] != status:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    return found[1]
+
+
+def test_service_under_load(tmp_path: Path) -> None:
+    """No request fails, versions advance, no row is torn, and a request sees two versions only while it is told so."""
+    wrk = installed("wrk")
+    stream, (port,) = f"file://{tmp_path}/stream", free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    with started("examples.service", "serve", stream, "--port", str(port)):
+        early = answers(f"{url}/health", 503)
+        assert early["version"] is None
+        assert asked(f"{url}/rows?ids=1") == (503, {"detail": "no version has come yet"})
+        with started("examples.service", "publish", stream, "--pause", "0.01"):
+            first = answers(f"{url}/health", 200)
+            load = [wrk, "--threads=1", "--connections=4", f"--duration={_LOAD_SECONDS}s", "--timeout=60s"]
+            output = subprocess.run(
+                [*load, "--script=examples/service.lua", url], cwd=_ROOT, capture_output=True, text=True, check=True
+            ).stdout
+        found = json.loads(output.splitlines()[-1])
+        last = answers(f"{url}/health", 200)
+    assert found["requests"] > 0
+    for fault in ("errors", "malformed", "torn", "mixed"):
+        assert found[fault] == 0, found
+    assert found["versions"] > 0, "no version came meanwhile"
+    assert last["version"] > first["version"]
+    assert last["resyncs"] == 0
+
+
+def test_all_of_them_are_tested_and_short() -> None:
+    tests = Path(__file__).read_text()
+    for path in _EXAMPLES:
+        assert f'"{path.stem}"' in tests or f'"examples.{path.stem}"' in tests, path
+        lines = path.read_text().splitlines()
+        assert len(lines) < 120, path
+        assert f"-m examples.{path.stem}" in path.read_text(), "the docstring says how to run it"

@@ -1,0 +1,33 @@
+"""The fault sweep: each storage operation of a claim, a snapshot and a delta is killed, failed and overtaken.
+
+Here one point in three; ``make test-sweeps`` runs all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+_ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["kills", "failures", "races"])
+def test_every_operation(tmp_path: Path, mode: str) -> None:
+    every = "1" if SWEEPS_ARE_WHOLE else "3"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.system.fault_sweep", mode, str(tmp_path), "--every", every]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=590, cwd=_ROOT, check=False)
+    assert run.returncode == 0, run.stderr
+    counts = json.loads(run.stdout)
+    # A claim probes the store, finds the head, makes its entry, looks at its place, and is looked for; a snapshot
+    # writes two parts, what was copied and what changed meanwhile; a version's entry is made and its place looked at.
+    expected = {"claim": 16, "second claim": 18, "snapshot": 10, "second snapshot": 10, "delta": 7}
+    if mode == "kills":
+        expected |= {"compaction": 31, "fold": 38, "retention": 42}
+    assert counts == expected

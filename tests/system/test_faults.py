@@ -1,0 +1,118 @@
+"""The comparison with TorchRec's own tracker: run once, and the README shows what came out."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.faults import ranks
+from benchmarks.faults.__main__ import main, markdown
+from benchmarks.faults.registry import CASES, FAULTS, RIGHT, case, expect
+
+_ROOT = Path(__file__).parent.parent.parent
+_NUM_THEIRS_AT_LEAST = 15
+
+# Other versions have another interface, or lack cases' modules; the comparison is with the pinned one.
+_IS_PINNED = importlib.util.find_spec("torchrec") is not None and version("torchrec").startswith("1.8.")
+pytestmark = pytest.mark.skipif(not _IS_PINNED, reason="compares with torchrec 1.8")
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[int, dict[str, str]]:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.faults", "--json"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout, done.stderr
+    found = {int(fault): result for fault, result in json.loads(done.stdout).items()}
+    assert done.returncode == int(any(result["delta_tracker"] != RIGHT for result in found.values()))
+    return found
+
+
+def test_every_fault_is_tried(results: dict[int, dict[str, str]]) -> None:
+    assert list(results) == list(FAULTS) == list(range(1, 19))
+
+
+def test_ours_is_right(results: dict[int, dict[str, str]]) -> None:
+    assert {fault: result["delta_tracker"] for fault, result in results.items()} == dict.fromkeys(FAULTS, RIGHT)
+
+
+def test_the_cases_find_something(results: dict[int, dict[str, str]]) -> None:
+    wrong = [fault for fault, result in results.items() if result["TorchRec"] != RIGHT]
+    assert len(wrong) >= _NUM_THEIRS_AT_LEAST
+    assert not any("the case" in verdict for result in results.values() for verdict in result.values())
+
+
+def test_the_readme_has_this_table(results: dict[int, dict[str, str]]) -> None:
+    readme = (_ROOT / "README.md").read_text()
+    found = re.search(r"<!-- faults -->\n(.*?)<!-- /faults -->", readme, flags=re.DOTALL)
+    assert found, "put the output of `python -m benchmarks.faults --markdown -` between the markers"
+    assert found[1].strip() == markdown(results).strip()
+
+
+def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts = {("read_nothing", "TorchRec"): "raises | *", ("read_nothing", "delta_tracker"): RIGHT}
+    monkeypatch.setattr("benchmarks.faults.__main__.run_all", lambda jobs, num_parallel: verdicts.items())
+    table = tmp_path / "table.md"
+    assert main(["--faults", "3", "--markdown", str(table)]) == 0
+    assert "right" in capsys.readouterr().out
+    assert table.read_text().splitlines()[2] == f"| 3 | {FAULTS[3]} | raises \\| \\* | right |"
+    assert main(["--faults", "3", "--markdown", "-"]) == 0
+    assert capsys.readouterr().out == table.read_text()
+    verdicts["read_nothing", "delta_tracker"] = "loses 1 rows"
+    assert main(["--faults", "3", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"3": {"TorchRec": "raises | *", "delta_tracker": "loses 1 rows"}}
+
+
+@pytest.mark.parametrize("cases", ["import os; os.abort()", "import time; time.sleep(60)"])
+def test_a_rank_that_dies_or_hangs_takes_nothing_with_it(cases: str, tmp_path: Path) -> None:
+    """In a program of its own, with a case that misbehaves on rank 1."""
+    (tmp_path / "bad_cases.py").write_text(
+        "from torch import distributed as dist\n"
+        "from benchmarks.faults.registry import case\n"
+        "@case(3, num_ranks=2)\n"
+        "def bad(make):\n"
+        f"    if dist.get_rank() == 1:\n        {cases}\n"
+    )
+    (tmp_path / "program.py").write_text(
+        "import sys\n"
+        f"sys.path[:0] = [{str(_ROOT)!r}, {str(tmp_path)!r}]\n"
+        "from benchmarks.faults import ranks\n"
+        "ranks.CASE_MODULES = ('bad_cases',)\n"
+        f"ranks._CASE_SECONDS = {60 if 'abort' in cases else 8}\n"
+        "if __name__ == '__main__':\n"
+        "    ranks.load_cases()\n"
+        "    print(dict(ranks.run_all([('bad', 'TorchRec')], 1)))\n"
+    )
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=_ROOT)
+    verdict = "rank 1: the process dies" if "abort" in cases else "rank 1: hangs"
+    assert verdict in done.stdout
+
+
+def test_errors_are_told_in_a_few_words() -> None:
+    assert ranks.describe(KeyError("t")) == "KeyError: 't'"
+    assert ranks.describe(ValueError()) == "ValueError"
+    assert ranks.describe(ValueError("x" * 100)) == f"ValueError: {'x' * 70}…"
+    assert ranks.describe(RuntimeError("[gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1")) == (
+        "waits for a dead peer"
+    )
+
+
+def test_case_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "own", None)
+
+    @case(1)
+    def own(make: Callable[..., Any]) -> None:
+        expect(make is not None, "nothing to make")
+
+    assert CASES["own"].run is own
+    with pytest.raises(AssertionError, match="nothing to make"):
+        CASES["own"].run(None)

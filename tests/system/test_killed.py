@@ -1,0 +1,58 @@
+"""Kill -9 at every step of an apply, of a resync and of a rollback; restarted from its files, a predictor is right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from delta_tracker import Predictor
+from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.storage.storage import Storage
+from tests.predictor.serving import assert_holds, empty_model
+from tests.stream.histories import History
+from tests.system import killed_cases as killed
+
+_ROOT = Path(__file__).parent.parent.parent
+
+
+def _keep(directory: Path, model: dict[str, torch.Tensor], predictor: Predictor) -> None:
+    directory.mkdir()
+    for name in killed.SHAPES:
+        (directory / name).write_bytes(model[name].view(-1).view(torch.uint8).numpy().tobytes())
+    (directory / "place.json").write_text(json.dumps(predictor.state_dict()))
+
+
+def test_a_predictor_killed_at_any_step_ends_right(tmp_path: Path) -> None:
+    history = History(Storage(f"file://{tmp_path}/stream", create=True, fsync=False), 1)
+    model = empty_model()
+    predictor = Predictor(model, history.storage)
+    predictor.sync()
+    _keep(tmp_path / "begin", model, predictor)
+    history.delta(3)
+    gap = history.version + 1
+    history.delta()
+    history.snapshot(is_fuzzy=True)
+    history.delta(4)
+    history.delta(3)
+    assert gap + 2 == killed.ROLLED_BACK_TO
+    (tmp_path / "stream" / entry_name(gap)).unlink()
+    assert predictor.sync() == history.version
+    assert_holds(model, history, history.version)
+    _keep(tmp_path / "expected", model, predictor)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.system.killed_cases", str(tmp_path)]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    kinds = {"before a read", "before a listing", "before a chunk", "within a chunk"}
+    kinds |= {"before dense tensors", "after dense tensors"}
+    kinds |= {"before the place is written", "before the place is renamed", "after the place is renamed"}
+    for scenario in killed.SCENARIOS:
+        assert kinds <= found[scenario].keys()
+        assert found[scenario]["within a chunk"] >= 5
+    assert found["rollback"]["after the place is removed"] == 1
+    shutil.rmtree(tmp_path / "kept")

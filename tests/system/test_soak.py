@@ -1,0 +1,59 @@
+"""A short run of everything at once in one process, with a watchdog on every lock."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).parent.parent.parent
+
+_HOLD_TOO_LONG = """
+import threading, time
+from tests.system import watched_locks
+
+waits = watched_locks.install(limit_seconds=0.05)
+lock, condition = threading.Lock(), threading.Condition()
+with condition:
+    condition.wait(0.2)  # no wait for a lock
+assert waits.num_acquired and not waits.too_long, waits
+
+
+def hold(is_held):
+    with lock:
+        is_held.set()
+        time.sleep(0.5)
+
+
+is_held = threading.Event()
+thread = threading.Thread(target=hold, args=(is_held,))
+thread.start()
+is_held.wait()
+with lock:
+    pass
+thread.join()
+stacks, seconds = waits.too_long
+assert "in hold" in stacks, stacks
+assert waits.longest[0] > 0.1, waits
+"""
+
+
+def _run(*arguments: str) -> str:
+    command = [sys.executable, "-W", "ignore", *arguments]
+    done = subprocess.run(command, cwd=_ROOT, check=False, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    return done.stdout
+
+
+def test_everything_at_once_waits_for_nothing_and_leaves_nothing() -> None:
+    seen = json.loads(_run("-m", "tests.system.soak", "--seconds", "4"))
+    assert seen["problems"] == 0
+    assert seen["versions"] > 3
+    assert seen.get("forks: load", 0) + seen.get("forks: serve", 0) > 1
+    assert seen["lookups"] > 10
+    assert seen["locks acquired"] > 1000
+
+
+def test_the_watchdog_finds_a_wait_for_a_lock() -> None:
+    _run("-c", _HOLD_TOO_LONG)

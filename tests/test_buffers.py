@@ -1,0 +1,156 @@
+"""Memory that is lent again: only once nobody holds it, and not for ever."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from delta_tracker.buffers import MEMORY, RowMemory, new_rows
+
+_LARGE = 5 << 20
+
+
+def _place(array: NDArray[np.uint8]) -> int:
+    return array.ctypes.data
+
+
+def test_memory_is_lent_again_once_nobody_holds_it() -> None:
+    memory = RowMemory()
+    first = memory.lend(_LARGE)
+    place = _place(first)
+    view = first[100:200][::2]
+    tensor = torch.from_numpy(first).view(torch.float32).view(-1, 4)[10:20]
+    for held in ("the array", "a view", "a tensor"):
+        assert _place(memory.lend(_LARGE)) != place, f"{held} still refers to it"
+        if held == "the array":
+            del first
+        elif held == "a view":
+            del view
+    del tensor
+    gc.collect()
+    both = [memory.lend(_LARGE), memory.lend(_LARGE + 1000)]
+    assert place in map(_place, both)
+    assert memory.free_bytes == 0
+
+
+def test_a_debugger_that_keeps_frames_makes_no_memory_free() -> None:
+    memory, frames = RowMemory(), []
+
+    def keep(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call":
+            frames.append(frame)
+
+    sys.setprofile(keep)
+    first = memory.lend(_LARGE)
+    sys.setprofile(None)
+    frames.clear()
+    assert _place(memory.lend(_LARGE)) != _place(first)
+
+
+def test_what_two_hold_at_a_time_never_overlaps() -> None:
+    memory = RowMemory()
+    held = [memory.lend(_LARGE) for _ in range(5)]
+    for number, each in enumerate(held):
+        each[:] = number
+    assert [int(each[-1]) for each in held] == [0, 1, 2, 3, 4]
+
+
+def test_memory_that_is_not_asked_for_any_more_goes_back() -> None:
+    memory = RowMemory()
+    memory.lend(40 * _LARGE)
+    for _ in range(8):
+        memory.lend(_LARGE)
+    assert 0 < memory.free_bytes < 2 * _LARGE
+    memory.give_back()
+    assert memory.free_bytes == 0
+
+
+def test_reads_of_many_tables_keep_all_of_their_memory() -> None:
+    memory = RowMemory()
+    sizes = [_LARGE * 2**number for number in range(6)]
+    places = []
+    for _ in range(3):
+        held = [memory.lend(size) for size in sizes]
+        places.append(sorted(map(_place, held)))
+        del held
+    assert places[0] == places[1] == places[2]
+
+
+def test_no_more_free_memory_is_kept_than_may_be() -> None:
+    memory = RowMemory(max_bytes=3 * _LARGE)
+    held = [memory.lend(_LARGE) for _ in range(4)]
+    assert len(set(map(_place, held))) == 4
+    assert memory.free_bytes == 0
+    held.clear()
+    assert 0 < memory.free_bytes <= 3 * _LARGE
+    assert len(memory.lend(4 * _LARGE)) == 4 * _LARGE
+    assert memory.free_bytes <= 3 * _LARGE
+
+
+def test_what_is_held_for_long_leaves_the_memory_of_reads_alone() -> None:
+    memory = RowMemory(max_bytes=20 * _LARGE)
+    states = [memory.lend(_LARGE) for _ in range(60)]
+    places = set()
+    for _ in range(3):
+        places.add(_place(memory.lend(10 * _LARGE)))
+    assert len(places) == 1
+    assert len(states) == 60
+
+
+def test_who_finds_it_busy_gets_new_memory() -> None:
+    memory = RowMemory()
+    with memory._lock:  # as a signal handler does that interrupts a request, and a process that was forked in one
+        assert len(memory.lend(_LARGE)) == _LARGE
+        memory.give_back()
+    assert memory.free_bytes == 0
+
+
+def test_threads_never_get_the_same_memory() -> None:
+    memory, held, shared = RowMemory(), set[int](), []
+    guard = threading.Lock()
+
+    def work() -> None:
+        for _ in range(300):
+            loan = memory.lend(_LARGE)
+            with guard:
+                if _place(loan) in held:
+                    shared.append(_place(loan))
+                held.add(_place(loan))
+            loan[:: 1 << 12] = 1
+            with guard:
+                held.discard(_place(loan))
+            del loan
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert not shared
+
+
+@pytest.mark.parametrize("like", [torch.empty(0, 64), torch.empty(3, 2, 8, dtype=torch.float16), torch.empty(5)])
+@pytest.mark.parametrize("num_rows", [0, 7, 3 << 20])
+def test_new_rows_are_like_the_old(like: torch.Tensor, num_rows: int) -> None:
+    rows = new_rows(num_rows, like)
+    assert (rows.dtype, rows.shape[1:], len(rows)) == (like.dtype, like.shape[1:], num_rows)
+    assert rows.is_contiguous()
+    rows.fill_(1)
+
+
+def test_large_rows_come_from_memory_that_is_used_again() -> None:
+    MEMORY.give_back()
+    like = torch.empty(0, 64)
+    places = {new_rows(1 << 15, like).data_ptr() for _ in range(5)}
+    assert len(places) == 1

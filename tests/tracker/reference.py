@@ -1,0 +1,211 @@
+"""The slow, obviously right reference of a rank's log, and the schedule that drives both side by side.
+
+The reference keeps every batch with the times at which it opened and closed. A consumer's read must hold exactly the
+rows of the batches that opened since its last committed cut or were open at that cut, and what earlier reads left out.
+Beside it runs a table of counters that stands for the weights: a copy that takes each committed read must end up equal
+to it, and the old state of a row is what that copy holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from delta_tracker.tracker.change_log import ChangeLog, Reading
+from delta_tracker.tracker.store.segments import SegmentStore
+from delta_tracker.types import Delta, DeltaRows
+
+NUM_ROWS = 12
+CONSUMERS = ("a", "b")
+
+MakeStore = Callable[[Callable[[Tensor], Tensor], Callable[[], bool]], SegmentStore]
+
+
+@dataclass
+class _Batch:
+    rows: set[int]
+    opened: int
+    closed: int | None = None
+    is_written: bool = False
+    failed: bool = False
+
+
+@dataclass
+class _Reader:
+    cut: int
+    copy: list[int]
+    left_out: dict[int, int] = field(default_factory=dict)  # row to age
+    open_read: tuple[int, Delta, list[int], dict[int, int]] | None = None
+
+
+class Schedule:
+    """A log under test, the reference, and one method per event that can happen to both."""
+
+    def __init__(self, make_store: MakeStore, *, delete_on_read: bool = True) -> None:
+        self.weights = [0] * NUM_ROWS
+        self.version = self.seen_version = 0
+        self.store = make_store(self.held, self.was_written)
+        self.keeps_states = self.store._old_states is not None
+        self.log = ChangeLog({"t": self.store}, CONSUMERS, delete_on_read=delete_on_read, max_bytes=None)
+        self.time = 0
+        self.batches: dict[int, _Batch] = {}
+        self.readers = {name: _Reader(0, [0] * NUM_ROWS) for name in CONSUMERS}
+        self.counts = dict.fromkeys(("nothing open", "something open", "rows", "left out", "unknown"), 0)
+
+    def held(self, ids: Tensor) -> Tensor:
+        """The states that rows hold now."""
+        return torch.tensor([[float(self.weights[row])] for row in ids.tolist()]).reshape(len(ids), 1)
+
+    def was_written(self) -> bool:
+        """Whether rows were changed silently since the last call."""
+        seen, self.seen_version = self.seen_version, self.version
+        return seen != self.version
+
+    @property
+    def open_batches(self) -> list[int]:
+        return [key for key, batch in self.batches.items() if batch.closed is None]
+
+    def open(self, ids: list[int] | None) -> None:
+        """A batch is about to be written; None is a hook that failed."""
+        self.time += 1
+        key = len(self.batches)
+        rows = set(range(NUM_ROWS)) if ids is None else {i if 0 <= i < NUM_ROWS else 0 for i in ids}
+        self.batches[key] = _Batch(rows, self.time, failed=ids is None)
+        self.log.opened(key, {"t": None if ids is None else torch.tensor(ids, dtype=torch.int64)})
+
+    def write(self, key: int) -> None:
+        batch = self.batches[key]
+        if batch.closed is None and not batch.is_written:
+            batch.is_written = True
+            for row in batch.rows:
+                self.weights[row] += 1
+
+    def close(self, key: int) -> None:
+        self.write(key)
+        self.time += 1
+        self.batches[key].closed = self.time
+        self.log.applied(key, ["t"])
+
+    def raise_in(self, key: int, *, is_written: bool) -> None:
+        """The pass of an open batch raises, before or after the write; nothing but its end is reported."""
+        if is_written:
+            self.write(key)
+        self.time += 1
+        self.batches[key].closed = self.time
+        self.log.ended(key)
+
+    def edit(self, ids: list[int]) -> None:
+        """Rows are changed from outside, and the log is told afterwards."""
+        self.time += 1
+        for row in set(ids):
+            self.weights[row] += 1
+        self.batches[len(self.batches)] = _Batch(set(ids), self.time, closed=self.time, failed=True)
+        self.log.mark("t", torch.tensor(ids, dtype=torch.int64), is_written=True)
+
+    def overwrite(self, ids: list[int]) -> None:
+        """Rows are changed from outside, and nothing but the version counter of the weights says so."""
+        self.time += 1
+        for row in set(ids):
+            self.weights[row] += 1
+        self.version += 1
+        self.batches[len(self.batches)] = _Batch(set(range(NUM_ROWS)), self.time, closed=self.time, failed=True)
+
+    def read(self, name: str, left_out: set[int] = frozenset()) -> None:
+        """Read without committing, and leave some rows out."""
+        self.time += 1
+        reading = self.log.read(name)
+        changed = reading.rows["t"]
+        self.check(name, reading)
+        keep = torch.tensor([row not in left_out for row in changed.ids.tolist()], dtype=torch.bool)
+        rest = changed.take(~keep)
+        sent = changed.copy() if "t" in reading.shared else changed
+        delta = Delta(
+            {"t": DeltaRows(sent.ids[keep])},
+            consumer=name,
+            start=reading.start,
+            stop=reading.stop,
+            batches=reading.batches,
+            left_out={"t": rest},
+        )
+        self.counts["left out"] += len(rest)
+        self.log.seal(delta, commit=False)
+        ages = {row: self.readers[name].left_out.get(row, 0) + 1 for row in rest.ids.tolist()}
+        self.readers[name].open_read = (self.time, delta, list(self.weights), ages)
+
+    def fail_read(self, name: str) -> None:
+        """A read that raises before it is sealed; the consumer's earlier read stays valid."""
+        num_segments = self.store.num_segments
+        self.check(name, self.log.read(name))
+        self.log.discard()
+        assert self.store.num_segments <= num_segments
+
+    def check(self, name: str, reading: Reading) -> None:
+        reader, changed = self.readers[name], reading.rows["t"]
+        batches = [
+            b for b in self.batches.values() if b.opened > reader.cut or b.closed is None or b.closed > reader.cut
+        ]
+        expected = set(reader.left_out).union(*(batch.rows for batch in batches))
+        assert changed.ids.tolist() == sorted(expected), (name, changed.ids.tolist(), sorted(expected))
+        self.counts["something open" if self.open_batches else "nothing open"] += 1
+        self.counts["rows"] += len(changed)
+        ages = [0] * len(changed) if changed.ages is None else changed.ages.tolist()
+        assert ages == [reader.left_out.get(row, 0) for row in changed.ids.tolist()]
+        if not self.keeps_states:
+            assert changed.states is None
+            return
+        may_be_unknown = set().union(*(batch.rows for batch in batches if batch.failed))
+        for row, state, known in zip(
+            changed.ids.tolist(), changed.states.flatten().tolist(), changed.known.tolist(), strict=True
+        ):
+            if known:
+                assert state == reader.copy[row], (name, row, state, reader.copy[row])
+            else:
+                assert row in may_be_unknown or row in reader.left_out, (name, row)
+                assert state != state, "unknown is NaN"  # noqa: PLR0124
+                self.counts["unknown"] += 1
+
+    def commit(self, name: str) -> None:
+        reader = self.readers[name]
+        if reader.open_read is None:
+            return
+        cut, delta, weights, ages = reader.open_read
+        self.log.commit(delta)
+        for row in delta["t"].ids.tolist():
+            reader.copy[row] = weights[row]
+        stale = {row for row in range(NUM_ROWS) if reader.copy[row] != weights[row]}
+        assert stale <= set(ages), (name, stale, ages)
+        reader.cut, reader.left_out, reader.open_read = cut, ages, None
+
+    def abort(self, name: str) -> None:
+        reader = self.readers[name]
+        if reader.open_read is not None:
+            self.log.abort(reader.open_read[1])
+            reader.open_read = None
+
+    def add(self, name: str) -> None:
+        if name not in self.readers:
+            self.time += 1
+            self.log.add(name)
+            self.readers[name] = _Reader(self.time, list(self.weights))
+
+    def remove(self, name: str) -> None:
+        if name in self.readers and len(self.readers) > 1:
+            self.log.remove(name)
+            del self.readers[name]
+
+    def clear(self, name: str) -> None:
+        self.time += 1
+        self.log.clear(name)
+        self.readers[name] = _Reader(self.time, list(self.weights))
+
+    def finish(self) -> None:
+        """Close everything; every consumer's copy must then become equal to the weights."""
+        for key in self.open_batches:
+            self.close(key)
+        for name, reader in self.readers.items():
+            self.read(name)
+            self.commit(name)
+            assert reader.copy == self.weights, (name, reader.copy, self.weights)

@@ -1,0 +1,115 @@
+"""Every kind of sharded module, kernel and optimizer is tracked exactly, or refused with a typed error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+
+_CASES = "tests.tracker.kinds_cases"
+_NUM_RANDOM = 36
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"module": "own ec"},
+        {"module": "own ebc", "sharding": "column"},
+        {"module": "own ebc", "sharding": "data"},
+        {"module": "fused ec"},
+        {"module": "fused ebc", "sharding": "table"},
+    ],
+    ids=str,
+)
+def test_a_subclass_is_tracked_like_its_base(two_ranks: RankPool, kind: dict[str, Any]) -> None:
+    assert any(answer["changed"] for answer in two_ranks.run(f"{_CASES}:track", kind=kind))
+
+
+@pytest.mark.parametrize("module", ["own ec", "own ebc"])
+def test_a_subclass_serves_like_its_base(two_ranks: RankPool, module: str) -> None:
+    holder = "embedding_bags" if module == "own ebc" else "embeddings"
+    for answer in two_ranks.run(f"{_CASES}:subclasses_serve", module=module):
+        assert answer["dense"] == ["dense.bias", "dense.weight"]
+        assert [fqn for fqn in answer["targets"] if fqn != "dense"] == [f"tables.{holder}.t", f"tables.{holder}.u"]
+
+
+def test_all_modules_that_cannot_be_tracked_are_named_together(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(f"{_CASES}:refused_modules"):
+        assert said["all"].startswith("UnsupportedModuleError: ")
+        assert "'bag' (ShardedEmbeddingBag)" in said["all"]
+        assert "'split.weight' (DTensor)" in said["all"]
+        assert "'pool' (ShardedTensorPool)" in said["all"]
+        assert "'tower' (_Tower)" in said["all"]
+        assert "fqns_to_skip" in said["all"]
+        assert "'bag'" not in said["one skipped"]
+        assert "'split.weight' (DTensor)" in said["one skipped"]
+        assert said["skipped"] == "model.tables.embeddings.t model.tables.embeddings.u"
+
+
+def test_replicas_are_refused_also_without_their_wrapper(one_rank: RankPool) -> None:
+    (said,) = one_rank.run(f"{_CASES}:replicas_without_wrapper")
+    assert "DMPCollection" in said
+
+
+@pytest.mark.parametrize("mode", ["id_only", "embedding"])
+def test_lookups_come_in_addition_to_what_an_ordinary_optimizer_moves(two_ranks: RankPool, mode: str) -> None:
+    for counts in two_ranks.run(f"{_CASES}:lookups_of_compared", mode=mode):
+        assert counts["moved"] > 20
+        assert counts["only looked up"] > 4
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        ("ema", "EMAINPLACE_ROWWISE_ADAGRAD"),
+        ("ensemble", "ENSEMBLE_ROWWISE_ADAGRAD"),
+        ("global decay", "EXACT_ROWWISE_ADAGRAD with weight decay DECOUPLE_GLOBAL"),
+    ],
+)
+def test_an_optimizer_that_writes_other_rows_is_refused(two_ranks: RankPool, optimizer: str, name: str) -> None:
+    for answer in two_ranks.run(f"{_CASES}:track", kind={"module": "ebc", "optimizer": optimizer}):
+        assert answer["refused"].startswith("UnsupportedOptimizerError: ")
+        assert name in answer["refused"]
+        assert "'tables.embedding_bags.t', 'tables.embedding_bags.u'" in answer["refused"]
+
+
+def test_replicas_are_refused(two_ranks: RankPool) -> None:
+    for answer in two_ranks.run(f"{_CASES}:track", kind={"is_replicated": True}):
+        assert answer["refused"].startswith("UnsupportedModuleError: ")
+        assert "DMPCollection" in answer["refused"]
+        assert "'tables.embeddings.t'" in answer["refused"]
+
+
+def test_pruning_is_refused(two_ranks: RankPool) -> None:
+    for answer in two_ranks.run(f"{_CASES}:track", kind={"prunes": True}):
+        assert answer["refused"].startswith("UnsupportedModuleError: ")
+        assert "'pruning'" in answer["refused"]
+        assert "GenericITEPModule" in answer["refused"]
+
+
+def test_random_kinds_are_tracked_exactly_or_refused(two_ranks: RankPool) -> None:
+    refused, tracked = [], []
+    seeds = list(range(_NUM_RANDOM))
+    for outcomes in zip(*two_ranks.run(f"{_CASES}:random_kinds", timeout_seconds=180, seeds=seeds), strict=True):
+        assert len({"refused" in each for each in outcomes}) == 1, f"one rank refuses and another does not: {outcomes}"
+        kind, must = outcomes[0]["kind"], outcomes[0]["must"]
+        if "refused" in outcomes[0]:
+            assert must, f"{kind}: {outcomes[0]['refused']}"
+            refused.append(outcomes[0]["refused"])
+        else:
+            assert not must, f"{kind} is not refused"
+            tracked.append(kind)
+            assert sum(each["changed"] for each in outcomes), f"{kind}: no row changed"
+    assert any("record='lookups'" in kind and ("'dense'" in kind or "'data'" in kind) for kind in tracked)
+    assert len(tracked) > 10
+    for words in (
+        "ShardedEmbeddingBag",
+        "DMPCollection",
+        "EMAINPLACE",
+        "ENSEMBLE",
+        "DECOUPLE_GLOBAL",
+        "GenericITEPModule",
+    ):
+        assert any(words in each for each in refused), words

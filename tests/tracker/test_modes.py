@@ -1,0 +1,111 @@
+"""Tracking modes, ordinary optimizers, consumers and top-k on real sharded models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+
+_CASES = "tests.tracker.modes_cases"
+
+
+@pytest.mark.parametrize("mode", ["id_only", "embedding"])
+@pytest.mark.parametrize(
+    ("optimizer", "arguments"),
+    [
+        ("SGD", {"lr": 0.1}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("SGD", {"lr": 0.1, "weight_decay": 0.1}),
+        ("Adam", {"lr": 0.1}),
+    ],
+    ids=str,
+)
+def test_whatever_an_ordinary_optimizer_moves(
+    two_ranks: RankPool, optimizer: str, arguments: dict[str, float], mode: str
+) -> None:
+    totals = two_ranks.run(f"{_CASES}:dense", optimizer=optimizer, arguments=arguments, mode=mode)
+    assert totals[0]["moved"] == totals[1]["moved"], "every rank sees the rows of all ranks"
+    assert totals[0]["moved"] > max(total["looked up"] for total in totals)
+
+
+@pytest.mark.parametrize("bag", [False, True], ids=["ec", "ebc"])
+@pytest.mark.parametrize("seed", range(3))
+def test_old_states_are_what_the_consumer_last_received(two_ranks: RankPool, seed: int, bag: bool) -> None:
+    assert all(two_ranks.run(f"{_CASES}:first_seen", seed=seed, bag=bag))
+
+
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "answer"),
+    [
+        ("momentum_last", "RowWiseAdagrad", "right"),
+        ("momentum_last", "Adagrad", "right"),
+        ("momentum_last", "SGD", "keeps no state per row"),
+        ("momentum_diff", "RowWiseAdagrad", "right"),
+        ("rowwise_adagrad", "RowWiseAdagrad", "right"),
+        ("momentum_diff", "Adagrad", "keeps no row-wise sum"),
+        ("momentum_diff", "SGD", "keeps no state per row"),
+    ],
+)
+def test_momentum(two_ranks: RankPool, mode: str, optimizer: str, answer: str) -> None:
+    for said in two_ranks.run(f"{_CASES}:momentum", mode=mode, optimizer=optimizer):
+        assert answer in said
+
+
+@pytest.mark.parametrize(
+    ("budget", "mode"),
+    [
+        ({"rows": 6}, "embedding"),
+        ({"rows": 3, "per_table": True}, "embedding"),
+        ({"fraction": 0.25}, "embedding"),
+        ({"num_bytes": 400}, "embedding"),
+        ({"rows": 4, "max_age": 2}, "embedding"),
+        ({"rows": 6}, "momentum_diff"),
+        ({"rows": 6}, "momentum_last"),
+    ],
+    ids=str,
+)
+def test_top_k(two_ranks: RankPool, budget: dict[str, Any], mode: str) -> None:
+    answers = two_ranks.run(f"{_CASES}:top_k", budget=budget, mode=mode)
+    sent = [sum(counts) for counts in zip(*(answer["sent"] for answer in answers), strict=True)]
+    assert all(sum(counts) > 0 for counts in zip(*(answer["left"] for answer in answers), strict=True))
+    if "rows" in budget and "max_age" not in budget:
+        assert max(sent) <= budget["rows"] * (6 if budget.get("per_table") else 1)
+        assert min(sent) == max(sent) or budget.get("per_table")
+    if "num_bytes" in budget:
+        assert max(sent) <= 400 // (4 * 4 + 8)
+
+
+def test_a_replicated_table_is_chosen_from_once(two_ranks: RankPool) -> None:
+    (sent, left), (all_of_it, none_left) = two_ranks.run(f"{_CASES}:top_k_of_replicated")
+    assert (sent, left + sent, none_left) == (2, all_of_it, 0)
+
+
+def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
+    for rank, messages in enumerate(two_ranks.run(f"{_CASES}:refused_top_k")):
+        assert "give TopK a score" in messages["no score"]
+        assert ("none of them NaN" if rank == 0 else "Another rank") in messages["nan"]
+        assert "ids=[15, -1]" in messages["outside"]
+        assert "tensor of integers" in messages["floats"]
+        assert "'ec.embeddings.t'" in messages["table"]
+        assert "consumer='default'" in messages["consumer"]
+        assert "UnknownConsumerError" in messages["remove"]
+        assert "UnknownConsumerError" in messages["clear"]
+        assert "'torch'" in messages["engine"]
+        assert "('updates', 'lookups')" in messages["record"]
+
+
+@pytest.mark.parametrize("mode", ["id_only", "embedding"])
+def test_lookups(two_ranks: RankPool, mode: str) -> None:
+    two_ranks.run(f"{_CASES}:lookups", mode=mode)
+
+
+@pytest.mark.parametrize("case", ["consumers", "recorded_by_hand", "unknown_first"])
+def test_case(two_ranks: RankPool, case: str) -> None:
+    two_ranks.run(f"{_CASES}:{case}")
+
+
+def test_a_slow_consumer_is_told_that_it_needs_a_snapshot(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(f"{_CASES}:slow_consumer"):
+        assert message.startswith("NeedsSnapshotError: consumer 'slow' fell behind")

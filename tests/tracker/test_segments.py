@@ -1,0 +1,498 @@
+"""The log and its stores against the reference, on random schedules, and broken on purpose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, StaleDeltaError, UnknownConsumerError
+from delta_tracker.rows import ChangedRows, first_per_id, last_per_id, merge_first
+from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.cursors import Cursors
+from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.store import segments
+from delta_tracker.tracker.store.segments import SegmentStore, _Segment
+from delta_tracker.tracker.store.shadow import ShadowStore
+from delta_tracker.types import Delta, DeltaRows
+from tests.tracker.reference import NUM_ROWS, Schedule
+
+_NAMES = ("a", "b", "c")
+_EVENTS = {
+    "open": 6, "fail": 0.1, "edit": 0.5, "overwrite": 0.3, "write": 3, "close": 6, "raise": 1, "read": 4, "top-k": 2,
+    "fail_read": 1, "commit": 5, "abort": 1, "add": 0.3, "remove": 0.2, "clear": 0.1, "compact": 1,
+}  # fmt: skip
+
+
+def happen(schedule: Schedule, event: str, draw: random.Random) -> None:
+    """Let one event happen, with whatever it needs drawn at random."""
+    key = draw.choice(schedule.open_batches) if schedule.open_batches else None
+    name = draw.choice(sorted(schedule.readers))
+    ids = [draw.randrange(-1, NUM_ROWS + 1) for _ in range(draw.randrange(5))]
+    if event in ("open", "fail"):
+        schedule.open(ids if event == "open" else None)
+    elif event in ("edit", "overwrite"):
+        getattr(schedule, event)([row for row in ids if 0 <= row < NUM_ROWS])
+    elif event in ("write", "close"):
+        if key is not None:
+            getattr(schedule, event)(key)
+    elif event == "raise":
+        if key is not None:
+            schedule.raise_in(key, is_written=draw.random() < 0.5)
+    elif event in ("read", "top-k"):
+        schedule.read(name, set(draw.sample(range(NUM_ROWS), 8)) if event == "top-k" else set())
+    elif event == "compact":
+        schedule.log.compact()
+    else:
+        getattr(schedule, event)(draw.choice(_NAMES) if event in ("add", "remove") else name)
+
+
+def make_store(
+    engine: str | None, *, keeps_states: bool, kind: type[SegmentStore] = SegmentStore
+) -> Callable[[Any], Any]:
+    return lambda held, was_written: kind(
+        NUM_ROWS, engine=engine, old_states=held if keeps_states else None, was_written=was_written
+    )
+
+
+def run_random(seed: int, make: Callable[[Any], SegmentStore], num_events: int = 300, **kwargs: Any) -> Schedule:
+    """A plain random schedule, quick enough to try many mutations with."""
+    draw = random.Random(seed)
+    schedule = Schedule(make, **kwargs)
+    for event in draw.choices(list(_EVENTS), list(_EVENTS.values()), k=num_events):
+        happen(schedule, event, draw)
+        assert schedule.store.num_segments <= 2 * len(schedule.readers) + 2
+    schedule.finish()
+    return schedule
+
+
+class LogMachine(RuleBasedStateMachine):
+    """The same events, in the orders that hypothesis finds worth a try."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule = Schedule(make_store(None, keeps_states=True))
+
+    @rule(event=st.sampled_from([event for event in _EVENTS if event not in ("write", "close")]), draw=st.randoms())
+    def happens(self, event: str, draw: random.Random) -> None:
+        happen(self.schedule, event, draw)
+
+    @precondition(lambda self: self.schedule.open_batches)
+    @rule(event=st.sampled_from(["write", "close"]), draw=st.randoms())
+    def ends(self, event: str, draw: random.Random) -> None:
+        happen(self.schedule, event, draw)
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        assert self.schedule.store.num_segments <= 2 * len(self.schedule.readers) + 2
+
+    def teardown(self) -> None:
+        self.schedule.finish()
+
+
+TestLogMachine = LogMachine.TestCase
+TestLogMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("delete_on_read", [True, False])
+@pytest.mark.parametrize("keeps_states", [True, False])
+@pytest.mark.parametrize("engine", ["torch", "numba"])
+def test_random_schedules_agree_with_the_reference(engine: str, keeps_states: bool, delete_on_read: bool) -> None:
+    totals: dict[str, int] = {}
+    for seed in range(6):
+        schedule = run_random(seed, make_store(engine, keeps_states=keeps_states), delete_on_read=delete_on_read)
+        totals = {kind: totals.get(kind, 0) + count for kind, count in schedule.counts.items()}
+    assert all(count > 0 for kind, count in totals.items() if keeps_states or kind != "unknown"), totals
+
+
+class _Padded(SegmentStore):
+    """Captures states as on a device that nobody waits for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pads = True
+
+
+@pytest.mark.parametrize("engine", ["torch", "numba"])
+def test_states_captured_without_waiting_are_the_same(engine: str) -> None:
+    for seed in range(6):
+        run_random(seed, make_store(engine, keeps_states=True, kind=_Padded))
+
+
+def _run_seeds(mutant: type[SegmentStore]) -> None:
+    for seed in range(30):
+        run_random(seed, make_store("torch", keeps_states=True, kind=mutant))
+
+
+class _NoRemark(SegmentStore):
+    def cut(self, position: int) -> None:
+        held, self._open = self._open, {}
+        super().cut(position)
+        self._open = held
+
+
+class _CloseAtCut(SegmentStore):
+    def cut(self, position: int) -> None:
+        super().cut(position)
+        self._open.clear()
+
+
+class _MarkOnClose(SegmentStore):
+    def open_batch(self, batch: int, ids: Tensor | None) -> None:
+        self._open[batch] = ids
+
+    def close_batch(self, batch: int) -> None:
+        if batch in self._open:
+            self.mark(self._open.pop(batch))
+
+
+class _MergeAcrossPins(SegmentStore):
+    def compact(self, pinned: Any) -> None:
+        super().compact(())
+
+
+class _KeepsOpen(SegmentStore):
+    def close_batch(self, batch: int) -> None:
+        """Never closes: sends too much."""
+
+
+class _SkipsLastRow(SegmentStore):
+    def changed(self, start: int, stop: int) -> ChangedRows:
+        changed = super().changed(start, stop)
+        return changed.take(torch.arange(len(changed) - 1)) if len(changed) else changed
+
+
+class _DeletesTooMuch(SegmentStore):
+    def delete(self, before: int | None) -> None:
+        super().delete(None if before is None else before + 1)
+
+
+class _RemarksWithOldState(SegmentStore):
+    """Marks open rows at a cut with the state that they had when they were opened."""
+
+    def cut(self, position: int) -> None:
+        before = {
+            int(row): old
+            for seg in self._segments
+            for ids, states in seg.states
+            for row, old in zip(ids, states, strict=False)
+        }
+        super().cut(position)
+        self._segments[-1].states = [
+            (
+                ids,
+                torch.stack([before.get(int(row), old) for row, old in zip(ids, states, strict=False)])
+                if len(ids)
+                else states,
+            )
+            for ids, states in self._segments[-1].states
+        ]
+
+
+class _GathersAtRead(SegmentStore):
+    """Takes the states at the read, after the writes, instead of before them."""
+
+    def changed(self, start: int, stop: int) -> ChangedRows:
+        changed = super().changed(start, stop)
+        return ChangedRows(changed.ids, self._old_states(changed.ids), changed.known, changed.ages)
+
+
+class _NewestWins(SegmentStore):
+    def changed(self, start: int, stop: int) -> ChangedRows:
+        self._segments.reverse()
+        try:
+            return super().changed(start, stop)
+        finally:
+            self._segments.reverse()
+
+
+class _OneSharedState(SegmentStore):
+    """Keeps one first-seen state per row for all consumers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        first: dict[int, Tensor] = {}
+        held = self._old_states
+
+        def shared(ids: Tensor) -> Tensor:
+            now = held(ids)
+            return (
+                torch.stack([first.setdefault(int(row), old) for row, old in zip(ids, now, strict=False)])
+                if len(ids)
+                else now
+            )
+
+        self._old_states = shared
+
+
+class _MarksOnceAfterAFailure(SegmentStore):
+    def open_batch(self, batch: int, ids: Tensor | None) -> None:
+        super().open_batch(batch, ids)
+        if ids is None:
+            self._open[batch] = torch.empty(0, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        _NoRemark,
+        _CloseAtCut,
+        _MarkOnClose,
+        _MergeAcrossPins,
+        _KeepsOpen,
+        _SkipsLastRow,
+        _DeletesTooMuch,
+        _RemarksWithOldState,
+        _GathersAtRead,
+        _NewestWins,
+        _OneSharedState,
+        _MarksOnceAfterAFailure,
+    ],
+)
+def test_the_reference_catches_a_broken_store(mutant: type[SegmentStore]) -> None:
+    with pytest.raises(AssertionError):
+        _run_seeds(mutant)
+
+
+def test_the_reference_catches_a_merge_in_which_the_newer_state_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absorb(self: _Segment, newer: _Segment) -> None:
+        if newer.rows is None:
+            return
+        if self.rows is None:
+            self.rows, self.states = newer.rows, newer.states
+            return
+        self.states = [*self.states, *newer.states]
+        self.rows.absorb(newer.rows)
+
+    monkeypatch.setattr(_Segment, "absorb", absorb)
+    with pytest.raises(AssertionError):
+        _run_seeds(SegmentStore)
+
+
+def test_the_reference_catches_a_consumer_added_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(self: ChangeLog, consumer: str) -> None:
+        self._cursors.place(consumer, self._position, self._num_batches)
+        self._ages.placed(consumer, self._position)
+
+    monkeypatch.setattr(ChangeLog, "add", add)
+    with pytest.raises(AssertionError):
+        _run_seeds(SegmentStore)
+
+
+def test_a_shard_without_rows_takes_everything() -> None:
+    store = SegmentStore(0)
+    store.open_batch(0, torch.tensor([3]))
+    store.mark(None)
+    store.cut(1)
+    assert store.changed(0, 1).ids.tolist() == []
+
+
+def test_backward_passes_that_raised_cost_bounded_memory() -> None:
+    store = SegmentStore(50, engine="torch")
+    for batch in range(5000):
+        store.open_batch(batch, torch.tensor([batch % 40]))
+    assert store.num_open <= 257
+    assert store.log_bytes < 10_000
+    store.cut(1)
+    store.cut(2)
+    assert store.changed(1, 2).ids.tolist() == list(range(40)), "still open, all of them"
+    store.open_batch(5000, None)
+    for batch in range(5001, 5600):
+        store.open_batch(batch, torch.tensor([0]))
+    store.cut(3)
+    store.cut(4)
+    assert store.changed(3, 4).ids.tolist() == list(range(50))
+
+
+@pytest.mark.parametrize("engine", ["torch", "numba"])
+def test_row_sets_that_are_used_again_hold_nothing_of_before(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.setattr(segments, "_SPARE_BYTES", 0)
+    for seed in range(6):
+        run_random(seed, make_store(engine, keeps_states=True))
+    monkeypatch.setattr(RowSet, "clear", lambda _: None)
+    with pytest.raises(AssertionError):
+        _run_seeds(SegmentStore)
+
+
+def test_a_row_set_that_is_kept_to_be_used_again_costs_no_consumer_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_SPARE_BYTES", 0)
+    log = ChangeLog({"t": SegmentStore(1000, engine="torch")}, ["a", "b"], delete_on_read=True, max_bytes=1500)
+    for batch in range(3):
+        for name in ("a", "b"):
+            log.mark("t", torch.tensor([batch]))
+            reading = log.read(name)
+            delta = Delta({}, consumer=name, start=reading.start, stop=reading.stop, batches=reading.batches)
+            log.seal(delta, commit=True)
+            log.step()
+            assert log.log_bytes <= 1500
+    assert not log.is_behind("a")
+    assert not log.is_behind("b")
+
+
+def test_memory_is_one_row_set_per_segment() -> None:
+    store = SegmentStore(1000, engine="torch")
+    assert store.log_bytes == 0
+    store.mark(torch.tensor([1]))
+    assert store.log_bytes == 1000
+    store.cut(1)
+    store.mark(torch.tensor([2]))
+    assert (store.num_segments, store.log_bytes) == (2, 2000)
+    store.compact({0})
+    assert (store.num_segments, store.log_bytes) == (1, 1000)
+
+
+def test_a_shadow_sees_every_change_bit_for_bit() -> None:
+    weights = torch.zeros(9, 2)
+    weights[3] = torch.nan
+
+    def read(ids: Tensor | None) -> Tensor:
+        return weights.clone() if ids is None else weights[ids]
+
+    store = ShadowStore(read, 9, keeps_states=True)
+    store.cut(1)
+    assert store.changed(0, 1).ids.tolist() == [], "NaN equals itself"
+    weights[2], weights[5, 1], weights[7, 0] = 1.0, -0.0, torch.nan
+    store.cut(2)
+    changed = store.changed(1, 2)
+    assert changed.ids.tolist() == [2, 5, 7]
+    assert changed.states.tolist() == [[0, 0]] * 3
+    assert changed.known.all()
+    weights[2] = 2.0
+    store.cut(3)
+    assert store.changed(2, 3).ids.tolist() == [2]
+    assert store.changed(1, 3).states[0].tolist() == [0, 0], "the older state wins"
+    assert store.copy_bytes == weights.nbytes
+
+
+def test_first_last_and_merge() -> None:
+    ids, states = torch.tensor([5, 1, 5, 1, 0]), torch.tensor([50, 10, 51, 11, 0])
+    assert [each.tolist() for each in first_per_id(ids, states)] == [[0, 1, 5], [0, 10, 50]]
+    assert [each.tolist() for each in last_per_id(ids, states)] == [[0, 1, 5], [0, 11, 51]]
+    some, none = ChangedRows(torch.tensor([1, 2])), ChangedRows(torch.empty(0, dtype=torch.int64))
+    assert merge_first(some, none) is some
+    assert merge_first(none, some) is some
+    merged = merge_first(some.aged(), ChangedRows(torch.tensor([2, 3])))
+    assert (merged.ids.tolist(), merged.ages.tolist()) == ([1, 2, 3], [1, 1, 0])
+
+
+def _delta(consumer: str, stop: int) -> Delta:
+    return Delta({}, consumer=consumer, start=0, stop=stop, batches=(0, stop))
+
+
+def test_cursors_refuse_what_they_do_not_know() -> None:
+    for names in ([], ["a", "a"], "a"):
+        with pytest.raises(InvalidArgumentError, match="consumers"):
+            Cursors(names)
+    cursors = Cursors(["a", "b"])
+    with pytest.raises(UnknownConsumerError, match=r"known consumers: 'a', 'b'") as caught:
+        cursors.resolve("c")
+    assert (caught.value.consumer, caught.value.known) == ("c", ("a", "b"))
+    with pytest.raises(UnknownConsumerError, match="has several"):
+        cursors.resolve(None)
+    assert Cursors(["only"]).resolve(None) == "only"
+
+
+def test_only_the_newest_read_can_be_committed_and_only_once() -> None:
+    cursors = Cursors(["a", "b"])
+    old, new = _delta("a", 1), _delta("a", 2)
+    cursors.seal(old)
+    cursors.seal(new)
+    with pytest.raises(StaleDeltaError):
+        cursors.commit(old)
+    assert cursors.pinned == {0, 2}
+    cursors.commit(new)
+    with pytest.raises(StaleDeltaError):
+        cursors.commit(new)
+    with pytest.raises(StaleDeltaError):
+        cursors.abort(new)
+    assert (cursors.start("a"), cursors.start("b"), cursors.oldest) == ((2, 2), (0, 0), 0)
+
+
+def test_reads_alone_keep_the_log_short() -> None:
+    store = SegmentStore(100)
+    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, auto_compact=True, max_bytes=None)
+    for number in range(100):
+        log.mark("t", torch.tensor([number]))
+        reading = log.read("a")
+        sent = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=(0, 0))
+        log.seal(sent, commit=True)
+    assert store.num_segments <= 17
+
+
+@pytest.mark.parametrize("max_bytes", [0, -1, 1.5, "x"])
+def test_a_bound_that_is_none_is_refused(max_bytes: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_bytes"):
+        ChangeLog({}, ["a"], delete_on_read=True, max_bytes=max_bytes)
+
+
+def test_what_was_left_out_of_a_table_that_moved_is_forgotten() -> None:
+    log = ChangeLog({"t": SegmentStore(30)}, ["a"], delete_on_read=True, max_bytes=None)
+    log.mark("t", torch.tensor([3, 25]))
+    reading = log.read("a")
+    left_out = {"t": reading.rows["t"].take(torch.tensor([False, True]))}
+    rows = {"t": DeltaRows(torch.tensor([3]))}
+    sent = Delta(rows, consumer="a", start=0, stop=reading.stop, batches=(0, 0), left_out=left_out)
+    log.seal(sent, commit=True)
+    reading = log.read("a")
+    uncommitted = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=(0, 0))
+    log.seal(uncommitted, commit=False)
+    log.replace({"t": SegmentStore(10)})
+    with pytest.raises(StaleDeltaError):
+        log.commit(uncommitted)
+    assert log.read("a").rows["t"].ids.tolist() == list(range(10))
+
+
+def test_a_slow_consumer_is_given_up_and_finds_its_way_back() -> None:
+    store = SegmentStore(1000, engine="torch", old_states=lambda ids: torch.zeros(len(ids), 16))
+    log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=20_000)
+    for batch in range(50):
+        log.opened(batch, {"t": torch.arange(batch * 10, batch * 10 + 10)})
+        log.applied(batch, ["t"])
+        log.step()
+        reading = log.read("fast")
+        delta = Delta(
+            {"t": DeltaRows(reading.rows["t"].ids)},
+            consumer="fast", start=reading.start, stop=reading.stop, batches=reading.batches,
+        )  # fmt: skip
+        log.seal(delta, commit=True)
+        assert log.log_bytes <= 20_000
+    with pytest.raises(NeedsSnapshotError, match="max_bytes=20000") as caught:
+        log.read("slow")
+    assert caught.value.consumer == "slow"
+    log.clear("slow")
+    log.opened(99, {"t": torch.tensor([7])})
+    assert log.read("slow").rows["t"].ids.tolist() == [7]
+
+
+def test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = [True]
+    store = SegmentStore(8, engine="torch", was_written=lambda: bool(writes) and writes.pop())
+    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store._engine(8, torch.device("cpu"))), "mark_all", _raises_memory_error)
+        with pytest.raises(MemoryError):
+            log.read("a")
+    assert log.read("a").rows["t"].ids.tolist() == list(range(8))
+
+
+def _raises_memory_error(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_commit_succeeds_where_memory_runs_out_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SegmentStore(1000, engine="torch")
+    log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=10)
+    log.mark("t", torch.tensor([3]))
+    reading = log.read("fast")
+    sent = Delta({"t": DeltaRows(reading.rows["t"].ids)}, consumer="fast", start=0, stop=reading.stop, batches=(0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "cut", _raises_memory_error)
+        log.seal(sent, commit=True)
+    assert log.read("fast").rows["t"].ids.tolist() == []

@@ -1,0 +1,86 @@
+"""ModelDeltaTracker on real sharded models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+
+_CASES = "tests.tracker.tracking_cases"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"bag": True},
+        {"dtype": "FP16"},
+        {"kernel": "fused_uvm"},
+        {"kernel": "fused_uvm_caching"},
+        {"kernel": "fused_uvm_caching", "bag": True},
+    ],
+    ids=str,
+)
+def test_a_delta_is_exactly_what_changed(two_ranks: RankPool, spec: dict[str, Any]) -> None:
+    totals = two_ranks.run(f"{_CASES}:exact", spec=spec)
+    assert all(total["changed"] == total["read"] > 0 for total in totals)
+
+
+@pytest.mark.parametrize("bag", [False, True], ids=["ec", "ebc"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_update_is_lost_in_any_order(two_ranks: RankPool, seed: int, bag: bool) -> None:
+    for counts in two_ranks.run(f"{_CASES}:schedule", seed=seed, num_events=60, bag=bag):
+        assert counts["reads between"] > 0
+        assert counts["backwards"] > 0
+
+
+def test_reads_inside_a_backward_happened(one_rank: RankPool) -> None:
+    (counts,) = one_rank.run(f"{_CASES}:schedule", seed=11, num_events=200, bag=False)
+    assert counts["reads inside"] > 5
+
+
+@pytest.mark.parametrize("case", ["passes_that_update_nothing", "out_of_range_ids", "detach_in_flight", "rewound"])
+def test_case(two_ranks: RankPool, case: str) -> None:
+    two_ranks.run(f"{_CASES}:{case}")
+
+
+def test_an_error_in_a_hook_does_not_reach_training(two_ranks: RankPool) -> None:
+    assert two_ranks.run(f"{_CASES}:failing_hook")[0] == 2
+
+
+def test_tables_are_named_as_in_the_state_dict(two_ranks: RankPool) -> None:
+    for answer in two_ranks.run(f"{_CASES}:what_is_tracked"):
+        assert sorted(answer["keys"]) == sorted([*answer["tables"], "ec.embeddings.first", "ec.embeddings.row"])
+        assert answer["read"] == answer["tables"]
+        assert answer["modules"] == {"ec": "ShardedEmbeddingCollection"}
+        assert answer["features"]["ec.embeddings.shared"] == ["row"]
+        assert len(answer["warnings"]) == 1
+        assert "'nonsense'" in answer["warnings"][0]
+        assert answer["errors"] == 0
+
+
+def test_the_same_table_name_in_two_modules(two_ranks: RankPool) -> None:
+    for fqns in two_ranks.run(f"{_CASES}:one_name_in_two_modules"):
+        assert fqns == ["left.embeddings.t", "right.embeddings.t"]
+
+
+def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
+    expected = {
+        "no module": ("NoShardedModuleError", "'1 (EmbeddingBag)'"),
+        "unsharded": ("NoShardedModuleError", "'ec (EmbeddingCollection)'"),
+        "consumers": ("InvalidArgumentError", "['a', 'a']"),
+        "no consumers": ("InvalidArgumentError", "consumers=[]"),
+        "mode": ("InvalidArgumentError", "TrackingMode.ID_ONLY"),
+        "skip": ("InvalidArgumentError", "fqns_to_skip='ec'"),
+        "unknown consumer": ("UnknownConsumerError", "known consumers: 'a', 'b'"),
+        "no consumer": ("UnknownConsumerError", "known consumers: 'a', 'b'"),
+        "table": ("InvalidArgumentError", "'ec.embeddings.t', 'ec.embeddings.u'"),
+        "rewind": ("InvalidArgumentError", "delete_on_read=False"),
+        "detached": ("DetachedError", "Build a new ModelDeltaTracker"),
+    }
+    for messages in two_ranks.run(f"{_CASES}:refused"):
+        for name, (kind, words) in expected.items():
+            assert messages[name].startswith(f"{kind}: "), (name, messages[name])
+            assert words in messages[name], (name, messages[name])
