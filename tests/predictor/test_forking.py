@@ -104,6 +104,7 @@ done.set()
 for thread in threads:
     thread.join()
 predictor.stop()
+predictor.sync()  # stop() may have ended the thread in the middle of a version
 with predictor.reading() as served:
     assert served.applying is None
     assert model[FQN].unique().numel() == 1
