@@ -1,0 +1,175 @@
+"""How many calls of our own functions one warm publish and one warm sync make: ``python -m benchmarks.count_calls``.
+
+Definition: a call is a ``call`` event of Python's profiler whose code lies in the package ``delta_tracker``. So a
+function, a lambda, a comprehension (a frame of its own in Python 3.11) and each resumption of a generator count one
+each; C functions and other packages count none. Events of all threads count, through ``threading.setprofile`` and
+``sys.setprofile``.
+
+The work: one rank without a monitor, one table of 1,000 x 64 fp32 rows in ``ID_ONLY`` mode, a stream in a local
+directory. Each round trains one batch of 100 rows, then ``publish()`` writes them as one version, then ``sync()`` of a
+predictor in the same process applies it. Rounds before the first counted one are warm-up. The number of calls is the
+same in every warm round; the program takes the median. Times are those of other rounds, without the profiler.
+
+Use ``--show NAME`` to list the functions that are called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+import delta_tracker
+from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+
+_PACKAGE = str(Path(delta_tracker.__file__).parent) + "/"
+_NUM_ROWS, _DIM, _NUM_IDS = 1000, 64, 100
+_WARMUPS = 5
+
+
+class CallCounter:
+    """Counts the calls of ``delta_tracker``'s functions in all threads that start while :meth:`installed`."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._is_counting = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Profile this thread and those that start meanwhile."""
+        before = sys.getprofile()
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+            threading.setprofile(None)  # type: ignore[arg-type]
+
+    def count(self, work: Callable[[], object]) -> Counter[str]:
+        """Return how often each function is called until ``work`` returns, by file, line and name."""
+        self._counts = Counter()
+        self._is_counting = True
+        work()
+        self._is_counting = False
+        return self._counts
+
+    def _profile(self, frame: FrameType, event: str, _: object) -> None:
+        if self._is_counting and event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+            code = frame.f_code
+            name = f"{code.co_filename.removeprefix(_PACKAGE)}:{code.co_firstlineno} {code.co_qualname}"
+            self._counts[name] += 1
+
+
+class Rounds:
+    """A trainer, its publisher and a predictor, which take the same steps again and again. Needs a process group.
+
+    Args:
+        root: an empty directory for the stream.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._trainer = Trainer(tables(1, _NUM_ROWS, _DIM))
+        (self._table,) = self._trainer.tables
+        self._tracker = ModelDeltaTracker(self._trainer.model)
+        self._publisher = Publisher(self._tracker, root.as_uri())
+        self._held = {self._trainer.fqn(self._table): torch.zeros(_NUM_ROWS, _DIM)}
+        self._predictor = Predictor(self._held, root.as_uri())
+        self._generator = torch.Generator().manual_seed(0)
+
+    def run(self, measure: Callable[[str, Callable[[], object]], object]) -> None:
+        """Train a batch, publish and sync; ``measure`` calls the work that it gets with the name of it."""
+        self._trainer.train(distinct_ids(_NUM_ROWS, _NUM_IDS, self._generator), self._tracker)
+        measure("publish", self._publisher.publish)
+        measure("sync", self._predictor.sync)
+        assert self._predictor.version == self._publisher.version
+        (view,) = self._tracker.column_views(self._trainer.fqn(self._table))
+        assert torch.equal(self._held[self._trainer.fqn(self._table)], view), "the predictor has other rows"
+
+    def close(self) -> None:
+        """Close the publisher and detach the tracker."""
+        self._publisher.close()
+        self._tracker.detach()
+
+
+def count_calls(root: Path, *, repeats: int) -> dict[str, list[Counter[str]]]:
+    """Return the calls of each repeat, by ``publish`` and ``sync``. Needs a process group of one rank.
+
+    Args:
+        root: an empty directory.
+        repeats: how many rounds are counted.
+    """
+    counter = CallCounter()
+    found: dict[str, list[Counter[str]]] = {"publish": [], "sync": []}
+    with counter.installed():
+        rounds = Rounds(root)
+        for _ in range(_WARMUPS):
+            rounds.run(lambda _, work: work())
+        for _ in range(repeats):
+            rounds.run(lambda name, work: found[name].append(counter.count(work)))
+        rounds.close()
+    return found
+
+
+def measure_seconds(root: Path, *, repeats: int) -> dict[str, list[float]]:
+    """Return the elapsed seconds of each repeat, by ``publish`` and ``sync``. Needs a process group of one rank.
+
+    Args:
+        root: an empty directory.
+        repeats: how many rounds are timed.
+    """
+    found: dict[str, list[float]] = {"publish": [], "sync": []}
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        begin = time.perf_counter()
+        work()
+        found[name].append(time.perf_counter() - begin)
+
+    rounds = Rounds(root)
+    for _ in range(_WARMUPS):
+        rounds.run(lambda _, work: work())
+    for _ in range(repeats):
+        rounds.run(timed)
+    rounds.close()
+    return found
+
+
+def total(calls: Sequence[Mapping[str, int]]) -> int:
+    """Return the median number of calls."""
+    return statistics.median_low([sum(each.values()) for each in calls])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Count, time and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.count_calls")
+    parser.add_argument("--repeats", type=int, default=200, help="how many rounds are timed")
+    parser.add_argument("--show", choices=["publish", "sync"], help="list the functions that it calls")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory, one_rank():
+        calls = count_calls(Path(directory) / "counted", repeats=5)
+        seconds = measure_seconds(Path(directory) / "timed", repeats=arguments.repeats)
+    if arguments.show is not None:
+        for name, count in calls[arguments.show][-1].most_common():
+            sys.stdout.write(f"{count:4d} {name}\n")
+    figures = {
+        name: {"calls": total(each), "median_ms": round(1000 * statistics.median(seconds[name]), 3)}
+        for name, each in calls.items()
+    }
+    sys.stdout.write(f"{json.dumps(figures)}\n")
+
+
+if __name__ == "__main__":
+    main()
