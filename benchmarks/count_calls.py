@@ -56,7 +56,7 @@ class CallCounter:
             yield
         finally:
             sys.setprofile(before)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
     def count(self, work: Callable[[], object]) -> Counter[str]:
         """Return how often each function is called until ``work`` returns, by file, line and name."""
