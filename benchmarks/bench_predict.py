@@ -25,6 +25,7 @@ from torch.nn import functional
 from benchmarks.harness import Figures, Report, Sample, interleaved, parser, timed
 from benchmarks.workloads import distinct_ids, uniform_ids
 from delta_tracker import Predictor
+from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.apply import Applier
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.stream.format.contents import Contents
@@ -71,6 +72,11 @@ class _Stream:
         self.rewind(made)
         return made
 
+    def applier(self, lock: TableLock, chunk_rows: int) -> Applier:
+        """What a predictor writes its table with."""
+        recorder = Recorder("predictor", self)
+        return Applier({FQN: self.table}, {}, takes_dense=False, lock=lock, chunk_rows=chunk_rows, recorder=recorder)
+
     def rewind(self, predictor: Predictor) -> None:
         """Let it apply the deltas again."""
         start = self._start
@@ -86,7 +92,7 @@ def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
     """Without lookups: memcpy of the rows, applying a version that was read, and a whole version from its entry on."""
     source = np.ones((stream.num_changed, _DIM), dtype=np.float32)
     copy = np.zeros_like(source)
-    applier = Applier({FQN: stream.table}, {}, takes_dense=False, lock=TableLock(), chunk_rows=4096)
+    applier = stream.applier(TableLock(), chunk_rows=4096)
     predictor = stream.predictor()
     versions = itertools.cycle(range(len(stream.manifests)))
 
@@ -184,7 +190,7 @@ def _lookup_cases(stream: _Stream, chunks: Sequence[int], seconds: float) -> dic
 
     def writing(chunk_rows: int) -> Figures:
         lock = TableLock()
-        applier = Applier({FQN: stream.table}, {}, takes_dense=False, lock=lock, chunk_rows=chunk_rows)
+        applier = stream.applier(lock, chunk_rows)
 
         def apply() -> int:
             number = next(versions)

@@ -1,4 +1,4 @@
-"""The monitor of the program: what the library records to, and what users do unless they build their own."""
+"""The monitor of the program, which everything uses that is given no other."""
 
 from __future__ import annotations
 
@@ -8,4 +8,9 @@ from delta_tracker.monitor.monitor import Monitor
 MONITOR = Monitor()
 
 metrics: LibraryMetrics = MONITOR.metrics
-"""The library's own metrics: ``metrics.published_rows.cell(table=fqn).add(n)``."""
+"""The library's own metrics, as this monitor holds them."""
+
+
+def program_monitor() -> Monitor:
+    """Return :data:`MONITOR`. Code outside this package gets it here only, through a :class:`Recorder`."""
+    return MONITOR

@@ -1,11 +1,11 @@
 """The library's own metrics: names, help, units, labels. The one place to look them up, and to change them.
 
-Tracker, publisher and predictor record them through one object, each with one line:
+Each tracker, publisher and predictor records them through a recorder of its own, which adds its name as a label:
 
-    metrics.published_rows.cell(table=fqn).add(len(rows))
+    recorder.published_rows.cell(table=fqn).add(len(rows))
 
-A counter is exposed as 0 from the moment that it, or its cell, is first asked for: whoever may record a fault asks for
-``metrics.fences`` or ``metrics.resyncs.cell(reason="gap")`` when it starts, so that an alert sees the first one.
+A counter is exposed as 0 once its cell exists. What may record a fault creates the cell when it starts, as in
+``recorder.resyncs.cell(reason="gap")``, so that an alert sees the first one.
 
 Names follow Prometheus (https://prometheus.io/docs/practices/naming/): a prefix, the unit last; a counter gets
 ``_total`` where it is exposed. A stat is registered at its first use.
@@ -20,7 +20,7 @@ from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Ki
 
 PREFIX = "delta_tracker_"
 
-# Tables of one model and consumers of one tracker; far above what is known, far below what would hurt.
+# Trackers, tables and consumers: far above what is known, far below what would hurt.
 _MAX_CELLS = 4096
 _BYTES = (6, 44)  # powers of two: 64 B to 16 TiB
 
@@ -60,31 +60,38 @@ DEFINITIONS: dict[str, Definition] = {
         "pending_rows", "Changed rows, of tables on the CPU, that a consumer has not received.", "table", "consumer"
     ),
     "pending_ratio": _gauge("pending_ratio", "Pending rows over all rows.", "table", "consumer", unit="ratio"),
-    "published_rows": _counter("published_rows", "Rows in committed versions.", "table", is_logical=True),
-    "published_bytes": _counter("published_bytes", "Bytes of committed parts.", "kind", unit="bytes", is_logical=True),
-    "published_versions": _counter("published_versions", "Committed versions.", "kind", is_logical=True),
-    "applied_rows": _counter("applied_rows", "Rows written into a predictor's model.", "table"),
-    "applied_versions": _counter("applied_versions", "Versions that a predictor applied.", "kind"),
+    "published_rows": _counter("published_rows", "Rows in committed versions.", "publisher", "table", is_logical=True),
+    "published_bytes": _counter(
+        "published_bytes", "Bytes of committed parts.", "publisher", "kind", unit="bytes", is_logical=True
+    ),
+    "published_versions": _counter("published_versions", "Committed versions.", "publisher", "kind", is_logical=True),
+    "applied_rows": _counter("applied_rows", "Rows written into a predictor's model.", "predictor", "table"),
+    "applied_versions": _counter("applied_versions", "Versions that a predictor applied.", "predictor", "kind"),
     # Cost
     "record_seconds": _seconds("record_seconds", "Host time of a hook that records a batch."),
-    "read_seconds": _seconds("read_seconds", "Time to read a delta from the tracker.", "consumer"),
-    "encode_seconds": _seconds("encode_seconds", "Time to encode a rank's part."),
-    "write_seconds": _seconds("write_seconds", "Time to write a rank's part to the store."),
-    "commit_seconds": _seconds("commit_seconds", "Time from the last part to the committed manifest."),
-    "apply_seconds": _seconds("apply_seconds", "Time to apply a version to a predictor's model."),
+    "read_seconds": _seconds("read_seconds", "Time to read a delta from the tracker.", "publisher", "consumer"),
+    "encode_seconds": _seconds("encode_seconds", "Time to encode a rank's part.", "publisher"),
+    "write_seconds": _seconds("write_seconds", "Time to write a rank's part to the store.", "publisher"),
+    "commit_seconds": _seconds("commit_seconds", "Time from the last part to the committed manifest.", "publisher"),
+    "apply_seconds": _seconds("apply_seconds", "Time to apply a version to a predictor's model.", "predictor"),
     "state_bytes": _gauge("state_bytes", "Memory that the tracker holds.", "kind", unit="bytes"),
     # Freshness
-    "published_version": _gauge("published_version", "The newest version that this publisher committed."),
-    "applied_version": _gauge("applied_version", "The newest version that this predictor applied."),
+    "published_version": _gauge("published_version", "The newest version that this publisher committed.", "publisher"),
+    "applied_version": _gauge("applied_version", "The newest version that this predictor applied.", "predictor"),
     "consumer_lag_batches": _gauge(
         "consumer_lag_batches", "Batches since a consumer's last committed read.", "consumer"
     ),
     "consumer_lag_seconds": _gauge(
         "consumer_lag_seconds", "Seconds since a consumer's last committed read.", "consumer", unit="seconds"
     ),
-    "predictor_lag_versions": _gauge("predictor_lag_versions", "Versions this predictor is behind the stream's head."),
+    "predictor_lag_versions": _gauge(
+        "predictor_lag_versions", "Versions this predictor is behind the stream's head.", "predictor"
+    ),
     "predictor_lag_seconds": _gauge(
-        "predictor_lag_seconds", "Age of the oldest version that this predictor has not applied.", unit="seconds"
+        "predictor_lag_seconds",
+        "Age of the oldest version that this predictor has not applied.",
+        "predictor",
+        unit="seconds",
     ),
     "heartbeat_lag_versions": _gauge(
         "heartbeat_lag_versions", "Versions a predictor is behind, by its heartbeat.", "predictor"
@@ -99,13 +106,13 @@ DEFINITIONS: dict[str, Definition] = {
         "oldest_pending_seconds", "Age of the oldest pending row.", "consumer", unit="seconds"
     ),
     # Health
-    "resyncs": _counter("resyncs", "Times that a predictor went around a fault of its stream.", "reason"),
+    "resyncs": _counter("resyncs", "Times that a predictor went around a fault of its stream.", "predictor", "reason"),
     "follow_errors": _counter(
-        "follow_errors", "Attempts of a following predictor that failed and are retried.", "reason"
+        "follow_errors", "Attempts of a following predictor that failed and are retried.", "predictor", "reason"
     ),
-    "fences": _counter("fences", "Times that a newer publisher fenced this one."),
-    "refused_parts": _counter("refused_parts", "Parts that were refused.", "reason"),
-    "publish_failures": _counter("publish_failures", "Versions that could not be published.", "reason"),
+    "fences": _counter("fences", "Times that a newer publisher fenced this one.", "publisher"),
+    "refused_parts": _counter("refused_parts", "Parts that were refused.", "predictor", "reason"),
+    "publish_failures": _counter("publish_failures", "Versions that could not be published.", "publisher", "reason"),
     "hook_errors": _counter("hook_errors", "Faults inside hooks; each was contained.", "table"),
     # The monitor itself
     "dropped_events": _counter("dropped_events", "Events not delivered.", "reason"),
@@ -128,7 +135,7 @@ class LibraryMetrics:
 
     Example:
         >>> metrics = LibraryMetrics(Registry())
-        >>> metrics.published_rows.cell(table="user").add(3)
+        >>> metrics.published_rows.cell(publisher="publisher", table="user").add(3)
         >>> metrics.published_rows.name
         'delta_tracker_published_rows'
     """

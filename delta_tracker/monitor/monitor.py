@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.batch import Batch
+from delta_tracker.monitor.claims import Claims
 from delta_tracker.monitor.clock import Clock, Progress
 from delta_tracker.monitor.collector import Collector
 from delta_tracker.monitor.event import Event, Severity, Value, renew_ids
@@ -55,6 +56,7 @@ class Monitor:
         self._progress = Progress(clock)
         self.registry = Registry(self._progress, Hooks(self._overflowed))
         self.metrics = LibraryMetrics(self.registry)
+        self.claims = Claims()
         self.events = EventLog(clock, capacity, self._dropped, self._wake)
         self._collector = Collector(
             self.registry,

@@ -80,10 +80,15 @@ class Registry:
     def add_source(self, source: Source) -> None:
         """Read something at every collection; a source of the same name is replaced."""
         with self._lock:
+            self.forget_ended()
+            self._sources[source.name] = source
+
+    def forget_ended(self) -> None:
+        """Forget the sources that are over."""
+        with self._lock:
             for known in [each for each in self._sources.values() if each.is_over]:
                 known.end()
                 del self._sources[known.name]
-            self._sources[source.name] = source
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401  the fields of Policy
         """Change how stats are aggregated, without touching the code that records: those there are and those to come.

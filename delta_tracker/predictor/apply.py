@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import DenseMismatchError, InvalidArgumentError
-from delta_tracker.monitor.default import metrics
+from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Placement, place
 from delta_tracker.predictor.targets import check_targets, find_targets
@@ -31,13 +31,21 @@ class Applier:
         takes_dense: write dense tensors too.
         lock: held for writing while rows are written.
         chunk_rows: rows that are written under one hold of the lock, at most.
+        recorder: records how long versions take.
 
     Raises:
         InvalidArgumentError: as :func:`~delta_tracker.predictor.targets.find_targets`.
     """
 
     def __init__(
-        self, model: Model, names: Mapping[str, str], *, takes_dense: bool, lock: TableLock, chunk_rows: int
+        self,
+        model: Model,
+        names: Mapping[str, str],
+        *,
+        takes_dense: bool,
+        lock: TableLock,
+        chunk_rows: int,
+        recorder: Recorder,
     ) -> None:
         if not isinstance(names, Mapping):
             raise InvalidArgumentError("names", names, "Pass a mapping of name in the stream to name in the model")
@@ -46,6 +54,7 @@ class Applier:
         self._takes_dense = takes_dense
         self._lock = lock
         self._chunk_rows = chunk_rows
+        self._timer = recorder.apply_seconds.timer()
         known = {*find_targets(model), *_tensors(model)}
         for own in self._names.values():
             if own not in known:
@@ -77,7 +86,7 @@ class Applier:
             CorruptPartError: if a large part has changed since it was checked; some rows are written.
             StorageError: if it cannot be read again; some rows are written.
         """
-        with metrics.apply_seconds.time():
+        with self._timer():
             for placement in placements:
                 for chunk in placement.chunks(self._chunk_rows):
                     with self._lock.writing():

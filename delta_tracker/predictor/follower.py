@@ -21,7 +21,7 @@ from delta_tracker.errors import (
     StreamError,
     is_panic,
 )
-from delta_tracker.predictor.observing import count_failed_turn
+from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.interruption import Interrupted, check, interruptible
 from delta_tracker.stream.notify.notifier import Hints, Notifier
@@ -64,6 +64,7 @@ class Follower:
         lock: held while ``advance`` runs.
         notifier: carries hints of new versions.
         beat: called after each look at the stream.
+        gauges: count the errors.
     """
 
     def __init__(
@@ -73,11 +74,13 @@ class Follower:
         lock: threading.Lock,
         notifier: Notifier | None,
         beat: Beat,
+        gauges: PredictorGauges,
     ) -> None:
         self._advance = advance
         self._cursor = cursor
         self._lock = lock
         self._beat = beat
+        self._gauges = gauges
         self._stop = threading.Event()
         # Held while the thread is started or stopped. A signal handler may call stop() meanwhile.
         self._control = threading.RLock()
@@ -291,7 +294,7 @@ class Follower:
         is_new = (type(error), str(error)) != (type(self.error), str(self.error))
         if is_new and not isinstance(error, HeldVersionError):
             _logger.warning("the predictor cannot go on and keeps trying: %s", _described(error))
-        count_failed_turn(error)
+        self._gauges.failed_to_follow(error)
         _drop_frames(error)
         self.error = error
 

@@ -25,11 +25,13 @@ from delta_tracker.errors import (
     TableMismatchError,
 )
 from delta_tracker.forking import protect
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.apply import Applier, Model
 from delta_tracker.predictor.follower import Follower
 from delta_tracker.predictor.gate import Gate, GateKeeper
+from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.lock import TableLock
-from delta_tracker.predictor.observing import count_applied, count_resync, watch_predictor
 from delta_tracker.predictor.status import Served, Status
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.contents import Contents
@@ -84,7 +86,10 @@ class Predictor:
         chunk_rows: rows written under one hold of the lock: a lookup waits for one chunk at most.
         notifier: carries hints of new versions, for :meth:`follow`; without it, or when it fails, polling finds them.
         name: leave a heartbeat of this name beside the stream every few seconds, see
-            :mod:`~delta_tracker.stream.heartbeat`; None for none. It needs leave to write there.
+            :mod:`~delta_tracker.stream.heartbeat`; None for none. It needs leave to write there. The name is also the
+            label ``predictor`` of the metrics, ``"predictor"`` if None. There a name that another predictor of this
+            process has is followed by ``-2``, ``-3``, ...
+        monitor: where this predictor records its metrics; None for ``delta_tracker.monitor.MONITOR``.
 
     Raises:
         InvalidArgumentError: for a model without tables, names that it has not, or a url that names no store.
@@ -97,7 +102,7 @@ class Predictor:
         True
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but two have a default that most users keep
         self,
         model: Model,
         url: str | Storage,
@@ -108,11 +113,16 @@ class Predictor:
         chunk_rows: int = 4096,
         notifier: Notifier | None = None,
         name: str | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         if type(chunk_rows) is not int or chunk_rows < 1:
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
+        recorder = Recorder("predictor", self, name=name, monitor=monitor)
+        self._gauges = PredictorGauges(recorder)
         self._lock = TableLock()
-        self._applier = Applier(model, names or {}, takes_dense=dense, lock=self._lock, chunk_rows=chunk_rows)
+        self._applier = Applier(
+            model, names or {}, takes_dense=dense, lock=self._lock, chunk_rows=chunk_rows, recorder=recorder
+        )
         self._storage, self._buffer = open_storage(url), PartBuffer()
         self._cursor = StreamCursor(StreamLog(self._storage))
         self._gate = None if gate is None else GateKeeper(gate)
@@ -126,10 +136,10 @@ class Predictor:
         self._dead_ends: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
         self._syncing = threading.Lock()  # held by whoever moves the version
         self._pulse = None if name is None else Pulse(self._storage, name)
-        self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat)
+        self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat, self._gauges)
         self._is_torn = False
         protect(self)
-        watch_predictor(self, _FAULTS)
+        self._gauges.begin(_FAULTS)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -430,7 +440,7 @@ class Predictor:
                 continue
             self._ways.append(way)
             self._resyncs += 1
-            count_resync(fault)
+            self._gauges.resynced(fault)
             self._last_resync = f"version {before} to {manifest.version}: {type(fault).__name__}: {fault}"
             _logger.warning("resync of %s from version %s to %d: %s", self._storage.url, before, self.version, fault)
             return
@@ -489,7 +499,7 @@ class Predictor:
             self._manifest = self._manifest if manifest.kind == "claim" else manifest
         self._is_mixed = False
         self._num_bytes += manifest.num_bytes
-        count_applied(manifest)
+        self._gauges.applied(manifest)
 
     def _begin(self, manifest: Manifest) -> None:
         """Some rows of a version are about to be written."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError
-from delta_tracker.monitor.default import metrics
+from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.ranks import Ranks
 from delta_tracker.stream.format.manifest import DenseSpec, Kind, Manifest, Part
 from delta_tracker.stream.format.parse import parse_manifest, parse_part
@@ -53,10 +53,13 @@ class StreamWriter:
 
     Args:
         timeout: how long ranks wait for each other.
+        recorder: records how long writes and commits take.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, recorder: Recorder) -> None:
         self._ranks = Ranks(timeout)
+        self._write_timer = recorder.write_seconds.timer()
+        self._commit_timer = recorder.commit_seconds.timer()
         self._claim: Claim | None = None
         self._storage: Storage
         self.head: Manifest
@@ -106,7 +109,7 @@ class StreamWriter:
         """
         name = part_name(self.head.version + 1, self.head.generation, f"r{self.rank}")
         writer = PartWriter(name, rows, dense)
-        with metrics.write_seconds.time():
+        with self._write_timer():
             self._storage.put(name, writer.buffers())
         return writer.part
 
@@ -143,7 +146,7 @@ class StreamWriter:
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.dense.items()},
             parts=tuple(parse_part(part) for vote in votes for part in vote["parts"]),
         )
-        with metrics.commit_seconds.time():
+        with self._commit_timer():
             self.head = self._from_rank_0("commit", lambda: self._commit(entry))
         return self.head
 

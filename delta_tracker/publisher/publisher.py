@@ -15,9 +15,11 @@ from torch import nn
 
 from delta_tracker.distributed import DEFAULT_TIMEOUT
 from delta_tracker.errors import FencedError, InvalidArgumentError, RankLostError
-from delta_tracker.predictor.observing import count_failure, count_published, watch_publisher
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Draft, StreamWriter, check_alike
+from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.ranks import CALL, Flags
 from delta_tracker.publisher.row_gatherer import EncodingChoice
 from delta_tracker.publisher.version_source import Cutter
@@ -76,6 +78,9 @@ class Publisher:
         compact_every: after so many versions rank 0 merges them, in that thread too; None for never.
         notifier: carries a hint of each version to predictors that wait for one.
         timeout: how long ranks wait for each other, also for the slowest one to build its publisher.
+        monitor: where this publisher records its metrics; None for ``delta_tracker.monitor.MONITOR``.
+        name: the label ``publisher`` of these metrics; ``"publisher"`` if None. A name that another publisher of this
+            process has is followed by ``-2``, ``-3``, ...
 
     Raises:
         UnknownConsumerError: if the tracker has no such consumer.
@@ -104,6 +109,8 @@ class Publisher:
         compact_every: int | None = None,
         notifier: Notifier | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        monitor: Monitor | None = None,
+        name: str | None = None,
     ) -> None:
         self._tracker = tracker
         self._thread, self._process = threading.get_ident(), os.getpid()
@@ -115,16 +122,24 @@ class Publisher:
         self._is_open = False
 
         def prepare() -> dict[str, Any]:
-            for name, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
+            for argument, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
                 if value is not None and not isinstance(value, kind):
-                    raise InvalidArgumentError(name, value, f"Pass a {kind.__name__}")
+                    raise InvalidArgumentError(argument, value, f"Pass a {kind.__name__}")
             is_first = self._writer.rank == 0
             self._cutter = Cutter(
-                tracker, consumer, owner=self, top_k=top_k, dense=dense, encoding=encoding, is_first=is_first
+                tracker,
+                consumer,
+                owner=self,
+                top_k=top_k,
+                dense=dense,
+                encoding=encoding,
+                is_first=is_first,
+                recorder=self._recorder,
             )
             return {"arguments": "no top_k" if top_k is None else "top_k"}
 
-        self._writer = StreamWriter(timeout)
+        self._recorder = Recorder("publisher", self, name=name, monitor=monitor)
+        self._writer = StreamWriter(timeout, self._recorder)
         try:
             self._flags = Flags(timeout)
         except BaseException:
@@ -144,7 +159,8 @@ class Publisher:
             self.close()
             raise
         self._is_open = True
-        watch_publisher(counts_versions=self._writer.rank == 0)
+        self._gauges = PublisherGauges(self._recorder, counts_versions=self._writer.rank == 0)
+        self._gauges.begin(self._writer.head.version)
         self._cadence = cadence
         self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer)
 
@@ -259,6 +275,7 @@ class Publisher:
             self._upkeep.close()
         self._flags.close()
         self._writer.close()
+        self._recorder.close()
 
     def _checked_cutter(self) -> Cutter:
         """The tracker's side, while the publisher may be used, and from the thread that may use it."""
@@ -364,13 +381,12 @@ class Publisher:
             return
         self._flight = None
         self._checked_cutter().end(flight.read, committed)
-        if self._writer.rank == 0:  # every rank has the entry; it counts once
-            count_published(committed)
+        self._gauges.published(committed)
         self._error = None
         self._num_versions += 1
 
     def _fail(self, error: Exception) -> None:
-        count_failure(error)
+        self._gauges.failed(error)
         if str(error) != str(self._error):
             _logger.warning("version %d was not published: %s", self.version + 1, error)
         self._error = error

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
-from delta_tracker.monitor.default import metrics
+from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Draft, StreamWriter
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
@@ -37,6 +37,7 @@ class Cutter:
         dense: as above.
         encoding: as above.
         is_first: whether this is the rank that writes what every rank holds.
+        recorder: records how long reads and encodings take.
 
     Raises:
         UnknownConsumerError, ReservedConsumerError, DetachedError: as
@@ -55,6 +56,7 @@ class Cutter:
         dense: nn.Module | Iterable[str] | None,
         encoding: EncodingChoice,
         is_first: bool,
+        recorder: Recorder,
     ) -> None:
         self._tracker = tracker
         self._owner = owner
@@ -66,6 +68,8 @@ class Cutter:
         self._gatherer = Gatherer(tracker, encodings, writes_replicas=is_first)
         self._dense()
         self.consumer = tracker.reserve(consumer, owner)
+        self._read_timer = recorder.read_seconds.timer(consumer=self.consumer)
+        self._encode_timer = recorder.encode_seconds.timer()
         self._meanwhile = f"{self.consumer} (snapshot)"  # learns what changes while a snapshot is copied
         self._has_snapshot = self._is_repairing = self._is_copying = False
 
@@ -125,9 +129,9 @@ class Cutter:
             read = tracker.get_delta(self.consumer, commit=False, owner=self._owner)
         else:
             top_k = None if self._is_repairing else self._top_k
-            with metrics.read_seconds.time(consumer=self.consumer):
+            with self._read_timer():
                 read = tracker.get_delta(self.consumer, commit=False, top_k=top_k, owner=self._owner)
-            with metrics.encode_seconds.time():
+            with self._encode_timer():
                 rows = self._gatherer.changed(read)
         draft = Draft(
             kind=kind,

@@ -5,7 +5,7 @@ show_heartbeats("s3://bucket/stream")
 
 from __future__ import annotations
 
-from delta_tracker.monitor.default import MONITOR
+from delta_tracker.monitor.default import program_monitor
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.source import Source
 from delta_tracker.monitor.stat import Gauge
@@ -16,7 +16,7 @@ GONE_SECONDS = 3600.0
 _NS_PER_SECOND = 10**9
 
 
-def show_heartbeats(url: str | Storage, monitor: Monitor = MONITOR, *, gone_seconds: float = GONE_SECONDS) -> None:
+def show_heartbeats(url: str | Storage, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
     """Read the heartbeats of a stream's predictors once per collection, into the ``heartbeat_`` gauges of the library.
 
     They are listed and read in a thread of the monitor's: training waits for nothing. A store that cannot be read is
@@ -24,14 +24,15 @@ def show_heartbeats(url: str | Storage, monitor: Monitor = MONITOR, *, gone_seco
 
     Args:
         url: where the stream lies.
-        monitor: whose gauges.
+        monitor: whose gauges; None for ``delta_tracker.monitor.MONITOR``.
         gone_seconds: a predictor that was silent for longer is shown no more.
 
     Raises:
         InvalidArgumentError: for a url that names no store.
         StorageError: if the store cannot be opened.
     """
-    monitor.registry.add_source(_Heartbeats(open_storage(url), monitor, gone_seconds))
+    chosen = program_monitor() if monitor is None else monitor
+    chosen.registry.add_source(_Heartbeats(open_storage(url), chosen, gone_seconds))
 
 
 class _Heartbeats(Source):

@@ -164,7 +164,7 @@ def test_a_trackers_checkpoint_can_carry_them() -> None:
 def test_the_librarys_own_counters_are_restored_before_they_first_count() -> None:
     saved, loaded = Monitor(), Monitor()
     saved.metrics.touched_rows.cell(table="user", consumer="a").add(3)
-    saved.metrics.published_rows.cell(table="user").add(2)
+    saved.metrics.published_rows.cell(publisher="p", table="user").add(2)
     target = LogicalCounters(loaded)
     target.load_state_dict(target.merge([LogicalCounters(saved).state_dict()]))
     assert totals(loaded) == totals(saved)

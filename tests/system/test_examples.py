@@ -86,7 +86,7 @@ def test_it_shows_what_it_says(run: Run, name: str, shown: str) -> None:
 def test_own_metrics(run: Run) -> None:
     said = run("own_metrics", "--port", "0")
     assert 'training_examples_total{job="trainer",split="train"} 160.0' in said
-    assert 'delta_tracker_published_rows_total{job="trainer",table="embedding_bags.item"}' in said
+    assert 'delta_tracker_published_rows_total{job="trainer",publisher="publisher",table="embedding_bags.item"}' in said
 
 
 def test_lightning_trainer(run: Run) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from delta_tracker.errors import MissingExtraError
-from delta_tracker.monitor.batch import Batch
+from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
 from delta_tracker.monitor.event import Event, Value
 from delta_tracker.monitor.library import DEFINITIONS
 from delta_tracker.monitor.sinks.sink import Sink
@@ -67,7 +67,7 @@ class MlflowSink(Sink):
         version_name = DEFINITIONS["published_version"].name
         for report in batch.totals:
             if report.definition.name == version_name:
-                self._client.set_tag(self.run_id, version_name, str(int(report.figures.last)))
+                self._client.set_tag(self.run_id, _key(_series(report)), str(int(report.figures.last)))
 
     def close(self) -> None:
         """End the run."""
@@ -76,7 +76,7 @@ class MlflowSink(Sink):
     def _metrics(self, batch: Batch) -> list[Any]:
         metrics = []
         for report in batch.windows:
-            series = ".".join([report.definition.name, *(f"{key}_{value}" for key, value in report.labels)])
+            series = _series(report)
             self._num_windows[series] = self._num_windows.get(series, 0) + 1
             step = self._num_windows[series] if report.window.step is None else report.window.step
             time_ms = report.window.time_ns // _MS
@@ -99,6 +99,11 @@ class MlflowSink(Sink):
         made = [self._entities.Param(_key(key), str(value)) for key, value in parameters.items()]
         for begin in range(0, len(made), _MAX_PARAMS):
             self._client.log_batch(self.run_id, params=made[begin : begin + _MAX_PARAMS])
+
+
+def _series(report: WindowReport | TotalReport) -> str:
+    """Return name and labels as one name."""
+    return ".".join([report.definition.name, *(f"{key}_{value}" for key, value in report.labels)])
 
 
 def _key(name: str) -> str:

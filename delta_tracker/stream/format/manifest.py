@@ -160,6 +160,15 @@ class Manifest:
         return sum(block.num_rows for part in self.parts for block in part.blocks)
 
     @property
+    def rows_by_table(self) -> dict[str, int]:
+        """FQN to :attr:`num_rows` of that table; tables without rows are left out."""
+        found: dict[str, int] = {}
+        for part in self.parts:
+            for block in part.blocks:
+                found[block.table] = found.get(block.table, 0) + block.num_rows
+        return found
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all its parts."""
         return sum(part.num_bytes for part in self.parts)

@@ -1,6 +1,6 @@
 """What is worth looking at: the panels of the dashboard and the conditions of the alerts, and the files made of them.
 
-    python -m delta_tracker.monitor.panels delta_tracker/monitor
+    python -m tests.monitor.panels delta_tracker/monitor
 
 writes ``dashboard.json`` for Grafana and ``alerts.yml`` for Prometheus; a test compares them with the ones that ship.
 """
@@ -94,38 +94,38 @@ def exposed_name(metric: str) -> str:
 
 
 PANELS = (
-    Panel(row="Freshness", title="Predictor lag", metric="predictor_lag_seconds"),
-    Panel(row="Freshness", title="Versions behind", metric="predictor_lag_versions"),
+    Panel(row="Freshness", title="Predictor lag", metric="predictor_lag_seconds", by=("predictor",)),
+    Panel(row="Freshness", title="Versions behind", metric="predictor_lag_versions", by=("predictor",)),
     Panel(row="Freshness", title="Lag by heartbeat", metric="heartbeat_lag_seconds", by=("predictor",)),
     Panel(row="Freshness", title="Versions behind by heartbeat", metric="heartbeat_lag_versions", by=("predictor",)),
     Panel(row="Freshness", title="Age of heartbeats", metric="heartbeat_age_seconds", by=("predictor",)),
     Panel(row="Freshness", title="Consumer lag", metric="consumer_lag_seconds", by=("consumer",)),
     Panel(row="Freshness", title="Batches a consumer is behind", metric="consumer_lag_batches", by=("consumer",)),
     Panel(row="Freshness", title="Oldest pending row", metric="oldest_pending_seconds", by=("consumer",)),
-    Panel(row="Freshness", title="Published version", metric="published_version"),
-    Panel(row="Freshness", title="Applied version", metric="applied_version"),
+    Panel(row="Freshness", title="Published version", metric="published_version", by=("publisher",)),
+    Panel(row="Freshness", title="Applied version", metric="applied_version", by=("predictor",)),
     Panel(row="Volume", title="Lookups", metric="lookups", by=("table",)),
     Panel(row="Volume", title="Touched rows", metric="touched_rows", by=("table", "consumer")),
     Panel(row="Volume", title="Pending ratio", metric="pending_ratio", by=("table", "consumer")),
     Panel(row="Volume", title="Pending rows", metric="pending_rows", by=("table", "consumer")),
-    Panel(row="Volume", title="Published rows", metric="published_rows", by=("table",)),
-    Panel(row="Volume", title="Published bytes", metric="published_bytes", by=("kind",)),
-    Panel(row="Volume", title="Published versions", metric="published_versions", by=("kind",)),
-    Panel(row="Volume", title="Applied rows", metric="applied_rows", by=("table",)),
-    Panel(row="Volume", title="Applied versions", metric="applied_versions", by=("kind",)),
+    Panel(row="Volume", title="Published rows", metric="published_rows", by=("publisher", "table")),
+    Panel(row="Volume", title="Published bytes", metric="published_bytes", by=("publisher", "kind")),
+    Panel(row="Volume", title="Published versions", metric="published_versions", by=("publisher", "kind")),
+    Panel(row="Volume", title="Applied rows", metric="applied_rows", by=("predictor", "table")),
+    Panel(row="Volume", title="Applied versions", metric="applied_versions", by=("predictor", "kind")),
     Panel(row="Cost", title="Record a batch", metric="record_seconds"),
-    Panel(row="Cost", title="Read a delta", metric="read_seconds", by=("consumer",)),
-    Panel(row="Cost", title="Encode a part", metric="encode_seconds"),
-    Panel(row="Cost", title="Write a part", metric="write_seconds"),
-    Panel(row="Cost", title="Commit a version", metric="commit_seconds"),
-    Panel(row="Cost", title="Apply a version", metric="apply_seconds"),
+    Panel(row="Cost", title="Read a delta", metric="read_seconds", by=("publisher", "consumer")),
+    Panel(row="Cost", title="Encode a part", metric="encode_seconds", by=("publisher",)),
+    Panel(row="Cost", title="Write a part", metric="write_seconds", by=("publisher",)),
+    Panel(row="Cost", title="Commit a version", metric="commit_seconds", by=("publisher",)),
+    Panel(row="Cost", title="Apply a version", metric="apply_seconds", by=("predictor",)),
     Panel(row="Cost", title="State", metric="state_bytes", by=("kind",)),
     Panel(row="Cost", title="Collect metrics", metric="collect_seconds"),
-    Panel(row="Health", title="Resyncs", metric="resyncs", by=("reason",)),
-    Panel(row="Health", title="Failed attempts to follow", metric="follow_errors", by=("reason",)),
-    Panel(row="Health", title="Publish failures", metric="publish_failures", by=("reason",)),
-    Panel(row="Health", title="Fences", metric="fences"),
-    Panel(row="Health", title="Refused parts", metric="refused_parts", by=("reason",)),
+    Panel(row="Health", title="Resyncs", metric="resyncs", by=("predictor", "reason")),
+    Panel(row="Health", title="Failed attempts to follow", metric="follow_errors", by=("predictor", "reason")),
+    Panel(row="Health", title="Publish failures", metric="publish_failures", by=("publisher", "reason")),
+    Panel(row="Health", title="Fences", metric="fences", by=("publisher",)),
+    Panel(row="Health", title="Refused parts", metric="refused_parts", by=("predictor", "reason")),
     Panel(row="Health", title="Hook errors", metric="hook_errors", by=("table",)),
     Panel(row="Health", title="Dropped events", metric="dropped_events", by=("reason",)),
     Panel(row="Health", title="Sinks that fail", metric="outlet_errors", by=("outlet",)),
@@ -155,14 +155,16 @@ ALERTS = (
     ),
     Alert(
         name="DeltaTrackerPublisherStalled",
-        # Of the rank that counts versions: the others, and a trainer that publishes nothing, have no such series.
+        # Of the rank that counts versions: the others, and a trainer that publishes nothing, have no such series. A
+        # publisher that was closed keeps its counters, but has no gauge.
         expression=(
-            f"sum by (instance) (rate({exposed_name('lookups')}[15m])) > 0 and on (instance) "
-            f"sum by (instance) (rate({exposed_name('published_versions')}[15m])) == 0"
+            f"sum by (instance, publisher) (rate({exposed_name('published_versions')}[15m])) == 0 "
+            f"and on (instance, publisher) {exposed_name('published_version')} "
+            f"and on (instance) sum by (instance) (rate({exposed_name('lookups')}[15m])) > 0"
         ),
         minutes=15,
         severity="page",
-        summary="Training goes on and no version was committed for a quarter of an hour.",
+        summary="Training goes on and a publisher committed no version for a quarter of an hour.",
         action="Look at publish failures and fences; nothing is lost, the rows stay pending.",
     ),
     Alert(

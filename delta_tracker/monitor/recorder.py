@@ -1,0 +1,163 @@
+"""Recorders: what a tracker, a publisher or a predictor records with, so that each has figures of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.cell import Cell
+from delta_tracker.monitor.default import program_monitor
+from delta_tracker.monitor.library import PREFIX
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.source import Source
+from delta_tracker.monitor.stat import Gauge, Kind, Stat
+from delta_tracker.monitor.timer import Timer
+
+_MAX_LENGTH = 200
+
+
+class Recorder:
+    """The library's metrics, with the name of one object as their first label.
+
+    The attributes are those of :class:`~delta_tracker.monitor.library.LibraryMetrics`, for metrics that have the label.
+    An object creates a recorder when it is built and passes it to all of its parts.
+
+    Args:
+        role: the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
+        owner: the object. It is not kept alive; when it is gone, the recorder is closed at the next collection.
+        name: the label's value, ``role`` if None. A name that another object has is followed by ``-2``, ``-3``, ...
+        monitor: where to record; None for the program's own monitor.
+
+    Raises:
+        InvalidArgumentError: for a name that is no label value, or something else than a monitor.
+
+    Example:
+        >>> class Owner:
+        ...     pass
+        >>> one, two, monitor = Owner(), Owner(), Monitor()
+        >>> recorder, other = (Recorder("publisher", owner, monitor=monitor) for owner in (one, two))
+        >>> recorder.published_rows.cell(table="user").add(3)
+        >>> other.name, [cell.labels for cell in monitor.metrics.published_rows.cells]
+        ('publisher-2', [(('publisher', 'publisher'), ('table', 'user'))])
+    """
+
+    def __init__(self, role: str, owner: object, *, name: str | None = None, monitor: Monitor | None = None) -> None:
+        if name is not None and not (type(name) is str and name.isprintable() and 0 < len(name) <= _MAX_LENGTH):
+            raise InvalidArgumentError("name", name, f"Pass 1 to {_MAX_LENGTH} printable characters")
+        if monitor is not None and not isinstance(monitor, Monitor):
+            raise InvalidArgumentError("monitor", monitor, "Pass a Monitor, or None for the program's own")
+        self.monitor = program_monitor() if monitor is None else monitor
+        self.role = role
+        self.monitor.registry.forget_ended()  # their names are free then
+        self.name = self.monitor.claims.take(role, role if name is None else name)
+        self._life = _Life(f"{role} {self.name}", owner, self._forget)
+        self.monitor.add_source(self._life)
+
+    def __getattr__(self, metric: str) -> BoundStat:
+        """Return a metric of the library, bound to the name."""
+        if metric.startswith("_"):
+            raise AttributeError(metric)
+        return BoundStat(getattr(self.monitor.metrics, metric), self.role, self.name)
+
+    def watch(self, record: Callable[[Any], None]) -> None:
+        """Call ``record(owner)`` once per collection, in the collector's thread, while the owner lives."""
+        self._life.record = record
+
+    def close(self) -> None:
+        """Remove the gauges and free the name, after one more collection or when another recorder is created.
+
+        Counters and histograms stay, as they are totals of the process; the next object of this name continues them.
+        """
+        self._life.close()
+
+    def _forget(self) -> None:
+        for stat in self.monitor.find(f"{PREFIX}*", kind=Kind.GAUGE):
+            if self.role in stat.definition.labels:
+                stat.remove(**{self.role: self.name})
+        self.monitor.claims.release(self.role, self.name)
+
+
+class _Life(Source):
+    """Reads figures of an object while it lives.
+
+    Args:
+        name: names it where it fails.
+        owner: the object, which is not kept alive.
+        forget: called once, when the object is gone, or one collection after :meth:`close`.
+
+    Attributes:
+        record: called with the object at each collection.
+    """
+
+    def __init__(self, name: str, owner: object, forget: Callable[[], None]) -> None:
+        self.name = name
+        self.record: Callable[[Any], None] | None = None
+        self._owner: Callable[[], object] = weakref.ref(owner)
+        self._forget: Callable[[], None] | None = forget
+        self._is_closed = self._is_collected = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the object is closed or gone."""
+        return self._is_closed or self._owner() is None
+
+    def close(self) -> None:
+        """Stop reading. The next collection still shows the last figures."""
+        self._is_closed, self.record = True, None
+
+    def read(self, *, is_last: bool) -> None:
+        """Record the figures of the object, or forget them."""
+        del is_last
+        if self._is_closed and not self._is_collected:
+            self._is_collected = True
+            return
+        owner, record = self._owner(), self.record
+        if owner is None or self._is_closed:
+            self.end()
+        elif record is not None:
+            record(owner)
+
+    def end(self) -> None:
+        """Forget the figures."""
+        forget, self._forget = self._forget, None
+        if forget is not None:
+            forget()
+
+    def after_fork(self) -> None:
+        """Let go of the object: another thread of the parent may have held its locks."""
+        self._owner = lambda: None
+
+
+class BoundStat:
+    """A metric of which one label is given.
+
+    Args:
+        stat: the metric.
+        label: name of the label.
+        value: its value.
+    """
+
+    __slots__ = ("_label", "_stat")
+
+    def __init__(self, stat: Stat, label: str, value: str) -> None:
+        self._stat = stat
+        self._label = {label: value}
+
+    def cell(self, **labels: object) -> Cell:
+        """Return the cell of the other labels' values, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""
+        return self._stat.cell(**self._label, **labels)
+
+    def timer(self, **labels: object) -> Callable[[], Timer]:
+        """Return a function that makes timers of one cell, which is looked up only now."""
+        return self._stat.timer(**self._label, **labels)
+
+    def set(self, value: float, **labels: object) -> None:
+        """Record a reading of a gauge."""
+        assert isinstance(self._stat, Gauge), "only gauges are set"
+        self._stat.set(value, **self._label, **labels)
+
+    def remove(self, **labels: object) -> None:
+        """Remove the cells with these label values, whatever their other labels are."""
+        self._stat.remove(**self._label, **labels)

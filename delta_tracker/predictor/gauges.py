@@ -1,0 +1,68 @@
+"""What a predictor records of its versions and faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from delta_tracker.errors import CorruptPartError, StorageError
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.predictor.status import Status
+from delta_tracker.stream.format.manifest import Manifest
+
+
+class HasStatus(Protocol):
+    """A predictor."""
+
+    def status(self) -> Status:
+        """Return its state."""
+
+
+class PredictorGauges:
+    """Counts what one predictor applies and what goes wrong, and shows its lag.
+
+    Args:
+        recorder: records for the predictor.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def begin(self, faults: Iterable[type[Exception]]) -> None:
+        """Show the counters of faults from 0 on, and the lag at each collection while the predictor lives.
+
+        Args:
+            faults: which the predictor may go around.
+        """
+        self._recorder.refused_parts.cell(reason="corrupt")
+        self._recorder.follow_errors.cell(reason=StorageError.__name__)
+        for fault in (*faults, StorageError):
+            self._recorder.resyncs.cell(reason=fault.__name__)
+        self._recorder.watch(self._show_lag)
+
+    def applied(self, manifest: Manifest) -> None:
+        """Count a version that was applied."""
+        self._recorder.applied_versions.cell(kind=manifest.kind).add(1)
+        for fqn, num_rows in manifest.rows_by_table.items():
+            self._recorder.applied_rows.cell(table=fqn).add(num_rows)
+        self._recorder.applied_version.set(manifest.version)
+
+    def resynced(self, fault: Exception) -> None:
+        """Count a fault of the stream that the predictor went around."""
+        self._recorder.resyncs.cell(reason=type(fault).__name__).add(1)
+        if isinstance(fault, CorruptPartError):
+            self._recorder.refused_parts.cell(reason="corrupt").add(1)
+
+    def failed_to_follow(self, error: Exception) -> None:
+        """Count an attempt of ``follow()`` that failed and is retried."""
+        self._recorder.follow_errors.cell(reason=type(error).__name__).add(1)
+
+    def _show_lag(self, predictor: HasStatus) -> None:
+        """Set the gauges of the lag, in the collector's thread; it asks the store."""
+        status = predictor.status()
+        if status.lag_versions is None or status.lag_seconds is None:  # the store does not answer
+            self._recorder.predictor_lag_versions.remove()
+            self._recorder.predictor_lag_seconds.remove()
+            return
+        self._recorder.predictor_lag_versions.set(status.lag_versions)
+        self._recorder.predictor_lag_seconds.set(status.lag_seconds)

@@ -1,0 +1,51 @@
+"""What a publisher records of its versions."""
+
+from __future__ import annotations
+
+from delta_tracker.errors import FencedError, PublishError, RankLostError, StorageError
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.stream.format.manifest import Manifest
+
+_FAILURES = (FencedError, PublishError, RankLostError, StorageError)
+
+
+class PublisherGauges:
+    """Counts the versions of one publisher, and those that failed.
+
+    Args:
+        recorder: records for the publisher.
+        counts_versions: whether this is the rank that counts versions. Every rank has them; each is counted once.
+    """
+
+    def __init__(self, recorder: Recorder, *, counts_versions: bool) -> None:
+        self._recorder = recorder
+        self._counts_versions = counts_versions
+
+    def begin(self, version: int) -> None:
+        """Show that the publisher works, so that an alert sees its first fault, and a stream that never moves.
+
+        Args:
+            version: the one that claimed the stream.
+        """
+        if self._counts_versions:
+            self._recorder.published_versions.cell(kind="delta")
+            self._recorder.published_version.set(version)
+        self._recorder.fences.cell()
+        for failure in _FAILURES:
+            self._recorder.publish_failures.cell(reason=failure.__name__)
+
+    def published(self, manifest: Manifest) -> None:
+        """Count a committed version."""
+        if not self._counts_versions:
+            return
+        self._recorder.published_versions.cell(kind=manifest.kind).add(1)
+        self._recorder.published_bytes.cell(kind=manifest.kind).add(manifest.num_bytes)
+        for fqn, num_rows in manifest.rows_by_table.items():
+            self._recorder.published_rows.cell(table=fqn).add(num_rows)
+        self._recorder.published_version.set(manifest.version)
+
+    def failed(self, error: Exception) -> None:
+        """Count a version that was not published."""
+        self._recorder.publish_failures.cell(reason=type(error).__name__).add(1)
+        if isinstance(error, FencedError):
+            self._recorder.fences.cell().add(1)

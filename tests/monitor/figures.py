@@ -1,0 +1,25 @@
+"""The figures of one monitor, as tests read them."""
+
+from __future__ import annotations
+
+from delta_tracker.monitor import Kind, Monitor
+
+
+class Figures:
+    """What a monitor holds of the library's own metrics, by name without prefix and labels without order."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def now(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """Total of each counter, number of samples of each histogram, last reading of each gauge."""
+        found = {}
+        for each in self._monitor.collect().totals:
+            figures, kind = each.figures, each.definition.kind
+            value = {Kind.COUNTER: figures.total, Kind.GAUGE: figures.last}.get(kind, figures.count)
+            found[each.definition.name.removeprefix("delta_tracker_"), frozenset(each.labels)] = value
+        return found
+
+    def of(self, name: str, **labels: str) -> float | None:
+        """The figure of one cell; None if there is none."""
+        return self.now().get((name, frozenset(labels.items())))

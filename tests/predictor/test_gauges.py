@@ -1,0 +1,100 @@
+"""What predictors count and show, on real streams."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_tracker import Predictor, Storage
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError, StorageError
+from delta_tracker.monitor import MONITOR, Monitor
+from tests.monitor.figures import Figures
+from tests.stream.streams import FQN, Writer
+
+
+def test_a_predictor_counts_what_it_applies_and_goes_around(tmp_path: Path) -> None:
+    writer, monitor = Writer(Storage(f"file://{tmp_path}", create=True)), Monitor()
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage, monitor=monitor)
+    predictor.sync()
+    damaged = writer.delta([1, 2])
+    (tmp_path / damaged.parts[0].name).write_bytes(b"x")
+    with pytest.raises(CorruptPartError):
+        predictor.sync()
+    newest = writer.snapshot()
+    predictor.sync()
+    figures = Figures(monitor)
+    assert figures.of("applied_versions", predictor="predictor", kind="snapshot") == 2
+    assert figures.of("applied_rows", predictor="predictor", table=FQN) == 40
+    assert figures.of("applied_version", predictor="predictor") == newest.version
+    assert figures.of("apply_seconds", predictor="predictor") == 2
+    assert figures.of("resyncs", predictor="predictor", reason="CorruptPartError") == 1
+    assert figures.of("refused_parts", predictor="predictor", reason="corrupt") == 1
+
+
+def test_two_predictors_show_two_sets_of_figures() -> None:
+    monitor, writers = Monitor(), [Writer(Storage("memory://")) for _ in range(2)]
+    figures = Figures(monitor)
+    for writer in writers:
+        writer.snapshot()
+    predictors = [Predictor(writer.model(), writer.storage, monitor=monitor) for writer in writers]
+    named = Predictor(writers[0].model(), writers[0].storage, name="host-7", monitor=monitor)
+    for _ in range(3):
+        writers[1].delta([1])
+    for each in (*predictors, named):
+        each.sync()
+    writers[1].delta([1])
+    names = ("predictor", "predictor-2", "host-7")
+    assert [figures.of("applied_version", predictor=name) for name in names] == [1, 4, 1]
+    assert figures.of("applied_versions", predictor="predictor", kind="delta") is None
+    assert figures.of("applied_versions", predictor="predictor-2", kind="delta") == 3
+    assert [figures.of("predictor_lag_versions", predictor=name) for name in names] == [0, 1, 0]
+    del predictors[0], each
+    gc.collect()
+    assert figures.of("applied_version", predictor="predictor") is None, "nobody serves it any more"
+    assert figures.of("predictor_lag_versions", predictor="predictor") is None
+    assert figures.of("applied_version", predictor="predictor-2") == 4
+    assert figures.of("applied_versions", predictor="predictor", kind="snapshot") == 1, "a total of the process"
+
+
+def test_the_lag_of_a_predictor_is_read_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, monitor = Writer(Storage("memory://")), Monitor()
+    figures = Figures(monitor)
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage, monitor=monitor)
+    predictor.sync()
+    assert figures.of("predictor_lag_versions", predictor="predictor") == 0
+    for _ in range(3):
+        writer.delta([1])
+    assert figures.of("predictor_lag_versions", predictor="predictor") == 3
+    assert figures.of("predictor_lag_seconds", predictor="predictor") > 0
+    predictor.sync()
+    assert figures.of("predictor_lag_versions", predictor="predictor") == 0
+
+    def fails(*_: object, **__: object) -> None:
+        raise StorageError(writer.storage.url, "it does not answer")
+
+    for operation in ("read", "names", "exists"):
+        monkeypatch.setattr(writer.storage, operation, fails, raising=False)
+    assert figures.of("predictor_lag_versions", predictor="predictor") is None, "a store that does not answer is no lag"
+
+
+def test_faults_are_shown_as_zero_before_they_happen() -> None:
+    monitor = Monitor()
+    predictor = Predictor({FQN: torch.zeros(3, 2)}, Storage("memory://"), monitor=monitor)
+    figures = Figures(monitor)
+    assert figures.of("resyncs", predictor="predictor", reason="CorruptPartError") == 0
+    assert figures.of("refused_parts", predictor="predictor", reason="corrupt") == 0
+    assert figures.of("follow_errors", predictor="predictor", reason="StorageError") == 0
+    assert predictor.version is None
+
+
+def test_without_a_monitor_it_records_to_that_of_the_program() -> None:
+    predictor = Predictor({FQN: torch.zeros(3, 2)}, Storage("memory://"), name="of-the-program")
+    assert Figures(MONITOR).of("refused_parts", predictor="of-the-program", reason="corrupt") == 0
+    with pytest.raises(InvalidArgumentError, match="monitor"):
+        Predictor({FQN: torch.zeros(3, 2)}, Storage("memory://"), monitor="prometheus")
+    assert predictor.version is None

@@ -1,0 +1,83 @@
+"""Cases for the figures of publishers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from delta_tracker import ModelDeltaTracker, Publisher
+from delta_tracker.errors import FencedError
+from delta_tracker.monitor import Monitor
+from tests.models import Spec, Table, batch, shard
+from tests.monitor.figures import Figures
+
+
+def counts(rank: int, world_size: int, url: str) -> dict[str, Any]:
+    """The figures of a publisher from its claim to its end."""
+    monitor, spec = Monitor(), Spec.every_sharding(world_size)
+    figures, model = Figures(monitor), shard(spec)
+    by_kind = {"publisher": "publisher", "kind": "delta"}
+    with ModelDeltaTracker(model, ["stream", "other"]) as tracker:
+        publisher = Publisher(tracker, url, "stream", monitor=monitor)
+        is_counting = rank == 0
+        for reason in ("StorageError", "FencedError"):
+            assert figures.of("publish_failures", publisher="publisher", reason=reason) == 0, "seen before the first"
+        assert figures.of("fences", publisher="publisher") == 0
+        assert figures.of("published_versions", **by_kind) == (0 if is_counting else None)
+        assert figures.of("published_version", publisher="publisher") == (0 if is_counting else None)
+        manifests = [publisher.publish()]
+        for _ in range(2):
+            model(batch(spec, torch.Generator().manual_seed(rank))).backward()
+            tracker.step()
+            manifests.append(publisher.publish())
+        assert figures.of("published_versions", **by_kind) == (2 if is_counting else None)
+        assert figures.of("published_version", publisher="publisher") == (3 if is_counting else None)
+        num_bytes = sum(manifest.num_bytes for manifest in manifests[1:])
+        assert figures.of("published_bytes", **by_kind) == (num_bytes if is_counting else None)
+        for fqn in tracker.tables:
+            num_rows = sum(manifest.rows_by_table.get(fqn, 0) for manifest in manifests)
+            assert num_rows > 0
+            assert figures.of("published_rows", publisher="publisher", table=fqn) == (num_rows if is_counting else None)
+        assert figures.of("read_seconds", publisher="publisher", consumer="stream") == 2
+        assert figures.of("encode_seconds", publisher="publisher") == 2
+        assert figures.of("commit_seconds", publisher="publisher") == 3
+        assert figures.of("write_seconds", publisher="publisher") >= 2
+        second = Publisher(tracker, url, "other", monitor=monitor)
+        with pytest.raises(FencedError):
+            publisher.publish()
+        assert figures.of("fences", publisher="publisher") == 1
+        assert figures.of("publish_failures", publisher="publisher", reason="FencedError") == 1
+        assert figures.of("fences", publisher="publisher-2") == 0
+        publisher.close()
+        second.close()
+    assert figures.of("published_version", publisher="publisher") == (3 if is_counting else None), "shown once more"
+    assert figures.of("published_version", publisher="publisher") is None, "nobody publishes it any more"
+    assert figures.of("published_versions", **by_kind) == (2 if is_counting else None), "a total of the process"
+    return {"counts versions": is_counting}
+
+
+def two_publishers(rank: int, world_size: int, folder: str) -> None:
+    """Two publishers with one monitor, and one with another."""
+    model, monitor, other = shard(Spec([Table("t", 6, "row")])), Monitor(), Monitor()
+    figures = Figures(monitor)
+    with ModelDeltaTracker(model, ["a", "b", "c"]) as tracker:
+        first, second, third = (
+            Publisher(tracker, f"{folder}/{name}", name, monitor=where, name=own)
+            for name, where, own in (("a", monitor, None), ("b", monitor, None), ("c", other, "elsewhere"))
+        )
+        first.publish()
+        for _ in range(2):
+            second.publish()
+        names = ("publisher", "publisher-2", "elsewhere")
+        assert [figures.of("published_version", publisher=name) for name in names] == [1, 2, None]
+        assert [figures.of("published_versions", publisher=name, kind="delta") for name in names] == [0, 1, None]
+        assert Figures(other).of("published_version", publisher="elsewhere") == 0
+        second.close()
+        again = Publisher(tracker, f"{folder}/b", "b", monitor=monitor)
+        again.publish()
+        assert figures.of("published_version", publisher="publisher-2") == 4
+        assert figures.of("published_versions", publisher="publisher-2", kind="snapshot") == 2, "they go on counting"
+        for each in (first, again, third):
+            each.close()
