@@ -32,7 +32,7 @@ import torch
 
 import delta_tracker
 from benchmarks.workloads import Trainer, distinct_ids, one_rank, tables
-from delta_tracker import ModelDeltaTracker, Predictor, Publisher
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
 
 _PACKAGE = str(Path(delta_tracker.__file__).parent) + "/"
 _NUM_ROWS, _DIM, _NUM_IDS = 1000, 64, 100
@@ -78,12 +78,13 @@ class Rounds:
 
     Args:
         root: an empty directory for the stream.
+        mode: of the tracker.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, mode: TrackingMode = TrackingMode.ID_ONLY) -> None:
         self._trainer = Trainer(tables(1, _NUM_ROWS, _DIM))
         (self._table,) = self._trainer.tables
-        self._tracker = ModelDeltaTracker(self._trainer.model)
+        self._tracker = ModelDeltaTracker(self._trainer.model, mode=mode)
         self._publisher = Publisher(self._tracker, root.as_uri())
         self._held = {self._trainer.fqn(self._table): torch.zeros(_NUM_ROWS, _DIM)}
         self._predictor = Predictor(self._held, root.as_uri())
@@ -104,17 +105,20 @@ class Rounds:
         self._tracker.detach()
 
 
-def count_calls(root: Path, *, repeats: int) -> dict[str, list[Counter[str]]]:
+def count_calls(
+    root: Path, *, repeats: int, mode: TrackingMode = TrackingMode.ID_ONLY
+) -> dict[str, list[Counter[str]]]:
     """Return the calls of each repeat, by ``publish`` and ``sync``. Needs a process group of one rank.
 
     Args:
         root: an empty directory.
         repeats: how many rounds are counted.
+        mode: of the tracker.
     """
     counter = CallCounter()
     found: dict[str, list[Counter[str]]] = {"publish": [], "sync": []}
     with counter.installed():
-        rounds = Rounds(root)
+        rounds = Rounds(root, mode)
         for _ in range(_WARMUPS):
             rounds.run(lambda _, work: work())
         for _ in range(repeats):

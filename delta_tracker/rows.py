@@ -71,6 +71,10 @@ class ChangedRows:
         assert ids is not None, "rows have ids"
         return ChangedRows(ids, *rest)
 
+    def without_states(self) -> ChangedRows:
+        """Return the same rows with nothing said of their old states, in the same memory."""
+        return ChangedRows(self.ids, ages=self.ages)
+
     def aged(self) -> ChangedRows:
         """The same rows, left out by one read more."""
         ages = torch.zeros_like(self.ids, dtype=torch.int32) if self.ages is None else self.ages

@@ -123,14 +123,14 @@ class Cutter:
         if kind == "snapshot":
             # What changed while it was copied; tables without a fused optimizer are copied whole only now, because a
             # write of theirs is seen by comparison, and a value that came back by then would not be.
-            changed = tracker.get_delta(self._meanwhile, owner=self._owner)
+            changed = tracker.get_delta(self._meanwhile, with_states=False, owner=self._owner)
             compared = frozenset(tracker.tables) - tracker.fused_tables
             rows = self._gatherer.changed(changed, without=compared) + self._gatherer.whole(compared, now=True)
-            read = tracker.get_delta(self.consumer, commit=False, owner=self._owner)
+            read = tracker.get_delta(self.consumer, commit=False, with_states=False, owner=self._owner)
         else:
             top_k = None if self._is_repairing else self._top_k
             with self._read_timer():
-                read = tracker.get_delta(self.consumer, commit=False, top_k=top_k, owner=self._owner)
+                read = tracker.get_delta(self.consumer, commit=False, with_states=False, top_k=top_k, owner=self._owner)
             with self._encode_timer():
                 rows = self._gatherer.changed(read)
         draft = Draft(

@@ -297,10 +297,15 @@ class ChangeLog:
             self._num_batches += 1
             self._tidy(*([self.compact] if self._auto_compact else []), self._shed)
 
-    def read(self, consumer: str) -> Reading:
+    def read(self, consumer: str, *, with_states: bool = True) -> Reading:
         """Cut the log and collect what ``consumer`` has not received. Nothing moves before :meth:`seal`.
 
         Call :meth:`seal` or :meth:`discard` afterwards.
+
+        Args:
+            consumer: who reads.
+            with_states: collect the old states too, in a mode that keeps them. Rows that a read without them leaves
+                out would lose them.
 
         Raises:
             NeedsSnapshotError: if its changes were given up.
@@ -312,12 +317,12 @@ class ChangeLog:
             try:
                 self._cut()
                 carried = self._cursors.carried(consumer)
-                rows = self._changed_since(start, carried, self._position)
+                rows = self._changed_since(start, carried, self._position, with_states=with_states)
             except BaseException:
                 self.discard()
                 raise
             self._ages.found(consumer, sum(map(len, rows.values())))
-            shared = frozenset(fqn for fqn in carried if rows[fqn] is carried[fqn])
+            shared = frozenset(fqn for fqn in carried if rows[fqn].ids is carried[fqn].ids)
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows, shared)
 
     def discard(self) -> None:
@@ -398,13 +403,13 @@ class ChangeLog:
             self._ages.compact(pinned, forgets=self._delete_on_read)
 
     def _changed_since(
-        self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None
+        self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None, *, with_states: bool = True
     ) -> dict[str, ChangedRows]:
-        """Table FQN to the rows marked from ``start`` up to ``stop``, or till now, beside those that are carried."""
+        """Return by table FQN the carried rows and those marked from ``start`` up to ``stop`` or, for None, to now."""
         end = self._position + 1 if stop is None else stop
-        rows = {fqn: store.changed(start, end) for fqn, store in self._stores.items()}
+        rows = {fqn: store.changed(start, end, with_states=with_states) for fqn, store in self._stores.items()}
         for fqn, older in carried.items():
-            rows[fqn] = merge_first(older, rows[fqn])
+            rows[fqn] = merge_first(older if with_states else older.without_states(), rows[fqn])
         return rows
 
     def _count(self, fqn: str, ids: Tensor | None) -> None:

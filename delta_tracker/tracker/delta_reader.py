@@ -64,8 +64,10 @@ class DeltaReader:
         if self._ranks is None:
             self._ranks = AllRanks(call, timeout)
 
-    def delta(self, reading: Reading, *, top_k: TopK | None, with_values: bool, with_optimizer: bool) -> Delta:
-        """The delta of a read, from the rows as they are now.
+    def delta(
+        self, reading: Reading, *, top_k: TopK | None, with_states: bool, with_values: bool, with_optimizer: bool
+    ) -> Delta:
+        """Return the delta of a read, from the rows as they are now.
 
         Raises:
             InvalidArgumentError: if scores are NaN or of another shape, here or on another rank.
@@ -74,10 +76,15 @@ class DeltaReader:
         rows, left_out = {}, {}
         for fqn, changed in reading.rows.items():
             if fqn in chosen:
-                sent, left_out[fqn] = changed.take(chosen[fqn], new_rows), changed.take(~chosen[fqn], new_rows)
-            else:
-                sent = changed.copy(new_rows) if fqn in reading.shared else changed
-            rows[fqn] = self._rows(fqn, sent, with_values=with_values, with_optimizer=with_optimizer)
+                left_out[fqn] = changed.take(~chosen[fqn], new_rows)
+            sent = changed if with_states else changed.without_states()
+            if fqn in chosen:
+                sent = sent.take(chosen[fqn], new_rows)
+            elif fqn in reading.shared:
+                sent = sent.copy(new_rows)
+            rows[fqn] = self._rows(
+                fqn, sent, with_states=with_states, with_values=with_values, with_optimizer=with_optimizer
+            )
         return Delta(
             rows,
             consumer=reading.consumer,
@@ -87,11 +94,13 @@ class DeltaReader:
             left_out=left_out,
         )
 
-    def _rows(self, fqn: str, changed: ChangedRows, *, with_values: bool, with_optimizer: bool) -> DeltaRows:
+    def _rows(
+        self, fqn: str, changed: ChangedRows, *, with_states: bool, with_values: bool, with_optimizer: bool
+    ) -> DeltaRows:
         shard = self._shards[fqn]
         return DeltaRows(
             changed.ids,
-            self._capture.states(shard, changed),
+            self._capture.states(shard, changed) if with_states else None,
             read_rows(shard, changed.ids) if with_values else None,
             shard=shard.spec,
             known=changed.known,
@@ -115,7 +124,7 @@ class DeltaReader:
         spec = self._shards[fqn].spec
         if top_k.score is not None:
             # A copy: the score may write to it.
-            rows = self._rows(fqn, changed.copy(new_rows), with_values=True, with_optimizer=False)
+            rows = self._rows(fqn, changed.copy(new_rows), with_states=True, with_values=True, with_optimizer=False)
             scores = self._checked_scores(fqn, top_k.score(fqn, rows), changed)
         else:
             scores = self._scores(self._shards[fqn], changed)

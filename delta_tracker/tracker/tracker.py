@@ -179,6 +179,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         consumer: str | None = None,
         *,
         commit: bool = True,
+        with_states: bool = True,
         with_values: bool = False,
         with_optimizer: bool = False,
         top_k: TopK | None = None,
@@ -190,6 +191,8 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
             consumer: who reads; may be left out when there is only one.
             commit: move the cursor now. With False it stays until :meth:`commit`, and the rows stay pending; a new
                 read replaces the uncommitted one and covers its rows too.
+            with_states: add ``states``, in a mode that has them. Without, the read copies none, so that it holds the
+                log's lock no longer than in ``ID_ONLY`` mode.
             with_values: add ``values``, the rows as they are now, ``[N, D]`` in the table's dtype.
             with_optimizer: add ``optimizer``, the fused optimizer's states of the rows as they are now.
             top_k: read a part of the rows only, those that changed most; the others stay pending. Every rank must
@@ -215,9 +218,15 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
             raise DetachedError
         self._reader.check(top_k, with_optimizer=with_optimizer)
         with self._log.lock:
-            reading = self._log.read(name)
+            reading = self._log.read(name, with_states=with_states or top_k is not None)
             try:
-                delta = self._reader.delta(reading, top_k=top_k, with_values=with_values, with_optimizer=with_optimizer)
+                delta = self._reader.delta(
+                    reading,
+                    top_k=top_k,
+                    with_states=with_states,
+                    with_values=with_values,
+                    with_optimizer=with_optimizer,
+                )
             except BaseException:
                 self._log.discard()
                 raise

@@ -69,13 +69,17 @@ def first_seen(rank: int, world_size: int, seed: int, bag: bool) -> int:
             for _ in range(draw.randrange(3)):
                 model(batch(spec, generator)).backward()
             name, commits = draw.choice(names), draw.random() < 0.7
-            delta = tracker.get_delta(name, with_values=True, commit=commits)
+            with_states = draw.random() < 0.7
+            delta = tracker.get_delta(name, with_values=True, with_states=with_states, commit=commits)
             for fqn, rows in delta.items():
                 if not rows.shard.num_rows:
                     continue
-                assert rows.known.all()
-                assert torch.equal(rows.states, copies[name][fqn][rows.ids]), fqn
-                assert rows.states.grad_fn is None
+                if with_states:
+                    assert rows.known.all()
+                    assert torch.equal(rows.states, copies[name][fqn][rows.ids]), fqn
+                    assert rows.states.grad_fn is None
+                else:
+                    assert rows.states is rows.known is None
                 num_rows += len(rows)
                 if commits:
                     copies[name][fqn][rows.ids] = rows.values
@@ -137,9 +141,10 @@ def top_k(rank: int, world_size: int, budget: dict[str, Any], mode: str) -> dict
     counts: dict[str, Any] = {"sent": [], "left": [], "ages": 0}
     with ModelDeltaTracker(model, mode=TrackingMode(mode)) as tracker:
         copies = rows_of(tracker)
-        for _ in range(8):
+        for number in range(8):
             model(batch(spec, generator)).backward()
-            delta = tracker.get_delta(top_k=chosen, with_values=True, commit=False)
+            with_states = number % 4 != 1
+            delta = tracker.get_delta(top_k=chosen, with_values=True, with_states=with_states, commit=False)
             worst_sent, best_left = torch.inf, -torch.inf
             for fqn, now in rows_of(tracker).items():
                 rows, left = delta[fqn], delta.left_out.get(fqn)
@@ -147,7 +152,7 @@ def top_k(rank: int, world_size: int, budget: dict[str, Any], mode: str) -> dict
                 assert rows.ids.tolist() == sorted(rows.ids.tolist())
                 assert sorted(rows.ids.tolist() + left_ids) == differing(copies[fqn], now), fqn
                 if now.numel() and mode == "embedding":
-                    assert torch.equal(rows.states, copies[fqn][rows.ids])
+                    assert torch.equal(rows.states, copies[fqn][rows.ids]) if with_states else rows.states is None
                     moved = (now - copies[fqn]).norm(dim=1)
                     worst_sent = min([worst_sent, *moved[rows.ids].tolist()])
                     best_left = max([best_left, *moved[left_ids].tolist()])

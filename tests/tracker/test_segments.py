@@ -164,8 +164,8 @@ class _KeepsOpen(SegmentStore):
 
 
 class _SkipsLastRow(SegmentStore):
-    def changed(self, start: int, stop: int) -> ChangedRows:
-        changed = super().changed(start, stop)
+    def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
+        changed = super().changed(start, stop, with_states=with_states)
         return changed.take(torch.arange(len(changed) - 1)) if len(changed) else changed
 
 
@@ -199,16 +199,16 @@ class _RemarksWithOldState(SegmentStore):
 class _GathersAtRead(SegmentStore):
     """Takes the states at the read, after the writes, instead of before them."""
 
-    def changed(self, start: int, stop: int) -> ChangedRows:
-        changed = super().changed(start, stop)
+    def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
+        changed = super().changed(start, stop, with_states=with_states)
         return ChangedRows(changed.ids, self._old_states(changed.ids), changed.known, changed.ages)
 
 
 class _NewestWins(SegmentStore):
-    def changed(self, start: int, stop: int) -> ChangedRows:
+    def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
         self._segments.reverse()
         try:
-            return super().changed(start, stop)
+            return super().changed(start, stop, with_states=with_states)
         finally:
             self._segments.reverse()
 

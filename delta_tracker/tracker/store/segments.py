@@ -226,18 +226,23 @@ class SegmentStore:
         self._recycle(merged)
         return count
 
-    def changed(self, start: int, stop: int) -> ChangedRows:
-        """The rows marked from position ``start`` up to ``stop``, each with its oldest state in that range.
+    def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
+        """Return the rows marked from position ``start`` up to ``stop``, each with its oldest state in that range.
 
         Both must be pinned since they were cut, or :meth:`compact` may have merged across them. Waits for the device.
+
+        Args:
+            start: a pinned position.
+            stop: a pinned position.
+            with_states: return the states, which takes a copy of them.
         """
         self._trim()
         segments = [seg for seg in self._segments if start <= seg.start < stop and seg.rows is not None]
-        if not segments:
-            return self._with_states(torch.empty(0, dtype=torch.int64, device=self._device), None, [])
-        merged = segments[0].rows if len(segments) == 1 else self._union(segments)
-        assert merged is not None, "filtered above"
-        found = self._with_states(merged.scan(), merged, segments)
+        merged = None
+        if segments:
+            merged = segments[0].rows if len(segments) == 1 else self._union(segments)
+        ids = torch.empty(0, dtype=torch.int64, device=self._device) if merged is None else merged.scan()
+        found = self._with_states(ids, merged, segments) if with_states else ChangedRows(ids)
         if len(segments) > 1:
             self._recycle(merged)
         return found
