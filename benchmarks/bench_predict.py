@@ -28,10 +28,10 @@ from delta_tracker import Predictor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.apply import Applier
 from delta_tracker.predictor.lock import TableLock
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import FQN, Writer
@@ -63,7 +63,7 @@ class _Stream:
             ids = distinct_ids(num_rows, num_changed, generator)
             values = torch.full((num_changed, _DIM), float(writer.claim.head.version + 1))
             self.ids.append(ids)
-            self.manifests.append(writer.write("delta", [Rows(block, ids, [values])]))
+            self.manifests.append(writer.write("delta", [BlockRows.of(block, ids, values)]))
         assert StreamLog(self.storage).read(num_versions) is not None
 
     def predictor(self, chunk_rows: int = 4096) -> Predictor:

@@ -19,9 +19,9 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.publisher.coordinator import Draft, StreamWriter
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, IdForm, Kind, Manifest
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.tracker.store.lookups import DeltaStore
 from delta_tracker.types import TableSpec
 
@@ -144,11 +144,12 @@ class _Trainer:
         self._published = self._batch
         return self.versions[-1].version
 
-    def _rows(self, fqn: str, ids: Tensor | None) -> Rows:
+    def _rows(self, fqn: str, ids: Tensor | None) -> BlockRows:
         spec = self._specs[fqn]
         held = self.tables[fqn] if ids is None else self.tables[fqn][ids]
         form: IdForm = "all" if ids is None else "list"
-        return Rows(Block(fqn, (0, spec.num_rows), (0, spec.dim), len(held), form, Encoding.F32), ids, [held])
+        block = Block(fqn, (0, spec.num_rows), (0, spec.dim), len(held), form, Encoding.F32)
+        return BlockRows.of(block, ids, held)
 
     def _draw(self, num_rows: int) -> Tensor:
         return (torch.rand(_BATCH, generator=self._random).pow(4) * num_rows).long()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from delta_tracker.monitor.buckets import HIGHEST, LOWEST, PER_OCTAVE, LogBuckets
-from delta_tracker.stream.format.contents import BlockRows, Contents
+from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.contents import Contents
 from delta_tracker.types import TableSpec
 
 if TYPE_CHECKING:

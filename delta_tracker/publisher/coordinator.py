@@ -13,9 +13,10 @@ from torch import Tensor
 from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.ranks import Ranks
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import DenseSpec, Kind, Manifest, Part
 from delta_tracker.stream.format.parse import parse_manifest, parse_part
-from delta_tracker.stream.format.part_writer import PartWriter, Rows
+from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage, open_storage
 from delta_tracker.types import TableSpec
@@ -42,7 +43,7 @@ class Draft:
     tables: Mapping[str, TableSpec]
     pending_rows: int = 0
     parts: Sequence[Part] = ()
-    rows: Sequence[Rows] = ()
+    rows: Sequence[BlockRows] = ()
     dense: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -101,7 +102,7 @@ class StreamWriter:
         agreed: Kind = "snapshot" if any(each["kind"] == "snapshot" for each in orders) else orders[0]["kind"]
         return agreed
 
-    def write_part(self, rows: Sequence[Rows], dense: Mapping[str, Tensor] | None = None) -> Part:
+    def write_part(self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> Part:
         """Write a part of the next version. No collective.
 
         Raises:

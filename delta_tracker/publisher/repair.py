@@ -77,10 +77,9 @@ def _listed(log: StreamLog, entry: Manifest, shards: Mapping[str, ShardSpec]) ->
     """Table and local ids of the rows of this rank in a version, by block."""
     found = []
     for reader in read_parts(log.storage, entry):
-        for index, block in enumerate(reader.part.blocks):
-            shard = shards[block.table]
-            listed = reader.ids(index)
-            ids = torch.arange(*block.rows) if listed is None else listed
+        for rows in reader.rows:
+            block, shard = rows.block, shards[rows.block.table]
+            ids = torch.arange(*block.rows) if rows.ids is None else rows.ids
             first, end = shard.row_offset, shard.row_offset + shard.num_rows
             ids = ids[(ids >= first) & (ids < end)]
             if len(ids):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, IdForm
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta, ShardSpec
-
-_CHUNK_BYTES = 4 << 20
 
 EncodingChoice = Encoding | Mapping[str, Encoding] | None
 
@@ -59,7 +58,7 @@ class Gatherer:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     @torch.no_grad()
-    def changed(self, delta: Delta, *, without: frozenset[str] = frozenset()) -> list[Rows]:
+    def changed(self, delta: Delta, *, without: frozenset[str] = frozenset()) -> list[BlockRows]:
         """The rows of a delta as they are now, one block for each column range; those of some tables left out.
 
         They stay as they are until the next call.
@@ -72,7 +71,7 @@ class Gatherer:
         ]
 
     @torch.no_grad()
-    def whole(self, tables: frozenset[str], *, now: bool) -> list[Rows]:
+    def whole(self, tables: frozenset[str], *, now: bool) -> list[BlockRows]:
         """All rows of some tables.
 
         Args:
@@ -86,8 +85,8 @@ class Gatherer:
             encoding = self._encodings[fqn]
             for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True):
                 block = Block(fqn, _row_range(shard), columns, shard.num_rows, "all", encoding)
-                chunks = self._copies(view, encoding)
-                blocks.append(Rows(block, None, list(chunks) if now else chunks))
+                copied = BlockRows(block, None, partial(_copy, view, encoding))
+                blocks.append(_copied(copied) if now else copied)
         return blocks
 
     def _shards(self) -> Iterator[tuple[str, ShardSpec]]:
@@ -96,7 +95,7 @@ class Gatherer:
             if self._writes_replicas or not shard.is_replicated:
                 yield fqn, shard
 
-    def _gather(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], view: Tensor, ids: Tensor) -> Rows:
+    def _gather(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], view: Tensor, ids: Tensor) -> BlockRows:
         encoding = self._encodings[fqn]
         form: IdForm = "gaps" if encoding.is_quantized else "list"
         block = Block(fqn, _row_range(shard), columns, len(ids), form, encoding)
@@ -111,7 +110,7 @@ class Gatherer:
                 encode_rows(view.index_select(0, chunk), encoding, out=out)
             else:
                 out.copy_(encode_rows(view.index_select(0, chunk), encoding))
-        return Rows(block, ids.cpu() + shard.row_offset, [stored])
+        return BlockRows.of(block, ids.cpu() + shard.row_offset, stored)
 
     def _buffer(self, key: tuple[str, int], block: Block) -> Tensor:
         """Memory for a block's rows, on the CPU, kept from call to call: fresh pages cost more than the gather."""
@@ -121,13 +120,21 @@ class Gatherer:
             held = self._buffers[key] = torch.empty(num_bytes, dtype=torch.uint8)
         return held[:num_bytes].view(block.encoding.dtype).view(block.num_rows, -1)
 
-    @staticmethod
-    @torch.no_grad()
-    def _copies(view: Tensor, encoding: Encoding) -> Iterator[Tensor]:
-        # A copy even where nothing is to be encoded: training may write to the rows between their hash and the disk.
-        step = _chunk_rows(view)
-        for begin in range(0, len(view), step):
-            yield encode_rows(view[begin : begin + step].clone(), encoding).cpu()
+
+@torch.no_grad()
+def _copy(view: Tensor, encoding: Encoding, begin: int, end: int) -> Tensor:
+    # A copy even where nothing is to be encoded: training may write to the rows between their hash and the disk.
+    return encode_rows(view[begin:end].clone(), encoding).cpu()
+
+
+def _copied(rows: BlockRows) -> BlockRows:
+    """Return the same rows, copied now, chunk by chunk."""
+    block, begin = rows.block, 0
+    stored = torch.empty(block.num_rows, block.encoding.width(block.num_columns), dtype=block.encoding.dtype)
+    for chunk in rows.chunks():
+        stored[begin : begin + len(chunk)] = chunk
+        begin += len(chunk)
+    return BlockRows.of(block, rows.ids, stored)
 
 
 def _row_range(shard: ShardSpec) -> tuple[int, int]:
@@ -135,4 +142,4 @@ def _row_range(shard: ShardSpec) -> tuple[int, int]:
 
 
 def _chunk_rows(view: Tensor) -> int:
-    return max(1, _CHUNK_BYTES // max(1, view.shape[1] * view.element_size()))
+    return max(1, CHUNK_BYTES // max(1, view.shape[1] * view.element_size()))

@@ -16,8 +16,8 @@ from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.stream.cursor import Place
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS, Kind, Manifest, Part
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -101,7 +101,7 @@ class Cutter:
             self._has_snapshot = self._is_repairing = True
         self._note(writer.head)
 
-    def copy(self) -> list[Rows]:
+    def copy(self) -> list[BlockRows]:
         """Begin a snapshot: from here on it is known which rows change, so that all may be copied in any order."""
         if self._tracker.needs_snapshot(self.consumer):
             # Until this one is committed, also for whoever resumes from a checkpoint: what was pending is gone.

@@ -26,10 +26,10 @@ from delta_tracker.cli.main import main
 from delta_tracker.cli.movement import Movement, RowCounts
 from delta_tracker.cli.page import render
 from delta_tracker.monitor.buckets import RELATIVE_ERROR
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
@@ -74,12 +74,12 @@ class Trainer:
                 rows.append(self.rows(fqn, listed))
         self.manifests.append(self.writer.write("delta", rows, self.specs))
 
-    def rows(self, fqn: str, ids: list[int] | None) -> Rows:
+    def rows(self, fqn: str, ids: list[int] | None) -> BlockRows:
         spec = self.specs[fqn]
         held = self.tables[fqn].clone() if ids is None else self.tables[fqn][ids]
         form = "all" if ids is None else "list"
         block = Block(fqn, (0, spec.num_rows), (0, spec.dim), len(held), form, Encoding.F32)
-        return Rows(block, None if ids is None else torch.tensor(ids), [held])
+        return BlockRows.of(block, None if ids is None else torch.tensor(ids), held)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_row_in_two_column_shards_moves_once_by_both() -> None:
         for left in (0, 2):
             held = (values if ids is None else values[ids])[:, left : left + 2].contiguous()
             block = Block(FQN, (0, 4), (left, left + 2), len(held), "all" if ids is None else "list", Encoding.F32)
-            halves.append(Rows(block, None if ids is None else torch.tensor(ids), [held]))
+            halves.append(BlockRows.of(block, None if ids is None else torch.tensor(ids), held))
         movement.add(Contents(storage, writer.write(kind, halves, {FQN: spec})))
 
     write("snapshot", None)
@@ -338,8 +338,8 @@ def test_a_page_stays_small_whatever_the_names(tmp_path: Path) -> None:
     writer = Writer(Storage((tmp_path / "s").as_uri(), create=True, fsync=False))
     specs = {name: TableSpec(name, 8, 2, torch.float32) for name in (f"{index}" + "<&" * 20_000 for index in range(60))}
 
-    def rows(name: str) -> Rows:
-        return Rows(Block(name, (0, 8), (0, 2), 1, "list", Encoding.F32), torch.tensor([3]), [torch.randn(1, 2)])
+    def rows(name: str) -> BlockRows:
+        return BlockRows.of(Block(name, (0, 8), (0, 2), 1, "list", Encoding.F32), torch.tensor([3]), torch.randn(1, 2))
 
     for _ in range(3):
         writer.write("delta", [rows(name) for name in specs], specs)

@@ -29,9 +29,9 @@ from delta_tracker.cli.screen import screen
 from delta_tracker.cli.watch import View, Watch
 from delta_tracker.errors import StorageError
 from delta_tracker.stream import log as log_module
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
@@ -282,7 +282,7 @@ def test_the_screen_fits(
     specs = {fqn: TableSpec(fqn, 20, 4, torch.float32) for fqn in specs}
     for _ in range(num_versions):
         rows = [
-            Rows(Block(fqn, (0, 20), (0, 4), 1, "list", Encoding.F32), torch.tensor([3]), [torch.randn(1, 4)])
+            BlockRows.of(Block(fqn, (0, 20), (0, 4), 1, "list", Encoding.F32), torch.tensor([3]), torch.randn(1, 4))
             for fqn in specs
         ]
         writer.write("delta", rows, specs)

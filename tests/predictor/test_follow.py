@@ -16,9 +16,9 @@ from delta_tracker.errors import DenseMismatchError, StorageError, StreamError, 
 from delta_tracker.predictor import follower as follower_module
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream import heartbeat as heartbeat_module
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
@@ -42,7 +42,7 @@ def writer() -> Writer:
 
 def _unknown_table(writer: Writer, kind: str = "delta") -> Manifest:
     other = TableSpec("other", 5, 4, torch.float32)
-    rows = Rows(Block("other", (0, 5), (0, 4), 5, "all", Encoding.F32), None, [torch.ones(5, 4)])
+    rows = BlockRows.of(Block("other", (0, 5), (0, 4), 5, "all", Encoding.F32), None, torch.ones(5, 4))
     own = writer.rows(None if kind == "snapshot" else [3])
     return writer.write(kind, [own, rows], {FQN: writer.spec, "other": other})
 

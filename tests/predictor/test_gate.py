@@ -11,9 +11,9 @@ import torch
 from delta_tracker import Predictor
 from delta_tracker.errors import HeldVersionError, InvalidArgumentError, StorageError
 from delta_tracker.predictor.gate import Gate
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.maintenance.compaction import compact
 from tests.predictor.serving import Flaky, eventually
 from tests.stream.streams import FQN, Writer
@@ -143,7 +143,9 @@ def test_the_measure_does_not_depend_on_the_columns_of_a_block(writer: Writer) -
     predictor, model = predictor_of(writer, max_drift=0.01)
     predictor.sync()
     blocks = [Block(FQN, (0, _ROWS), columns, _ROWS, "all", Encoding.F32) for columns in ((0, 1), (1, 4))]
-    last = writer.write("snapshot", [Rows(block, None, [writer.table[:, slice(*block.columns)]]) for block in blocks])
+    last = writer.write(
+        "snapshot", [BlockRows.of(block, None, writer.table[:, slice(*block.columns)]) for block in blocks]
+    )
     assert predictor.sync() == last.version
     assert torch.equal(model[FQN], writer.table)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError, PartialRowsError
 from delta_tracker.predictor.placement import place
 from delta_tracker.row_target import RowTarget
-from delta_tracker.stream.format.contents import BlockRows
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block
 
@@ -28,7 +28,7 @@ def _rows(rows: tuple[int, int], columns: tuple[int, int], ids: list[int] | None
     held = torch.arange(*rows) if whole else torch.tensor(ids, dtype=torch.int64)
     values = table[held, columns[0] : columns[1]]
     block = Block(_FQN, rows, columns, len(held), "all" if whole else "list", Encoding.F32)
-    return BlockRows(block, None if whole else held, lambda begin, end: values[begin:end])
+    return BlockRows.of(block, None if whole else held, values)
 
 
 class _Recorder(RowTarget):
@@ -129,7 +129,7 @@ def test_whole_blocks_are_neither_copied_nor_given_ids() -> None:
     blocks = [_rows((0, 8), (0, 2), None, table), _rows((0, 8), (2, 4), None, table)]
     (placement,) = place(blocks, {_FQN: target})
     assert placement.ids == slice(2, 7)
-    assert [piece.values.read().data_ptr() for piece in placement.pieces] == [
+    assert [rows.read(0, 5).data_ptr() for rows in placement.rows] == [
         block.read(2, block.block.num_rows).data_ptr() for block in blocks
     ]
     for chunk in placement.chunks(2):
@@ -142,7 +142,7 @@ def test_equal_ids_are_not_copied() -> None:
     table = _TABLE[:, :4]
     blocks = [_rows((0, 8), columns, [1, 4, 6], table) for columns in ((0, 2), (2, 4))]
     (placement,) = place(blocks, {_FQN: _Recorder(torch.zeros(8, 4), (0, 8), ((0, 4),))})
-    assert [piece.values.read().data_ptr() for piece in placement.pieces] == [
+    assert [rows.read(0, 3).data_ptr() for rows in placement.rows] == [
         block.read(0, block.block.num_rows).data_ptr() for block in blocks
     ]
 

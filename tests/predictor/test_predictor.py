@@ -28,9 +28,10 @@ from delta_tracker.errors import (
     TableMismatchError,
 )
 from delta_tracker.row_target import TensorTarget
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
-from delta_tracker.stream.format.part_writer import PartWriter, Rows
+from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.stream.streams import FQN, Writer
@@ -343,7 +344,7 @@ def _two_parts(writer: Writer) -> Manifest:
     for rows, row in (((0, 10), 1), ((10, 20), 15)):
         block = Block(FQN, rows, (0, 4), 1, "list", Encoding.F32)
         name = f"parts/{row}.safetensors"
-        part = PartWriter(name, [Rows(block, torch.tensor([row]), [writer.table[[row]]])])
+        part = PartWriter(name, [BlockRows.of(block, torch.tensor([row]), writer.table[[row]])])
         writer.storage.put(name, part.buffers())
         records.append(part.part)
     draft = Manifest(
@@ -408,7 +409,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_any_row_is(tmp_path: P
     writer = Writer(Storage(f"file://{tmp_path}", create=True))
     other = TableSpec("other", 20, 4, torch.float32)
     blocks = [Block(fqn, (0, 20), (0, 4), 20, "all", Encoding.F32) for fqn in ("other", FQN)]
-    rows = [Rows(block, None, [torch.ones(20, 4)]) for block in blocks]
+    rows = [BlockRows.of(block, None, torch.ones(20, 4)) for block in blocks]
     writer.write("snapshot", rows, {"other": other, FQN: writer.spec})
     memory = torch.zeros(40, 4)
     with torch.inference_mode():

@@ -19,10 +19,9 @@ from delta_tracker import Predictor
 from delta_tracker.errors import PartialRowsError, TableMismatchError
 from delta_tracker.predictor.placement import place
 from delta_tracker.predictor.targets import check_targets, find_targets
-from delta_tracker.stream.format.contents import BlockRows
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.predictor.quantised import KINDS, memory, quantise, shard_quantised
@@ -68,7 +67,7 @@ def _block(fqn: str, table: Tensor, ids: Tensor | None, columns: tuple[int, int]
     block = Block(
         fqn, (0, len(table)), columns, len(values), "all" if ids is None else "list", Encoding.of(table.dtype)
     )
-    return BlockRows(block, ids, lambda begin, end: values[begin:end])
+    return BlockRows.of(block, ids, values)
 
 
 def _equal(model: nn.Module, other: nn.Module) -> bool:
@@ -169,7 +168,7 @@ def test_a_part_of_a_rows_columns_is_refused_and_changes_nothing(tmp_path: Any) 
     good = predictor.sync()
     before = [each.clone() for each in memory(model)]
     changed = _delta(FQN, writer.table + 1, [1, 2, 5], [(0, 4)]) + _delta(FQN, writer.table + 1, [2, 5], [(4, 8)])
-    writer.write("delta", [Rows(each.block, each.ids, [each.read(0, each.block.num_rows)]) for each in changed])
+    writer.write("delta", changed)
     with pytest.raises(PartialRowsError) as caught:
         predictor.sync()
     assert (caught.value.num_rows, caught.value.found, caught.value.needed) == (1, ((0, 4),), (0, 8))

@@ -20,9 +20,9 @@ from delta_tracker.errors import (
 )
 from delta_tracker.predictor import follower as follower_module
 from delta_tracker.row_target import TensorTarget
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Link
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
@@ -323,7 +323,7 @@ def test_a_version_of_which_nothing_was_written_is_not_on_its_way() -> None:
     good = predictor.sync()
     block = Block(FQN, (0, 20), (0, 2), 1, "list", Encoding.F32)
     writer.table[5, :2] = 7.0
-    writer.write("delta", [Rows(block, torch.tensor([5]), [torch.full((1, 2), 7.0)])])
+    writer.write("delta", [BlockRows.of(block, torch.tensor([5]), torch.full((1, 2), 7.0))])
     with pytest.raises(PartialRowsError):
         predictor.sync()
     with predictor.reading() as served:

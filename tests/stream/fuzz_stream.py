@@ -43,6 +43,7 @@ from delta_tracker.stream.storage.storage import Storage
 from tests.stream.golden import reader as page
 from tests.stream.golden.make import ITEM, USER
 from tests.stream.mutations import Draw, mutate_entry, mutate_part
+from tests.stream.streams import chunks_of
 
 _STREAM = Path(__file__).parent / "golden" / "format-1" / "stream"
 _SECONDS = 10  # for one mutation, which takes a millisecond
@@ -204,21 +205,15 @@ def _check(reader: PartReader, data: bytes) -> None:
     """Every block and tensor is what the second reader finds in the same bytes."""
     tensors = page.tensors_of(data)
     for index, block in enumerate(reader.part.blocks):
-        chunks = list(reader.chunks(index, 5))
-        ids = [
-            row
-            for chunk in chunks
-            for row in (
-                range(chunk.first, chunk.first + len(chunk.stored)) if chunk.ids is None else chunk.ids.tolist()
-            )
-        ]
+        chunks = list(chunks_of(reader.rows[index], 5))
+        ids = [row for listed, _ in chunks for row in listed]
         plain = {"ids": str(block.ids), "rows": block.rows}
         assert ids == page.ids_of(index, plain, tensors)
         assert ids == sorted(set(ids))
         assert not ids or (ids[0] >= block.rows[0] and ids[-1] < block.rows[1])
         assert len(ids) == block.num_rows
         if chunks:
-            stored = torch.cat([chunk.stored for chunk in chunks])
+            stored = torch.cat([stored for _, stored in chunks])
             assert _numpy(stored).tobytes() == tensors[f"{index}.values"].tobytes()
     for index, tensor in enumerate(reader.dense().values()):
         assert _numpy(tensor).tobytes() == tensors[f"dense.{index}"].tobytes()

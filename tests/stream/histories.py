@@ -15,13 +15,15 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError
 from delta_tracker.stream import log as log_module
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
 from delta_tracker.stream.format.part_reader import read_parts
-from delta_tracker.stream.format.part_writer import PartWriter, Rows
+from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.log import Merged, StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage, StoredObject
 from delta_tracker.types import TableSpec
+from tests.stream.streams import chunks_of
 
 State = dict[str, Tensor]
 
@@ -110,10 +112,9 @@ def apply(state: State, storage: Storage, manifest: Manifest) -> State:
     readers = read_parts(storage, manifest)
     for is_whole in (True, False):
         for reader in readers:
-            for index, block in enumerate(reader.part.blocks):
-                for chunk in reader.chunks(index, 3) if (block.ids == "all") == is_whole else ():
-                    values = chunk.values(after[block.table].dtype)
-                    ids = range(chunk.first, chunk.first + len(values)) if chunk.ids is None else chunk.ids.tolist()
+            for rows in reader.rows:
+                block, decoded = rows.block, rows.decoded(after[rows.block.table].dtype)
+                for ids, values in chunks_of(decoded, 3) if (block.ids == "all") == is_whole else ():
                     for row, value in zip(ids, values, strict=True):
                         after[block.table][row, slice(*block.columns)] = value
     for reader in readers:
@@ -189,7 +190,7 @@ class History:
     def _encoding(self, spec: TableSpec) -> Encoding:
         return self.random.choice([Encoding.of(spec.dtype)] * 2 + list(Encoding))
 
-    def _rows(self, *, is_whole: bool = False, num_rows: int | None = None) -> list[Rows]:
+    def _rows(self, *, is_whole: bool = False, num_rows: int | None = None) -> list[BlockRows]:
         rows = []
         for fqn in self.fqns:
             encoding = self.encodings[fqn]
@@ -200,10 +201,10 @@ class History:
                     form = "all" if is_whole else "gaps" if encoding.is_quantized else "list"
                     block = Block(fqn, (first, end), columns, count, form, encoding)
                     values = torch.randn(count, block.num_columns, generator=self.torch).to(_SPECS[fqn].dtype)
-                    rows.append(Rows(block, None if is_whole else ids, [encode_rows(values, encoding)]))
+                    rows.append(BlockRows.of(block, None if is_whole else ids, encode_rows(values, encoding)))
         return rows
 
-    def _commit(self, kind, groups: list[list[Rows]], names: list[str]) -> None:
+    def _commit(self, kind, groups: list[list[BlockRows]], names: list[str]) -> None:
         head = self.held.head
         dense = {name: torch.randn(3, generator=self.torch).mul(9).to(_DENSE[name]) for name in names}
         parts: list[Part] = []

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, DenseSpec, IdForm, Kind, Manifest
-from delta_tracker.stream.format.part_writer import PartWriter, Rows
+from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 
 FQN = "ec.embeddings.t"
+
+
+def chunks_of(rows: BlockRows, num_rows: int) -> Iterator[tuple[list[int], Tensor]]:
+    """The global ids and the stored rows of a block, at most ``num_rows`` at a time."""
+    ids = list(range(*rows.block.rows)) if rows.ids is None else rows.ids.tolist()
+    for begin, stored in zip(range(0, len(ids), num_rows), rows.chunks(num_rows), strict=True):
+        assert 1 <= len(stored) <= num_rows
+        yield ids[begin : begin + len(stored)], stored
 
 
 class Writer:
@@ -43,15 +52,15 @@ class Writer:
         self.table[ids] = torch.randn(len(ids), self.spec.dim).to(self.table.dtype)
         return self.write("delta", [self.rows(ids)])
 
-    def rows(self, ids: list[int] | None) -> Rows:
+    def rows(self, ids: list[int] | None) -> BlockRows:
         """Rows of the table as they are now; None for all of them."""
         held = self.table.clone() if ids is None else self.table[ids]
         form: IdForm = "all" if ids is None else "gaps" if self.encoding.is_quantized else "list"
         block = Block(FQN, (0, self.spec.num_rows), (0, self.spec.dim), len(held), form, self.encoding)
         listed = None if ids is None else torch.tensor(ids, dtype=torch.int64)
-        return Rows(block, listed, [encode_rows(held, self.encoding)])
+        return BlockRows.of(block, listed, encode_rows(held, self.encoding))
 
-    def write(self, kind: Kind, rows: list[Rows], tables: Mapping[str, TableSpec] | None = None) -> Manifest:
+    def write(self, kind: Kind, rows: list[BlockRows], tables: Mapping[str, TableSpec] | None = None) -> Manifest:
         head = self.claim.head
         part = PartWriter(part_name(head.version + 1, head.generation, "r0"), rows, self.dense)
         self.storage.put(part._name, part.buffers())

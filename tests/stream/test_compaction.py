@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, Link
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
@@ -172,10 +172,10 @@ def test_what_does_not_fit_is_left_to_a_later_call() -> None:
     assert compact(storage, fold=0.01, max_bytes=3 * size).kind == "snapshot"
 
 
-def _encoded(history_writer: Writer, ids: list[int], columns: tuple[int, int], encoding: Encoding) -> Rows:
+def _encoded(history_writer: Writer, ids: list[int], columns: tuple[int, int], encoding: Encoding) -> BlockRows:
     block = Block(FQN, (0, 20), columns, len(ids), "gaps" if encoding.is_quantized else "list", encoding)
     values = history_writer.table[ids, slice(*columns)]
-    return Rows(block, torch.tensor(ids), [encode_rows(values, encoding)])
+    return BlockRows.of(block, torch.tensor(ids), encode_rows(values, encoding))
 
 
 def test_deltas_of_other_tables_are_not_folded_into_a_snapshot() -> None:

@@ -18,6 +18,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.golden.make import ITEM, USER, make
 from tests.stream.golden.reader import apply as apply_by_the_page
+from tests.stream.streams import chunks_of
 
 _GOLDEN = Path(__file__).parent / "golden" / "format-1"
 _STREAM = _GOLDEN / "stream"
@@ -39,10 +40,9 @@ def _apply(log: StreamLog, manifest: Manifest, state: dict[str, Tensor], memory_
     readers = read_parts(log.storage, manifest, memory_bytes=memory_bytes)
     for is_whole in (True, False):
         for reader in readers:
-            for index, block in enumerate(reader.part.blocks):
-                for chunk in reader.chunks(index, 7) if (block.ids == "all") == is_whole else ():
-                    values = chunk.values(manifest.tables[block.table].dtype)
-                    ids = slice(chunk.first, chunk.first + len(values)) if chunk.ids is None else chunk.ids
+            for rows in reader.rows:
+                block, decoded = rows.block, rows.decoded(manifest.tables[rows.block.table].dtype)
+                for ids, values in chunks_of(decoded, 7) if (block.ids == "all") == is_whole else ():
                     state[block.table][ids, block.columns[0] : block.columns[1]] = values
     state |= dense_of(readers)
 

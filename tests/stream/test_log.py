@@ -13,9 +13,9 @@ import torch
 import xxhash
 
 from delta_tracker.errors import FencedError, MalformedError, NameConflictError, StorageError
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import FQN, Writer
@@ -243,7 +243,7 @@ def test_a_merged_entry_under_another_name_or_in_the_log_is_refused() -> None:
 def test_an_entry_that_no_reader_would_accept_is_never_committed() -> None:
     writer = Writer(Storage("memory://"))
     block = Block(FQN, (0, 20), (0, 4), 2, "list", Encoding.F32)
-    rows = Rows(block, torch.tensor([1, 2]), [torch.zeros(2, 4)])
+    rows = BlockRows.of(block, torch.tensor([1, 2]), torch.zeros(2, 4))
     with pytest.raises(MalformedError, match="overlap"):
         writer.write("delta", [rows, rows])
     with pytest.raises(MalformedError, match="does not hold all"):

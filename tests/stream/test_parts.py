@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -15,13 +14,14 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, StorageError
 from delta_tracker.stream.format import part_reader as part_module
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, DenseSpec, Manifest, Part
 from delta_tracker.stream.format.part_reader import PartReader, read_parts
-from delta_tracker.stream.format.part_writer import PartWriter, Rows
+from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
-from tests.stream.streams import FQN, Writer
+from tests.stream.streams import FQN, Writer, chunks_of
 
 NAME = "parts/p.safetensors"
 _TABLE = TableSpec("t", 10, 4, torch.float32)
@@ -36,18 +36,18 @@ def memory_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return MODES[request.param]
 
 
-def rows_of(table: str, rows: tuple[int, int], values: Tensor, ids: list[int] | None, form: str = "list") -> Rows:
+def rows_of(table: str, rows: tuple[int, int], values: Tensor, ids: list[int] | None, form: str = "list") -> BlockRows:
     """A block of all columns, in the dtype of ``values``."""
     block = Block(table, rows, (0, values.shape[1]), len(values), "all" if ids is None else form, _own(values))
     listed = None if ids is None else torch.tensor(ids, dtype=torch.int64)
-    return Rows(block, listed, [values])
+    return BlockRows.of(block, listed, values)
 
 
 def _own(values: Tensor) -> Encoding:
     return Encoding.of(values.dtype)
 
 
-def some_rows() -> list[Rows]:
+def some_rows() -> list[BlockRows]:
     return [
         rows_of("h", (0, 6), torch.randn(6, 8).bfloat16(), None),
         rows_of("t", (5, 10), torch.randn(2, 4), [5, 9]),
@@ -63,7 +63,7 @@ def some_dense() -> dict[str, Tensor]:
 class Stored:
     """A part in a store of its own."""
 
-    def __init__(self, rows: list[Rows], dense: dict[str, Tensor] | None = None) -> None:
+    def __init__(self, rows: list[BlockRows], dense: dict[str, Tensor] | None = None) -> None:
         self.storage = Storage("memory://")
         writer = PartWriter(NAME, rows, dense)
         self.data = b"".join(bytes(buffer) for buffer in writer.buffers())
@@ -88,16 +88,11 @@ class Stored:
 
 def listed(reader: PartReader, index: int, num_rows: int = 3) -> tuple[list[int], Tensor]:
     """Ids and stored rows of a block, from chunks of ``num_rows``."""
-    chunks = list(reader.chunks(index, num_rows))
-    ids: list[int] = []
-    for chunk in chunks:
-        assert 1 <= len(chunk.stored) <= num_rows
-        found = range(chunk.first, chunk.first + len(chunk.stored)) if chunk.ids is None else chunk.ids.tolist()
-        assert len(found) == len(chunk.stored)
-        ids.extend(found)
+    chunks = list(chunks_of(reader.rows[index], num_rows))
+    ids = [row for found, _ in chunks for row in found]
     block = reader.part.blocks[index]
     empty = torch.empty(0, block.encoding.width(block.num_columns), dtype=block.encoding.dtype)
-    return ids, torch.cat([empty, *(chunk.stored for chunk in chunks)])
+    return ids, torch.cat([empty, *(stored for _, stored in chunks)])
 
 
 def test_a_part_is_read_as_it_was_written(memory_bytes: int) -> None:
@@ -109,7 +104,7 @@ def test_a_part_is_read_as_it_was_written(memory_bytes: int) -> None:
     for index, wrote in enumerate(rows):
         ids, values = listed(reader, index)
         assert ids == (list(range(*wrote.block.rows)) if wrote.ids is None else wrote.ids.tolist())
-        assert torch.equal(values, torch.cat(list(wrote.chunks)))
+        assert torch.equal(values, wrote.read(0, wrote.block.num_rows))
         assert values.dtype == wrote.block.encoding.dtype
     read = reader.dense()
     assert list(read) == list(dense)
@@ -125,11 +120,11 @@ def test_every_encoding_with_every_form_of_ids(memory_bytes: int, encoding: Enco
     ids = None if form == "all" else torch.arange(10)
     block = Block("t", (0, 10), (0, 4), 10, form, encoding)
     wanted = encode_rows(values, encoding)
-    reader = Stored([Rows(block, ids, [wanted[:7], wanted[7:]])]).read(memory_bytes)
+    reader = Stored([BlockRows.of(block, ids, wanted)]).read(memory_bytes)
     assert torch.equal(listed(reader, 0)[1], wanted)
-    (chunk,) = reader.chunks(0, 10)
-    assert chunk.values(torch.float32).dtype == torch.float32
-    assert torch.allclose(chunk.values(torch.float32), values, atol=0.3)
+    (decoded,) = reader.rows[0].decoded(torch.float32).chunks(10)
+    assert decoded.dtype == torch.float32
+    assert torch.allclose(decoded, values, atol=0.3)
 
 
 def test_a_part_is_a_safetensors_file() -> None:
@@ -138,13 +133,13 @@ def test_a_part_is_a_safetensors_file() -> None:
     expected = ["0.values", "1.ids", "1.values", "2.ids", "2.values", "3.escapes", "3.gaps", "3.values"]
     assert sorted(tensors) == expected + [f"dense.{index}" for index in range(4)]
     assert torch.equal(tensors["1.ids"], rows[1].ids)
-    assert torch.equal(tensors["0.values"], torch.cat(list(rows[0].chunks)))
+    assert torch.equal(tensors["0.values"], rows[0].read(0, 6))
     assert torch.equal(tensors["dense.1"], dense["steps"])
 
 
 def test_a_column_slice_is_written_compactly(memory_bytes: int) -> None:
     wide = torch.randn(3, 8)
-    rows = [Rows(Block("h", (0, 3), (4, 8), 3, "all", Encoding.F32), None, [wide[:, 4:]])]
+    rows = [BlockRows.of(Block("h", (0, 3), (4, 8), 3, "all", Encoding.F32), None, wide[:, 4:])]
     assert torch.equal(listed(Stored(rows).read(memory_bytes), 0)[1], wide[:, 4:])
 
 
@@ -268,14 +263,10 @@ def test_a_large_part_that_changes_while_it_is_applied_is_refused() -> None:
     reader = stored.read(0)
     stored.replace(stored.data[:-1] + b"\xff", is_recorded=False)
     with pytest.raises(CorruptPartError, match="it changed while"):
-        list(reader.chunks(0, 3))
+        list(reader.rows[0].chunks(3))
     stored.storage.delete(NAME)
     with pytest.raises(CorruptPartError, match="it is gone"):
-        list(stored_chunks(reader))
-
-
-def stored_chunks(reader: PartReader) -> list[Any]:
-    return list(reader.chunks(0, 4))
+        list(reader.rows[0].chunks(4))
 
 
 def test_a_large_part_that_shrinks_between_its_size_and_its_bytes_is_refused() -> None:

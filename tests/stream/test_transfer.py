@@ -18,7 +18,6 @@ from delta_tracker.errors import CorruptPartError, StorageError
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
-from delta_tracker.stream.format.part_writer import Rows
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
 from delta_tracker.stream.storage.part_buffer import PartBuffer
@@ -243,8 +242,7 @@ def a_huge_version(storage: Storage, directory: Path, *, has_header: bool) -> Pa
     (part,) = manifest.parts
     spec = TableSpec(FQN, _Huge.num_rows, _HUGE_DIM, torch.float32)
     block = Block(FQN, (0, spec.num_rows), (0, spec.dim), spec.num_rows, "all", Encoding.of(spec.dtype))
-    header = Rows(block, None, [])
-    begin = _header_of(header)
+    begin = _header_of(block)
     size = len(begin) + _HUGE_BYTES
     forged = replace(part, name="parts/huge.safetensors", num_bytes=size, blocks=(block,))
     path = directory / forged.name
@@ -255,10 +253,10 @@ def a_huge_version(storage: Storage, directory: Path, *, has_header: bool) -> Pa
     return path
 
 
-def _header_of(rows: Rows) -> bytes:
+def _header_of(block: Block) -> bytes:
     """The beginning of a part with one block of whole rows, up to its first value."""
-    num_bytes = rows.block.num_rows * rows.block.row_bytes
-    shape = [rows.block.num_rows, rows.block.num_columns]
+    num_bytes = block.num_rows * block.row_bytes
+    shape = [block.num_rows, block.num_columns]
     text = f'{{"0.values":{{"dtype":"F32","shape":{shape},"data_offsets":[0,{num_bytes}]}}}}'.encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

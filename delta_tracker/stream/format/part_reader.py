@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import xxhash
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
-from delta_tracker.stream.format.encoding import decode_rows, unpack_ids
+from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.encoding import unpack_ids
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part
 from delta_tracker.stream.format.parse import load_json, reason_of
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, dense_key
@@ -32,27 +34,6 @@ _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowChunk:
-    """Some rows of a block.
-
-    Args:
-        block: what they are rows of.
-        first: global id of the first one where the block holds all rows of its range.
-        ids: ``[N]`` int64 global ids, ascending and unique; None where the block holds all rows of its range.
-        stored: ``[N, width]`` as they stand in the part.
-    """
-
-    block: Block
-    first: int
-    ids: Tensor | None
-    stored: Tensor
-
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """``[N, columns]`` in the table's dtype."""
-        return decode_rows(self.stored, self.block.encoding, self.block.num_columns, dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class _Span:
     """Where a tensor lies in the file."""
@@ -67,7 +48,7 @@ class PartReader:
     """The rows and dense tensors of a part, all checked when it is made.
 
     Memory: the whole part up to ``memory_bytes``; of a larger one a few pieces of 8 MiB and its ids, 8 bytes for each
-    row that is listed. Chunks are views of that memory.
+    row that is listed. Rows are views of that memory.
 
     Args:
         storage: where it lies.
@@ -107,9 +88,13 @@ class PartReader:
                 raise
             raise CorruptPartError(part.name, reason_of(error)) from error
 
-    def ids(self, index: int) -> Tensor | None:
-        """``[N]`` int64 global ids of a block's rows, ascending and unique; None where it holds all of its range."""
-        return self._ids[index]
+    @property
+    def rows(self) -> list[BlockRows]:
+        """The rows of each block, as they are stored. Reading them raises as :meth:`stored`."""
+        return [
+            BlockRows(block, ids, partial(self.stored, index))
+            for index, (block, ids) in enumerate(zip(self.part.blocks, self._ids, strict=True))
+        ]
 
     def stored(self, index: int, begin: int, end: int) -> Tensor:
         """The rows ``begin`` to ``end`` of the part's ``index``-th block, ``[N, width]`` as they stand in the part.
@@ -121,18 +106,9 @@ class PartReader:
         row_bytes = self.part.blocks[index].row_bytes
         span = self._spans[f"{index}.values"]
         data = self._read(span.begin + begin * row_bytes, span.begin + end * row_bytes)
-        return torch.from_numpy(data).view(span.dtype).view(end - begin, -1)
-
-    def chunks(self, index: int, num_rows: int) -> Iterator[RowChunk]:
-        """The rows of the part's ``index``-th block, at most ``num_rows`` at a time.
-
-        Raises: as :meth:`stored`.
-        """
-        block, ids = self.part.blocks[index], self._ids[index]
-        for begin in range(0, block.num_rows, num_rows):
-            end = min(begin + num_rows, block.num_rows)
-            listed = None if ids is None else ids[begin:end]
-            yield RowChunk(block, block.rows[0] + begin, listed, self.stored(index, begin, end))
+        if len(data) == 0:
+            return torch.empty(0, span.shape[1], dtype=span.dtype)
+        return torch.from_numpy(data).view(span.dtype).view(end - begin, span.shape[1])
 
     def dense(self) -> dict[str, Tensor]:
         """The dense tensors of the part, by name."""

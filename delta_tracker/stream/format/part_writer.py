@@ -16,29 +16,13 @@ import torch
 import xxhash
 from torch import Tensor
 
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import pack_ids
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Part
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, Part
 from delta_tracker.stream.storage.local import pieces
 
 SIZE_BYTES = 8
 ALIGNMENT = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """The rows of one block, to be written.
-
-    Args:
-        block: what they are rows of.
-        ids: ``[N]`` int64 global ids, ascending and unique; None if the block holds all rows of its range.
-        chunks: tensors ``[n, block.encoding.width(columns)]`` as
-            :func:`~delta_tracker.stream.format.encoding.encode_rows` makes them, whose concatenation is ``[N, ...]``.
-            Each is asked for when the one before it was written.
-    """
-
-    block: Block
-    ids: Tensor | None
-    chunks: Iterable[Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,11 +44,11 @@ class PartWriter:
 
     Args:
         name: the part's name in the store.
-        rows: the rows that go into it.
+        rows: the rows that go into it. Each chunk of them is read when the one before it was written.
         dense: the dense tensors that go into it.
     """
 
-    def __init__(self, name: str, rows: Sequence[Rows], dense: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, name: str, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> None:
         self._name = name
         self._blocks = tuple(each.block for each in rows)
         self._dense = tuple(dense or ())
@@ -119,7 +103,7 @@ def dense_key(index: int) -> str:
     return f"dense.{index}"
 
 
-def _entries(index: int, rows: Rows) -> Iterator[_Entry]:
+def _entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
     block = rows.block
     if block.ids == "list":
         assert rows.ids is not None, "a list of ids"
@@ -130,7 +114,7 @@ def _entries(index: int, rows: Rows) -> Iterator[_Entry]:
         yield _Entry(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed])
         yield _Entry(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes])
     width = block.encoding.width(block.num_columns)
-    yield _Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), rows.chunks)
+    yield _Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), rows.chunks())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -14,17 +14,18 @@ from dataclasses import replace
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StorageError
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest, Part
-from delta_tracker.stream.format.part_reader import PartReader, RowChunk, read_parts
-from delta_tracker.stream.format.part_writer import PartWriter, Rows
+from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
+from delta_tracker.stream.format.part_reader import PartReader, read_parts
+from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
-from delta_tracker.stream.maintenance.merging import Newest, laid_over, listed_rows, newest_rows
+from delta_tracker.stream.maintenance.merging import listed_rows, newest_rows
 from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 
 DEFAULT_MAX_BYTES = 1 << 30
-_CHUNK_BYTES = 4 << 20
 _ID_BYTES = 8
 
 _Dense = dict[str, Tensor]
@@ -110,61 +111,56 @@ class _Compaction:
 
     def fold(self, versions: Sequence[Manifest], least_bytes: float, *, is_due: bool) -> Manifest | None:
         """Merge with the snapshot; into a delta where that ``is_due`` and has less than ``least_bytes``."""
-        chunks, dense = self._read(versions)
+        rows, dense = self._read(versions)
         tables = _tables(versions)
         if is_due:
-            merged = list(newest_rows(chunks, tables))
+            merged = list(newest_rows(rows, tables))
             if sum(each.num_bytes for each in merged) + sum(each.nbytes for each in dense.values()) < least_bytes:
                 return self._merge(versions, merged, dense)
-        newest = list(newest_rows([*self._listed(), *chunks], tables))
-        parts, base_dense = self._lay_over(newest, versions[-1])
-        rows = [each.rows(each.outside(self._whole)) for each in newest]
-        parts += self._put([each for each in rows if each.block.num_rows], base_dense | dense, versions[-1])
+        newest = list(newest_rows([*self._listed(), *rows], tables))
+        parts, base_dense = self._write_over(Overlay(newest), versions[-1])
+        blocks = WholeBlocks(self._whole)
+        outside = [left for each in newest for left in blocks.outside(each) if left.block.num_rows]
+        parts += self._put(outside, base_dense | dense, versions[-1])
         return self._create(_snapshot(self._base, versions), parts, base_dense | dense)
 
     def merge(self, versions: Sequence[Manifest]) -> Manifest | None:
         """Merge into a delta."""
-        chunks, dense = self._read(versions)
-        return self._merge(versions, list(newest_rows(chunks, _tables(versions))), dense)
+        rows, dense = self._read(versions)
+        return self._merge(versions, list(newest_rows(rows, _tables(versions))), dense)
 
-    def _merge(self, versions: Sequence[Manifest], newest: list[Newest], dense: _Dense) -> Manifest | None:
-        parts = self._put([each.rows() for each in newest], dense, versions[-1])
+    def _merge(self, versions: Sequence[Manifest], newest: list[BlockRows], dense: _Dense) -> Manifest | None:
+        parts = self._put(newest, dense, versions[-1])
         return self._create(_delta(versions), parts, dense)
 
-    def _read(self, versions: Sequence[Manifest]) -> tuple[list[RowChunk], _Dense]:
-        chunks: list[RowChunk] = []
+    def _read(self, versions: Sequence[Manifest]) -> tuple[list[BlockRows], _Dense]:
+        rows: list[BlockRows] = []
         dense: _Dense = {}
         for version in versions:
             parts = read_parts(self._log.storage, version, memory_bytes=self._max_bytes)
             for part in parts:
-                chunks += listed_rows(part)
+                rows += listed_rows(part)
                 dense |= part.dense()
-        return chunks, dense
+        return rows, dense
 
-    def _listed(self) -> Iterator[RowChunk]:
+    def _listed(self) -> Iterator[BlockRows]:
         """The snapshot's rows beside its whole blocks."""
         for part in self._base.parts:
             if any(block.ids != "all" for block in part.blocks):
                 # Not held in memory: what is yielded are copies, and nothing else of the part stays.
                 yield from listed_rows(PartReader(self._log.storage, part, self._base, memory_bytes=0))
 
-    def _lay_over(self, newest: Sequence[Newest], last: Manifest) -> tuple[list[Part], _Dense]:
+    def _write_over(self, overlay: Overlay, last: Manifest) -> tuple[list[Part], _Dense]:
         """Write the snapshot's whole blocks anew, part by part, with newer rows in their places."""
         parts: list[Part] = []
         dense: _Dense = {}
         for part in self._base.parts:
             reader = PartReader(self._log.storage, part, self._base)
             dense |= {name: tensor.clone() for name, tensor in reader.dense().items()}
-            rows = []
-            for index, block in enumerate(part.blocks):
-                if block.ids == "all":
-                    over = [each for each in newest if each.fits(block)]
-                    chunks = reader.chunks(index, max(1, _CHUNK_BYTES // block.row_bytes))
-                    rows.append(Rows(block, None, laid_over(chunks, over)))
-            parts += self._put(rows, {}, last)
+            parts += self._put([overlay.over(rows) for rows in reader.rows if rows.ids is None], {}, last)
         return parts, dense
 
-    def _put(self, rows: Sequence[Rows], dense: _Dense, last: Manifest) -> list[Part]:
+    def _put(self, rows: Sequence[BlockRows], dense: _Dense, last: Manifest) -> list[Part]:
         """Write a part, if there is anything to write."""
         if not rows and not dense:
             return []

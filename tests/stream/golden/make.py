@@ -17,9 +17,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
 from delta_tracker.stream.format.manifest import Block, DenseSpec, IdForm, Kind, Manifest, Part
-from delta_tracker.stream.format.part_writer import PartWriter, Rows
+from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
@@ -70,7 +71,7 @@ class Maker:
     def rows(
         self, fqn: str, encoding: Encoding, rows: tuple[int, int], columns: tuple[int, int], ids: Sequence[int] | None,
         form: IdForm = "all", *, written: Tensor | None = None,
-    ) -> Rows:  # fmt: skip
+    ) -> BlockRows:  # fmt: skip
         """Change a block of a table, and make rows of it. What a reader gets is what the table holds from now on.
 
         Args:
@@ -86,17 +87,17 @@ class Maker:
         if written is None:
             self._tables[fqn][listed, columns[0] : columns[1]] = values.to(_TABLES[fqn].dtype)
         block = Block(fqn, rows, columns, len(listed), form, encoding)
-        return Rows(block, None if ids is None else torch.tensor(ids, dtype=torch.int64), [stored])
+        return BlockRows.of(block, None if ids is None else torch.tensor(ids, dtype=torch.int64), stored)
 
-    def decoded(self, rows: Rows) -> Rows:
+    def decoded(self, rows: BlockRows) -> BlockRows:
         """The same rows, once the table holds what a reader gets of an encoding that loses something."""
         block = rows.block
-        (stored,) = rows.chunks
+        (stored,) = rows.chunks()
         values = decode_rows(stored, block.encoding, block.num_columns, _TABLES[block.table].dtype)
         self._tables[block.table][rows.ids, block.columns[0] : block.columns[1]] = values
         return rows
 
-    def part(self, author: str, rows: Sequence[Rows], dense: Mapping[str, Tensor] | None = None) -> Part:
+    def part(self, author: str, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> Part:
         head = self._claim.head
         writer = PartWriter(part_name(head.version + 1, head.generation, author), rows, dense)
         data = b"".join(bytes(buffer) for buffer in writer.buffers())

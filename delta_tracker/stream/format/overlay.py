@@ -1,0 +1,135 @@
+"""Listed rows that replace rows of whole blocks.
+
+Listed rows are newer than whole blocks, whose rows may have been copied while they were being trained. Readers and
+compaction write them over the whole blocks' rows, so that a row is never applied in an older state first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from delta_tracker.stream.format.block_rows import BlockRows, places_within
+from delta_tracker.stream.format.manifest import Block
+
+
+class Overlay:
+    """Listed rows, indexed by table, columns and row range.
+
+    Making it sorts the blocks. A look-up costs two bisections for each distinct column range of the table, whatever the
+    number of blocks.
+
+    Args:
+        listed: rows with ids. Blocks of one table must not overlap.
+    """
+
+    def __init__(self, listed: Iterable[BlockRows]) -> None:
+        self._index = _Index((each.block, each) for each in listed if each.block.num_rows)
+
+    def over(self, whole: BlockRows) -> BlockRows:
+        """Return the rows of a whole block with the listed rows in their places.
+
+        Listed rows in another encoding are ignored, and those of other columns if the rows are quantized.
+        """
+        block = whole.block
+        if not any(
+            _fits(block, each.block) for each in self._index.overlapping(block.table, block.rows, block.columns)
+        ):
+            return whole
+
+        def read(begin: int, end: int) -> Tensor:
+            stored, is_copied = whole.read(begin, end), False
+            rows = block.rows[0] + begin, block.rows[0] + end
+            for each in self._index.overlapping(block.table, rows, block.columns):
+                assert each.ids is not None, "listed"
+                start, stop = places_within(each.ids, rows)
+                if start == stop or not _fits(block, each.block):
+                    continue
+                if not is_copied:  # it may be a view of the part
+                    stored, is_copied = stored.clone(), True
+                first = max(block.columns[0], each.block.columns[0])
+                width = min(block.columns[1], each.block.columns[1]) - first
+                newer = each.read(start, stop)
+                if each.block.columns != block.columns:
+                    newer = newer.narrow(1, first - each.block.columns[0], width)
+                    stored.narrow(1, first - block.columns[0], width).index_copy_(
+                        0, each.ids[start:stop] - rows[0], newer
+                    )
+                else:
+                    stored.index_copy_(0, each.ids[start:stop] - rows[0], newer)
+            return stored
+
+        return BlockRows(block, None, read)
+
+
+class WholeBlocks:
+    """Whole blocks, over which listed rows are written.
+
+    Args:
+        blocks: blocks that hold all rows of their ranges, and do not overlap.
+    """
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._index = _Index((block, block) for block in blocks if block.num_rows)
+
+    def outside(self, listed: BlockRows) -> Iterator[BlockRows]:
+        """Yield those of the listed rows that :meth:`Overlay.over` does not write to one whole block."""
+        block = listed.block
+        holders = [
+            whole.rows
+            for whole in self._index.overlapping(block.table, block.rows, block.columns)
+            if whole.columns[0] <= block.columns[0] and block.columns[1] <= whole.columns[1] and _fits(whole, block)
+        ]
+        first, end = block.rows
+        for begin, stop in sorted(holders):
+            if first < begin:
+                yield listed.within((first, begin), block.columns)
+            first = stop
+        if first < end or not holders:
+            yield listed.within((first, end), block.columns)
+
+
+_T = TypeVar("_T")
+
+
+class _Index(Generic[_T]):
+    """Blocks that do not overlap, with a value each, found by the rows and columns that they share with a range."""
+
+    def __init__(self, entries: Iterable[tuple[Block, _T]]) -> None:
+        columns: defaultdict[str, defaultdict[tuple[int, int], list[tuple[Block, _T]]]]
+        columns = defaultdict(lambda: defaultdict(list))
+        for block, value in entries:
+            columns[block.table][block.columns].append((block, value))
+        self._columns: dict[str, list[_Column[_T]]] = {
+            table: [_Column(held) for held in by_columns.values()] for table, by_columns in columns.items()
+        }
+
+    def overlapping(self, table: str, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[_T]:
+        """Yield the values of those blocks that have a row and a column in these ranges."""
+        for each in self._columns.get(table, ()):
+            if each.columns[0] < columns[1] and columns[0] < each.columns[1]:
+                yield from each.overlapping(rows)
+
+
+class _Column(Generic[_T]):
+    """Blocks of one column range, by their rows: none is empty, so both edges ascend."""
+
+    def __init__(self, entries: list[tuple[Block, _T]]) -> None:
+        entries.sort(key=lambda entry: entry[0].rows)
+        self.columns = entries[0][0].columns
+        self._begins = [block.rows[0] for block, _ in entries]
+        self._ends = [block.rows[1] for block, _ in entries]
+        self._values = [value for _, value in entries]
+
+    def overlapping(self, rows: tuple[int, int]) -> list[_T]:
+        return self._values[bisect_right(self._ends, rows[0]) : bisect_left(self._begins, rows[1])]
+
+
+def _fits(whole: Block, listed: Block) -> bool:
+    """Return whether columns that both blocks have are stored alike."""
+    is_alike = whole.encoding is listed.encoding
+    return is_alike and (whole.columns == listed.columns or not whole.encoding.is_quantized)
