@@ -1,21 +1,22 @@
-"""Handlers around ``os.fork`` for objects whose threads do not exist in the child."""
+"""Handlers around ``os.fork`` for objects whose locks or threads do not survive it."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 
-class Forkable(Protocol):
-    """An object with locks or threads. The thread that forks calls all three methods."""
+class Forkable(ABC):
+    """An object with locks or threads. The thread that forks calls its methods, after :func:`protect`."""
 
-    def before_fork(self) -> None:
+    def before_fork(self) -> None:  # noqa: B027  most need not wait
         """Reach a state that the child can use. Must return soon, also if the calling thread holds any lock."""
 
-    def after_fork_in_parent(self) -> None:
-        """Go on."""
+    def after_fork_in_parent(self) -> None:  # noqa: B027
+        """Undo :meth:`before_fork`."""
 
+    @abstractmethod
     def after_fork_in_child(self) -> None:
         """Replace locks that other threads held; only the calling thread exists."""
 

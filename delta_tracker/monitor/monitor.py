@@ -9,13 +9,13 @@ from datetime import timedelta
 from typing import Any, cast
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.claims import Claims
 from delta_tracker.monitor.clock import Clock, Progress
 from delta_tracker.monitor.collector import Collector
 from delta_tracker.monitor.event import Event, Severity, Value, renew_ids
 from delta_tracker.monitor.events import EventLog, EventRule, Handler, Subscription
-from delta_tracker.monitor.forks import protect
 from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.names import check_label_names
 from delta_tracker.monitor.registry import Registry
@@ -28,7 +28,7 @@ from delta_tracker.monitor.system import SystemMetrics
 _INTERVAL = timedelta(seconds=10)
 
 
-class Monitor:
+class Monitor(Forkable):
     """Stats and events of a program, and where they go.
 
     Recording works at once and starts nothing. :meth:`start` starts the threads that collect, one for the figures and
@@ -267,8 +267,8 @@ class Monitor:
         """Collect now, in this thread; for programs that start no threads, and for tests."""
         return self._collector.collect()
 
-    def after_fork(self) -> None:
-        """Begin empty and stopped; called in forked children."""
+    def after_fork_in_child(self) -> None:
+        """Begin empty and stopped."""
         renew_ids()
         atexit.unregister(self.stop)
         failed = self.registry.reset()

@@ -24,7 +24,7 @@ from delta_tracker.errors import (
     StreamReplacedError,
     TableMismatchError,
 )
-from delta_tracker.forking import protect
+from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.apply import Applier, Model
@@ -61,7 +61,7 @@ _NUM_TRIES = 3
 _NUM_WAYS = 100  # ways around faults that are remembered
 
 
-class Predictor:
+class Predictor(Forkable):
     """Applies the versions of a stream, in order and each once, to the tables of a model.
 
     It starts from the newest snapshot and follows from there. A version is read and checked whole before its first row

@@ -219,7 +219,11 @@ def test_json_has_no_numbers_that_are_none() -> None:
 def test_importing_the_monitor_imports_the_standard_library_alone_and_starts_nothing() -> None:
     """The packages above it are stood in for: the rest of the library needs torch."""
     program = """
-import sys, threading, types
+import os, sys, threading, types
+import logging, random  # they register handlers of their own
+registered = []
+register = os.register_at_fork
+os.register_at_fork = lambda **handlers: (registered.append(handlers), register(**handlers))
 root = types.ModuleType("delta_tracker")
 root.__path__ = ["delta_tracker"]
 sys.modules["delta_tracker"] = root
@@ -228,8 +232,9 @@ import delta_tracker.monitor
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 assert new - {"delta_tracker"} <= set(sys.stdlib_module_names), new
 assert threading.active_count() == 1
-assert not delta_tracker.monitor.forks._is_registered
+assert not registered
 delta_tracker.monitor.counter("c").add(1)
+assert len(registered) == 1
 assert delta_tracker.monitor.collect().totals[0].figures.total == 1
 """
     subprocess.run([sys.executable, "-S", "-c", program], check=True, timeout=60, cwd=_ROOT)

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Protocol
 
-from delta_tracker.forking import protect
+from delta_tracker.forking import Forkable, protect
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Notifier(Protocol):
         """Let go of connections."""
 
 
-class LocalNotifier:
+class LocalNotifier(Forkable):
     """Hints between threads of one process. Also the smallest complete :class:`Notifier`.
 
     Example:
@@ -77,12 +77,6 @@ class LocalNotifier:
 
     def close(self) -> None:
         """Nothing to let go of."""
-
-    def before_fork(self) -> None:
-        """Nothing to wait for; see :class:`~delta_tracker.forking.Forkable`."""
-
-    def after_fork_in_parent(self) -> None:
-        """Nothing has changed."""
 
     def after_fork_in_child(self) -> None:
         """Replace the lock, which another thread of the parent may have held."""
