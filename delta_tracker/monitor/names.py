@@ -85,6 +85,16 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
     return tuple((name, str(labels[name])) for name in names)
 
 
+def label_pairs(labels: Labels) -> list[str]:
+    """Return each label as text.
+
+    Example:
+        >>> label_pairs((("table", "user"), ("kind", "delta")))
+        ['table=user', 'kind=delta']
+    """
+    return [f"{name}={value}" for name, value in labels]
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether a name fits a shell pattern, as in ``training.*``; case counts.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.tracker.row_sets import numba as numba_rows
-from delta_tracker.tracker.row_sets.engines import ENGINES, choose_engine, row_set
+from delta_tracker.tracker.row_sets.engines import ENGINES, choose_engine
 from delta_tracker.tracker.row_sets.numba import NumbaRows
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
@@ -395,14 +395,13 @@ def test_engines_are_chosen_by_device_and_by_name() -> None:
     assert choose_engine("torch", _CPU) is choose_engine("torch", cuda) is TorchRows
     assert choose_engine("numba", _CPU) is NumbaRows
     assert choose_engine("triton", cuda) is TritonRows
-    assert isinstance(row_set("torch", 3, _CPU), TorchRows)
 
 
 @pytest.mark.parametrize(("name", "device"), [("sort", "cpu"), ("", "cuda"), ("numba", "cuda"), ("triton", "cpu")])
 def test_an_engine_that_cannot_serve_is_refused(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(InvalidArgumentError, match=rf"engine='{name}'.*On {device} use one of \['torch', ") as caught:
-        row_set(name, 3, torch.device(device))
+        choose_engine(name, torch.device(device))
     assert (caught.value.argument, caught.value.value) == ("engine", name)
 
 
@@ -414,17 +413,17 @@ sys.modules[{name!r}] = None
 import torch
 import delta_tracker.tracker.row_sets.{name}
 from delta_tracker.errors import MissingExtraError
-from delta_tracker.tracker.row_sets.engines import choose_engine, row_set
+from delta_tracker.tracker.row_sets.engines import choose_engine
 device = torch.device("cpu" if {name!r} == "numba" else "cuda")
-choose_engine({name!r}, device)
+engine = choose_engine({name!r}, device)
 try:
-    row_set({name!r}, 3, device)
+    engine(3, device)
 except MissingExtraError as error:
     assert (error.package, error.extra) == ({name!r}, {name!r})
 else:
     raise SystemExit("no error")
 if {name!r} == "numba":
-    assert row_set(None, 3, device).mark_new(torch.tensor([2])).tolist() == [2]
+    assert choose_engine(None, device)(3, device).mark_new(torch.tensor([2])).tolist() == [2]
 """
     assert issubclass(MissingExtraError, ImportError)
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)

@@ -7,7 +7,7 @@ import torch
 
 from delta_tracker import DeltaStore, EmbdUpdateMode
 from delta_tracker.monitor.device.syncs import SIMULATED, assert_no_sync, find_syncs, held, on_device
-from delta_tracker.tracker.row_sets.engines import row_set
+from delta_tracker.tracker.row_sets.engines import choose_engine
 from delta_tracker.tracker.store.segments import SegmentStore
 from tests.ranks import RankPool
 
@@ -65,12 +65,12 @@ def test_the_store_records_on_a_device(with_states: bool) -> None:
 
 def test_row_sets_record_on_a_device() -> None:
     with assert_no_sync():
-        rows = row_set("torch", 10, SIMULATED)
+        rows = choose_engine("torch", SIMULATED)(10, SIMULATED)
         ids = on_device(_IDS)
         rows.mark(ids)
         padded, count = rows.mark_new_padded(ids + 1)
         assert rows.contains(ids).device == SIMULATED
-        other = row_set("torch", 10, SIMULATED)
+        other = choose_engine("torch", SIMULATED)(10, SIMULATED)
         other.mark_all()
         other.absorb(rows)
     assert held(padded).tolist() == [1, 3, 6, 8, -1]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.event import Event, Phase, json_value
+from delta_tracker.monitor.names import label_pairs
 from delta_tracker.monitor.sinks.appended_file import AppendedFile
 from delta_tracker.monitor.sinks.sink import Sink
 
@@ -63,9 +64,8 @@ class ChromeTraceSink(Sink):
         return line | ({"s": "p"} if event.phase is Phase.INSTANT else {"id": f"{event.span:x}"})
 
     def _curve(self, report: WindowReport) -> dict[str, object]:
-        labels = "".join(f" {key}={value}" for key, value in report.labels)
         return {
-            "name": report.definition.name + labels,
+            "name": " ".join([report.definition.name, *label_pairs(report.labels)]),
             "ph": "C",
             "ts": report.window.end_ns * _US,
             "pid": self._pid,

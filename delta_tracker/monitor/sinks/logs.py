@@ -6,6 +6,7 @@ import logging
 
 from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.event import Event
+from delta_tracker.monitor.names import label_pairs
 from delta_tracker.monitor.sinks.sink import Sink
 
 
@@ -39,7 +40,7 @@ def event_text(event: Event) -> str:
 
 def window_text(report: WindowReport) -> str:
     """One line."""
-    labels = "".join(f" {key}={value}" for key, value in report.labels)
+    series = " ".join([report.definition.name, *label_pairs(report.labels)])
     figures = " ".join(f"{name}={value:.6g}" for name, value in report.values.items())
     unit = f" {report.definition.unit}" if report.definition.unit else ""
-    return f"{report.definition.name}{labels}: {figures}{unit} of {report.count} records"
+    return f"{series}: {figures}{unit} of {report.count} records"

@@ -41,6 +41,12 @@ class _Snapshot:
         """Nothing is known before the first batch."""
         return ()
 
+    def registry(self) -> Any:  # noqa: ANN401  a class of prometheus_client
+        """Return a registry that collects this alone."""
+        registry = _client().CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return registry
+
 
 class PrometheusSink(Sink):
     """Serves ``/metrics``; what it says is as old as the last collection, so collect as often as it is scraped.
@@ -60,11 +66,9 @@ class PrometheusSink(Sink):
     def __init__(self, port: int = 9464, host: str = "127.0.0.1") -> None:
         client = _client()
         self._snapshot = _Snapshot()
-        registry = client.CollectorRegistry(auto_describe=False)
-        registry.register(self._snapshot)
         self._server: Any
         self._thread: threading.Thread
-        self._server, self._thread = client.start_http_server(port, host, registry)
+        self._server, self._thread = client.start_http_server(port, host, self._snapshot.registry())
 
     @property
     def port(self) -> int:
@@ -102,8 +106,7 @@ class PrometheusFileSink(Sink):
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._snapshot = _Snapshot()
-        self._registry = client.CollectorRegistry(auto_describe=False)
-        self._registry.register(self._snapshot)
+        self._registry = self._snapshot.registry()
         self._write = client.write_to_textfile
 
     def deliver(self, batch: Batch) -> None:

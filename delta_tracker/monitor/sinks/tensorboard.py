@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ from delta_tracker.errors import MissingExtraError
 from delta_tracker.monitor.batch import Batch, WindowReport
 from delta_tracker.monitor.buckets import LogBuckets, upper_bound
 from delta_tracker.monitor.event import Event
-from delta_tracker.monitor.names import Labels
+from delta_tracker.monitor.names import Labels, label_pairs
 from delta_tracker.monitor.sinks.sink import Sink
+from delta_tracker.monitor.sinks.steps import Steps
 
 _S = 1e-9
 
@@ -19,9 +19,8 @@ _S = 1e-9
 class TensorBoardSink(Sink):
     """Writes the figures of every window to event files.
 
-    The x axis is the step that :meth:`~delta_tracker.monitor.monitor.Monitor.step` said last before the window closed;
-    while none was said, the number of the series' window. Figures that are not finite cannot come. Histograms and
-    events (as text) are written too.
+    The x axis is the step, see :class:`~delta_tracker.monitor.sinks.steps.Steps`. Figures that are not finite cannot
+    come. Histograms and events (as text) are written too.
 
     Args:
         folder: where the event files go.
@@ -36,7 +35,7 @@ class TensorBoardSink(Sink):
         except ImportError as error:
             raise MissingExtraError("tensorboard", "tensorboard") from error
         self._writer: Any = SummaryWriter(str(folder))
-        self._num_windows: Counter[str] = Counter()
+        self._steps = Steps()
 
     def deliver(self, batch: Batch) -> None:
         """Write and flush."""
@@ -52,8 +51,7 @@ class TensorBoardSink(Sink):
 
     def _write_window(self, report: WindowReport) -> None:
         series = tag(report.definition.name, report.labels)
-        self._num_windows[series] += 1
-        step = self._num_windows[series] if report.window.step is None else report.window.step
+        step = self._steps.of(series, report)
         time = report.window.time_ns * _S
         for name, value in report.values.items():
             self._writer.add_scalar(f"{series}/{name}", value, step, walltime=time)
@@ -93,4 +91,4 @@ def tag(name: str, labels: Labels) -> str:
         >>> tag("training.loss", (("task", "click"),))
         'training/loss/task=click'
     """
-    return "/".join([name.replace(".", "/"), *(f"{key}={value}" for key, value in labels)])
+    return "/".join([name.replace(".", "/"), *label_pairs(labels)])

@@ -24,7 +24,8 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
         device: where the shard lives.
 
     Returns:
-        A class whose sets can be built on ``device``, its package being installed. None always finds one that is.
+        A class of which ``choose_engine(name, device)(num_rows, device)`` is an empty set. Building one raises
+        ``MissingExtraError`` if the package of a named engine is not installed; None always finds one that is.
 
     Raises:
         InvalidArgumentError: for an unknown name, or an engine that does not serve the device.
@@ -39,30 +40,6 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
     if name not in serving:
         raise InvalidArgumentError("engine", name, f"On {device} use one of {serving}, or None to have one chosen")
     return _BY_NAME[name]
-
-
-def row_set(engine: str | None, num_rows: int, device: torch.device) -> RowSet:
-    """Build an empty set of the rows of a shard.
-
-    Args:
-        engine: as for :func:`choose_engine`.
-        num_rows: rows of the shard, ``R``; 0 is allowed.
-        device: where the shard lives.
-
-    Returns:
-        A set without a row.
-
-    Raises:
-        InvalidArgumentError: for an unknown name, or an engine that does not serve the device.
-        MissingExtraError: if the package of the named engine is not installed.
-
-    Example:
-        >>> rows = row_set("torch", 4, torch.device("cpu"))
-        >>> rows.mark(torch.tensor([3]))
-        >>> rows.scan()
-        tensor([3])
-    """
-    return choose_engine(engine, device)(num_rows, device)
 
 
 def _has_numba() -> bool:
