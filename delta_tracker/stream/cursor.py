@@ -199,11 +199,12 @@ class StreamCursor:
             merged = self._longest_merged(place.link.version, skips_unreadable=skips_unreadable)
             if merged is not None and merged.stream == place.stream:
                 yield merged
-        # An older snapshot is of use only where the log is another one up to this place, not just behind it.
-        may_go_back = isinstance(fault, StreamReplacedError) and not self._is_in_log()
         try:
             for snapshot in self._readable_starts() if skips_unreadable else self.starts():
-                if place is not None and snapshot.version <= place.link.version and not may_go_back:
+                is_older = place is not None and snapshot.version <= place.link.version
+                # It is of use only where the log is another one up to this place, not just behind it. Asked last:
+                # where the entry of this place cannot be read, a newer snapshot still leads on.
+                if is_older and not (isinstance(fault, StreamReplacedError) and not self._is_in_log()):
                     return
                 yield snapshot
         except NoSnapshotError:

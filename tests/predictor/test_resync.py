@@ -69,6 +69,11 @@ def _stale(root: Path, history: History) -> str:
     return f"StreamReplacedError: the stream {history.storage.url} is not the one of which version 2 was applied"
 
 
+def _stale_behind_malformed(root: Path, history: History) -> str:
+    (root / entry_name(2)).write_text("{}")
+    return _stale(root, history)
+
+
 def _retention(root: Path, history: History) -> str:
     retain(history.storage, Retention(versions=1, grace_seconds=0.0))
     return "MissingVersionError: version 3 is missing while the stream goes on to version 6"
@@ -92,6 +97,7 @@ _FAULTS = {
     "malformed entry": _malformed,
     "duplicate entry": _duplicate,
     "stale entry": _stale,
+    "stale entry behind a malformed one": _stale_behind_malformed,
     "retention": _retention,
     "replaced": _replaced,
 }

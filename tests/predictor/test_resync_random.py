@@ -237,8 +237,9 @@ def _run(steps: list[str], seed: int) -> None:
             assert follower.predictor.status().error is None
 
 
+# A failure depends on when the thread of follow() runs, so shrinking it would try other schedules for five minutes.
 @given(steps=st.lists(st.sampled_from(_STEPS), min_size=5, max_size=50), seed=st.integers(0, 1 << 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_random_faults_never_show_wrong_rows_and_are_overcome(steps: list[str], seed: int) -> None:
     _run(steps, seed)
 
