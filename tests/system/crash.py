@@ -2,15 +2,17 @@
 
 A run has several lives. In each, one or two ranks with a sharding of their own load the newest checkpoint (or an older
 one), claim the stream, publish, train, save and publish more, until a SIGKILL ends them all at a random moment; the
-last one ends by itself. Whenever a life has published, a predictor that lives through all of them must equal the
-trainer bit for bit, and so must one that starts then. The parent imports everything and touches neither store nor
-process group, so that it can fork.
+last one ends by itself. The moment is a random number of actions, counted in memory that the ranks share with the
+parent, and a random part of the time that an action takes, so that a slow machine kills no earlier. Whenever a life
+has published, a predictor that lives through all of them must equal the trainer bit for bit, and so must one that
+starts then. The parent imports everything and touches neither store nor process group, so that it can fork.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import random
 import shutil
@@ -34,18 +36,44 @@ from torch import distributed as dist
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
 from delta_tracker.integrations.dcp import SavedTracker
 from delta_tracker.publisher.cadence import Cadence
+from delta_tracker.tracker.row_sets.numba import load_loops
 from tests.models import Spec, Table, batch, shard
 
 _TIMEOUT = timedelta(seconds=30)
 _LIFE_SECONDS = 60.0
+_MAX_ACTIONS = 40
 _DONE = "done"
+
+
+class Progress:
+    """Counts what rank 0 has done, for the parent, which made it before the fork."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8)
+        self._begin = time.monotonic()
+
+    @property
+    def count(self) -> int:
+        """How much is done."""
+        return int.from_bytes(self._memory[:8], "little")
+
+    def add(self) -> None:
+        """Count one more; on rank 0 alone."""
+        if dist.get_rank() == 0:
+            self._memory[:8] = (self.count + 1).to_bytes(8, "little")
+
+    @property
+    def seconds_each(self) -> float:
+        """The seconds that one has taken so far, on average."""
+        return (time.monotonic() - self._begin) / max(1, self.count)
 
 
 class Life:
     """One rank of one life."""
 
-    def __init__(self, root: Path, seed: int, life: int) -> None:
+    def __init__(self, root: Path, seed: int, life: int, progress: Progress) -> None:
         self._root = root
+        self._progress = progress
         self._draw = random.Random(f"{seed} {life}")  # the same on all ranks
         world_size = dist.get_world_size()
         last = world_size - 1
@@ -57,7 +85,9 @@ class Life:
         has_scores = settings.random() < 0.5
         mode = TrackingMode.EMBEDDING if has_scores else TrackingMode.ID_ONLY
         self._tracker = ModelDeltaTracker(self._model, ["stream", "other"], mode=mode)
+        self._progress.add()
         self._resume()
+        self._progress.add()
         self._publisher = Publisher(
             self._tracker,
             f"file://{root}/stream",
@@ -67,6 +97,7 @@ class Life:
             cadence=Cadence(batches=2),
             timeout=_TIMEOUT,
         )
+        self._progress.add()
         self._generator = torch.Generator().manual_seed(1000 * seed + 10 * life + dist.get_rank())
         self._optimizer = torch.optim.SGD(self._model.module.dense.parameters(), lr=0.01)
         if dist.get_rank() == 0 and self._publisher._cutter._is_repairing:
@@ -119,6 +150,7 @@ class Life:
         for _ in range(12 if is_last else 1000):
             action = self._draw.choices([self.train, self.save, self.check], weights=[8, 3, 1])[0]
             action()
+            self._progress.add()
         self.check()
         self._publisher.close()
 
@@ -152,11 +184,11 @@ class Life:
         }
 
 
-def _rank(root: Path, seed: int, life: int, rank: int, world_size: int, *, is_last: bool) -> None:
+def _rank(root: Path, seed: int, life: int, progress: Progress, rank: int, world_size: int, *, is_last: bool) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{root}/group-{life}", rank=rank, world_size=world_size, timeout=_TIMEOUT
     )
-    Life(root, seed, life).live(is_last=is_last)
+    Life(root, seed, life, progress).live(is_last=is_last)
     dist.destroy_process_group()
 
 
@@ -182,17 +214,20 @@ def run(seed: int, root: Path, num_lives: int = 4) -> dict[str, Any]:
         is_last = life == num_lives - 1
         world_size = draw.choice([1, 2])
         logs = [root / f"life-{life}-rank-{rank}.log" for rank in range(world_size)]
+        progress = Progress()
         pids = [
-            _fork(partial(_rank, root, seed, life, rank, world_size, is_last=is_last), logs[rank])
+            _fork(partial(_rank, root, seed, life, progress, rank, world_size, is_last=is_last), logs[rank])
             for rank in range(world_size)
         ]
-        deadline = time.monotonic() + (_LIFE_SECONDS if is_last else draw.uniform(0.5, 5.0))
-        codes: dict[int, int] = {}
+        num_actions, num_more = draw.randrange(_MAX_ACTIONS), draw.uniform(0.0, 2.0)
+        deadline, codes = time.monotonic() + _LIFE_SECONDS, dict[int, int]()
         while len(codes) < world_size and time.monotonic() < deadline:
+            if not is_last and progress.count >= num_actions:
+                deadline, num_actions = time.monotonic() + num_more * progress.seconds_each, 1 << 62
             for pid in pids:
                 if pid not in codes and os.waitpid(pid, os.WNOHANG)[0]:
                     codes[pid] = 0
-            time.sleep(0.005)
+            time.sleep(0.001)
         for pid in pids:
             if pid not in codes:
                 os.kill(pid, signal.SIGKILL)
@@ -216,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
+    load_loops()  # every rank of every life would take a second to import numba
     totals = {"checkpoints": 0, "versions": 0, "repairs": 0}
     for seed in range(options.first, options.first + options.seeds):
         root = Path(tempfile.mkdtemp(prefix="crash-"))

@@ -194,29 +194,45 @@ def _assert_equal(tables: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 def check_log(url: str) -> None:
-    """The log is one chain, every generation begins with a claim, and the parts of the newest snapshot on can be read.
+    """Check that the log is what FORMAT.md allows, and nothing else.
 
-    Below that snapshot retention keeps claims and the entries before them, without parts, and there may be gaps.
+    All claims are there, each with the entry before it, so the generations have no gap. What is there besides reaches
+    from the head down without a gap, to the head's parent and to the newest snapshot at least. Parts are whole, except
+    below that snapshot those of an entry before a claim.
     """
     log = StreamLog(Storage(url))
-    entries = [log.read(version) for version in log.versions()]
-    snapshots = [entry.version for entry in entries if entry is not None and entry.kind == "snapshot"]
-    oldest = max((entry.snapshot or 0 for entry in entries[-1:] if entry is not None), default=0)
-    assert not snapshots or oldest in snapshots
+    entries = [entry for entry in map(log.read, log.versions()) if entry is not None]
+    if not entries:
+        return
+    newest = log.newest_snapshot()
+    start = -1 if newest is None else newest.version
+    first, head = entries[0], entries[-1]
+    assert (first.version, first.kind, first.generation, first.parent) == (0, "claim", 1, None)
     for before, after in itertools.pairwise(entries):
-        assert before is not None
-        assert after is not None
-        if after.version <= oldest and after.version != before.version + 1:
-            assert after.generation >= before.generation
-            continue
-        assert after.parent == before.link
         is_next_life = after.kind == "claim"
         assert after.generation == before.generation + is_next_life
         assert (after.writer == before.writer) != is_next_life
+        if after.version == before.version + 1:
+            assert after.parent == before.link
+            assert after.snapshot == (after.version if after.kind == "snapshot" else before.snapshot)
+        else:
+            assert not is_next_life, "the entry before a claim is gone"
+            assert after.version <= max(start, 0), "an entry above the newest snapshot is gone"
+    versions = {entry.version for entry in entries}
+    guards = {entry.version - behind for entry in entries if entry.kind == "claim" for behind in (0, 1)}
+    lowest = next(version for version in range(head.version, -1, -1) if version - 1 not in versions)
+    assert versions <= guards | set(range(lowest, head.version + 1)), "an entry below a gap is no guard"
+    assert head.parent is None or head.parent.version in versions
     for entry in entries:
-        assert entry is not None
-        if entry.version >= oldest:
+        if entry.version in guards and entry.version < start:
+            sizes = [(log.storage.size(part.name), part.num_bytes) for part in entry.parts]
+            assert all(found in (None, expected) for found, expected in sizes)
+        else:
             read_parts(log.storage, entry)
+    for merged in log.merged():
+        manifest = log.read_merged(merged)
+        assert manifest is not None
+        read_parts(log.storage, manifest)
 
 
 @dataclass
