@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import click
-import pytest
 
 from delta_tracker import errors
 from delta_tracker.cli.commands import commands
+from tests import promises
 
 _ROOT = Path(__file__).parent.parent
 _README = (_ROOT / "README.md").read_text()
@@ -19,11 +19,13 @@ _BLOCKS = re.findall(r"```(\w+)\n(.*?)```", _README, flags=re.DOTALL)
 _PYTHON = [text for language, text in _BLOCKS if language == "python"]
 
 
-@pytest.mark.parametrize("number", range(len(_PYTHON)))
-def test_python_blocks_run(number: int) -> None:
-    """Each one after those before it, as a reader would paste them."""
-    program = "\n".join(_PYTHON[: number + 1])
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
+def test_python_blocks_run() -> None:
+    """One after another in one program, as a reader would paste them."""
+    program = "\n".join(f"print('block {number} begins')\n{block}" for number, block in enumerate(_PYTHON))
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, cwd=_ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"block {len(_PYTHON) - 1} begins" in done.stdout
 
 
 def test_the_quickstart_has_fifteen_lines() -> None:
@@ -36,6 +38,13 @@ def test_commands_are_targets_of_the_makefile() -> None:
     makefile = (_ROOT / "Makefile").read_text()
     for command in commands:
         assert re.search(rf"^{command.removeprefix('make ')}:", makefile, flags=re.MULTILINE)
+
+
+def test_every_promise_is_shown_by_a_test() -> None:
+    shown = promises.shown_by()
+    assert shown.keys() == promises.PROMISES.keys(), "a marker names no promise"
+    assert all(shown.values())
+    assert promises.table_of(_README) == promises.markdown(), "run python -m tests.promises"
 
 
 def test_files_that_it_names_exist() -> None:

@@ -20,6 +20,7 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
     yield Writer(Storage(f"file://{tmp_path}", create=True))  # noqa: PT022  the folder outlives it
 
 
+@pytest.mark.promise("refused")
 @pytest.mark.parametrize(
     "arguments", [{"chunk_rows": "a"}, {"chunk_rows": 1.5}, {"chunk_rows": 0}, {"gate": 5}, {"names": ["a"]}], ids=str
 )
@@ -28,6 +29,7 @@ def test_a_predictor_checks_what_it_is_built_with(writer: Writer, arguments: dic
         Predictor(writer.model(), writer.storage, **arguments)
 
 
+@pytest.mark.promise("refused")
 def test_calls_of_a_predictor_check_their_arguments(writer: Writer) -> None:
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage, gate=Gate())

@@ -19,6 +19,7 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/stream"
 
 
+@pytest.mark.promise("equal")
 @pytest.mark.parametrize("spec", [{}, {"bag": True}, {"dtype": "FP16"}, {"kernel": "fused_uvm_caching"}], ids=str)
 def test_the_predictor_equals_the_trainer_after_every_version(
     two_ranks: RankPool, url: str, spec: dict[str, Any]
@@ -35,6 +36,7 @@ def test_one_rank_publishes_too(one_rank: RankPool, url: str) -> None:
     one_rank.run(f"{_CASES}:equal", url=url, spec={})
 
 
+@pytest.mark.promise("lossless")
 @pytest.mark.parametrize(("broken_rank", "operation"), [(0, "put"), (1, "put"), (0, "create")])
 def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank: int, operation: str) -> None:
     answers = two_ranks.run(f"{_CASES}:failing_rank", url=url, broken_rank=broken_rank, operation=operation)
@@ -47,6 +49,7 @@ def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank
             assert "No space left on device" in message
 
 
+@pytest.mark.promise("fenced")
 def test_a_second_publisher_fences_the_first(two_ranks: RankPool, url: str) -> None:
     for messages in two_ranks.run(f"{_CASES}:fenced", url=url):
         for message in messages:
@@ -68,6 +71,7 @@ def test_a_store_that_a_rank_cannot_use_is_refused_on_all(two_ranks: RankPool, t
     assert not (tmp_path / "fine" / "log").exists()
 
 
+@pytest.mark.promise("atomic")
 def test_a_kill_between_parts_and_commit_leaves_the_stream_as_it_was(two_ranks: RankPool, url: str) -> None:
     doomed = RankPool(2)
     with pytest.raises(RankFailureError, match="rank 0 died"):
@@ -81,6 +85,7 @@ def test_a_kill_between_parts_and_commit_leaves_the_stream_as_it_was(two_ranks: 
         assert answer["version"] == 9  # a new claim, then seven versions, each equal
 
 
+@pytest.mark.promise("refused")
 def test_what_would_lose_rows_is_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     url, other = f"file://{tmp_path}/stream", f"file://{tmp_path}/other"
     for rank, said in enumerate(two_ranks.run(f"{_CASES}:refused", url=url, other=other)):
@@ -105,6 +110,7 @@ def test_a_rank_that_never_comes_is_reported(two_ranks: RankPool, url: str) -> N
     assert all(message.startswith("RankLostError") and "Restart the job" in message for message in messages)
 
 
+@pytest.mark.promise("equal")
 def test_pending_rows_are_counted_and_come_later(two_ranks: RankPool, url: str) -> None:
     for pending in two_ranks.run(f"{_CASES}:top_k_and_snapshots", url=url):
         assert pending[0] == pending[-1] == 0

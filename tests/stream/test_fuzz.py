@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.promise("unpickled")
 def test_mutated_manifests_and_parts_are_refused_or_right() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.stream.fuzz_stream", "--mutations", "1500", "--seed", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=_ROOT, check=False)

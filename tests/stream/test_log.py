@@ -50,6 +50,7 @@ def test_every_entry_names_the_one_before_it_and_the_newest_snapshot() -> None:
     assert [entry.snapshot for entry in entries] == [None, None, 2, 2, 2]
 
 
+@pytest.mark.promise("fenced")
 def test_a_second_claim_fences_the_first() -> None:
     storage = Storage("memory://")
     first = Writer(storage)
@@ -105,6 +106,7 @@ def test_a_commit_of_unknown_outcome_is_followed_by_the_next_one() -> None:
     assert StreamLog(storage).versions() == [0, 1, 2, 3]
 
 
+@pytest.mark.promise("fenced")
 def test_who_slept_while_retention_took_its_place_away_is_fenced_and_leaves_nothing() -> None:
     """The name that it finds free was taken, and is taken no more: the log went on without it."""
     storage = Storage("memory://")

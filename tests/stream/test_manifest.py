@@ -119,6 +119,7 @@ def test_the_bad_fields_are_all_fields() -> None:
     assert _BAD_FIELDS.keys() == _entry().keys()
 
 
+@pytest.mark.promise("refused", "unpickled")
 @pytest.mark.parametrize("field", _BAD_FIELDS)
 def test_a_bad_field_is_refused(field: str) -> None:
     for value in _BAD_FIELDS[field]:
@@ -227,6 +228,7 @@ def test_a_snapshot_is_the_newest_one() -> None:
             _parse(entry | {"snapshot": snapshot})
 
 
+@pytest.mark.promise("unpickled")
 def test_mutated_manifests_are_refused_or_right() -> None:
     draw = random.Random(0)
     good = _manifest().to_json()

@@ -165,6 +165,7 @@ def test_ids_out_of_order_or_range_are_refused(memory_bytes: int, ids: list[int]
         stored.read(memory_bytes)
 
 
+@pytest.mark.promise("refused")
 def test_a_part_that_is_not_what_its_record_says_is_refused(memory_bytes: int) -> None:
     stored = Stored(some_rows(), some_dense())
     first, second, *others = stored.part.blocks
@@ -222,6 +223,7 @@ def test_a_size_that_is_no_integer_is_refused(memory_bytes: int, number: bytes) 
         stored.read(memory_bytes)
 
 
+@pytest.mark.promise("unpickled")
 def test_sizes_that_wrap_around_are_refused(memory_bytes: int) -> None:
     """2^62 rows of 8 columns have no bytes, if a size is kept in 64 bits."""
     stored = Stored([rows_of("t", (0, 0), torch.empty(0, 8), None)])
@@ -232,6 +234,7 @@ def test_sizes_that_wrap_around_are_refused(memory_bytes: int) -> None:
         stored.read(memory_bytes, replace(stored.part, blocks=(block,)))
 
 
+@pytest.mark.promise("unpickled")
 def test_mutated_parts_are_refused_or_right(memory_bytes: int) -> None:
     """With a fitting hash and size, so that the layout's own checks are reached."""
     draw = random.Random(0)

@@ -21,6 +21,7 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 _ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.promise("equal", "atomic", "restored")
 @pytest.mark.timeout(600)
 def test_every_predictor_equals_the_trainer_at_every_quiet_point() -> None:
     seeds = 10 if SWEEPS_ARE_WHOLE else 5

@@ -17,6 +17,7 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 _ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.promise("atomic", "fenced")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["kills", "failures", "races"])
 def test_every_operation(tmp_path: Path, mode: str) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from delta_tracker import Predictor
@@ -27,6 +28,7 @@ def _keep(directory: Path, model: dict[str, torch.Tensor], predictor: Predictor)
     (directory / "place.json").write_text(json.dumps(predictor.state_dict()))
 
 
+@pytest.mark.promise("atomic")
 def test_a_predictor_killed_at_any_step_ends_right(tmp_path: Path) -> None:
     history = History(Storage(f"file://{tmp_path}/stream", create=True, fsync=False), 1)
     model = empty_model()

@@ -14,6 +14,7 @@ from tests.servers import installed
 _ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.promise("atomic")
 @pytest.mark.timeout(300)
 def test_every_system_call_of_a_delta(tmp_path: Path) -> None:
     installed("strace")

@@ -22,6 +22,7 @@ _CASES = "tests.tracker.checkpointing_cases"
 _EVERYTHING = {"rows", "unknown", "aged", "joined", "sealed", "open", "rolled back"}
 
 
+@pytest.mark.promise("restored")
 @pytest.mark.parametrize(
     ("mode", "is_fused", "keeps_all", "seen"),
     [
@@ -59,6 +60,7 @@ def three_ranks() -> Iterator[RankPool]:
     pool.stop()
 
 
+@pytest.mark.promise("restored")
 @pytest.mark.parametrize("journey", JOURNEYS, ids=str)
 def test_a_checkpoint_is_restored_under_another_plan(
     one_rank: RankPool,
@@ -85,6 +87,7 @@ def test_the_readme_has_the_table_of_this_run() -> None:
     assert f"<!-- reshard -->\n{markdown(_RUN).strip()}\n<!-- /reshard -->" in readme
 
 
+@pytest.mark.promise("refused")
 def test_what_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_path: Path) -> None:
     expected = {
         "version": ("UnknownFormatError", "format version 99, this release reads 1"),
@@ -131,6 +134,7 @@ def test_sums_over_column_ranges_are_not_cut_anew(two_ranks: RankPool) -> None:
         assert "in table 'ec.embeddings.t0' one old state for each of the column ranges ((" in message
 
 
+@pytest.mark.promise("restored")
 @pytest.mark.parametrize(
     ("spec", "num_rows"), [(spec_of("row", "data", bag=True, kernel="dense"), (19, 18)), (spec_of("table:0"), (17, 0))]
 )

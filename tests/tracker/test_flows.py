@@ -12,17 +12,20 @@ from tests.ranks import RankPool
 _CASES = "tests.tracker.flows_cases"
 
 
+@pytest.mark.promise("lossless")
 @pytest.mark.parametrize("bag", [False, True], ids=["ec", "ebc"])
 def test_reads_between_the_steps_of_a_pipeline(two_ranks: RankPool, bag: bool) -> None:
     for counts in two_ranks.run(f"{_CASES}:pipeline", bag=bag):
         assert all(counts)
 
 
+@pytest.mark.promise("lossless")
 @pytest.mark.parametrize("case", ["accumulation", "second_backward", "reattached"])
 def test_case(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")
 
 
+@pytest.mark.promise("lossless")
 @pytest.mark.parametrize("bag", [False, True], ids=["ec", "ebc"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["no reentrance", "reentrant"])
 @pytest.mark.parametrize("around", ["lookup", "rest"])
@@ -30,6 +33,7 @@ def test_activation_checkpointing(two_ranks: RankPool, around: str, use_reentran
     two_ranks.run(f"{_CASES}:checkpointed", around=around, use_reentrant=use_reentrant, bag=bag)
 
 
+@pytest.mark.promise("lossless", "minimal")
 @pytest.mark.parametrize("where", ["before", "at", "after"])
 def test_a_backward_that_raises(two_ranks: RankPool, where: str) -> None:
     for counts in two_ranks.run(f"{_CASES}:raising", where=where):

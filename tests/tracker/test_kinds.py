@@ -35,6 +35,7 @@ def test_a_subclass_serves_like_its_base(two_ranks: RankPool, module: str) -> No
         assert [fqn for fqn in answer["targets"] if fqn != "dense"] == [f"tables.{holder}.t", f"tables.{holder}.u"]
 
 
+@pytest.mark.promise("supported")
 def test_all_modules_that_cannot_be_tracked_are_named_together(two_ranks: RankPool) -> None:
     for said in two_ranks.run(f"{_CASES}:refused_modules"):
         assert said["all"].startswith("UnsupportedModuleError: ")
@@ -60,6 +61,7 @@ def test_lookups_come_in_addition_to_what_an_ordinary_optimizer_moves(two_ranks:
         assert counts["only looked up"] > 4
 
 
+@pytest.mark.promise("supported")
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     [
@@ -75,6 +77,7 @@ def test_an_optimizer_that_writes_other_rows_is_refused(two_ranks: RankPool, opt
         assert "'tables.embedding_bags.t', 'tables.embedding_bags.u'" in answer["refused"]
 
 
+@pytest.mark.promise("supported")
 def test_replicas_are_refused(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_CASES}:track", kind={"is_replicated": True}):
         assert answer["refused"].startswith("UnsupportedModuleError: ")
@@ -89,6 +92,7 @@ def test_pruning_is_refused(two_ranks: RankPool) -> None:
         assert "GenericITEPModule" in answer["refused"]
 
 
+@pytest.mark.promise("supported", "minimal")
 def test_random_kinds_are_tracked_exactly_or_refused(two_ranks: RankPool) -> None:
     refused, tracked = [], []
     seeds = list(range(_NUM_RANDOM))

@@ -27,6 +27,7 @@ def test_ids_may_be_written_to_between_forward_and_backward(one_rank: RankPool, 
     assert one_rank.run(f"{_CASES}:narrow_ids", dtype=dtype) == [2 if dtype == "int32" else 1]
 
 
+@pytest.mark.promise("lossless")
 @pytest.mark.parametrize("mode", ["id_only", "embedding"])
 @pytest.mark.parametrize("how", ["shard", "index", "dcp.load"])
 def test_in_place_writes_to_weights_are_seen(two_ranks: RankPool, tmp_path: Path, how: str, mode: str) -> None:

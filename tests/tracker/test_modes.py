@@ -82,6 +82,7 @@ def test_a_replicated_table_is_chosen_from_once(two_ranks: RankPool) -> None:
     assert (sent, left + sent, none_left) == (2, all_of_it, 0)
 
 
+@pytest.mark.promise("refused")
 def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
     for rank, messages in enumerate(two_ranks.run(f"{_CASES}:refused_top_k")):
         assert "give TopK a score" in messages["no score"]
@@ -101,11 +102,13 @@ def test_lookups(two_ranks: RankPool, mode: str) -> None:
     two_ranks.run(f"{_CASES}:lookups", mode=mode)
 
 
+@pytest.mark.promise("independent")
 @pytest.mark.parametrize("case", ["consumers", "recorded_by_hand", "unknown_first"])
 def test_case(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")
 
 
+@pytest.mark.promise("independent")
 def test_a_slow_consumer_is_told_that_it_needs_a_snapshot(two_ranks: RankPool) -> None:
     for message in two_ranks.run(f"{_CASES}:slow_consumer"):
         assert message.startswith("NeedsSnapshotError: consumer 'slow' fell behind")

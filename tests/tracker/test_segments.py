@@ -101,6 +101,7 @@ TestLogMachine = LogMachine.TestCase
 TestLogMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
+@pytest.mark.promise("lossless", "independent")
 @pytest.mark.parametrize("delete_on_read", [True, False])
 @pytest.mark.parametrize("keeps_states", [True, False])
 @pytest.mark.parametrize("engine", ["torch", "numba"])
@@ -336,6 +337,7 @@ def test_a_row_set_that_is_kept_to_be_used_again_costs_no_consumer_its_place(mon
     assert not log.is_behind("b")
 
 
+@pytest.mark.promise("independent")
 def test_memory_is_one_row_set_per_segment() -> None:
     store = SegmentStore(1000, engine="torch")
     assert store.log_bytes == 0
@@ -449,6 +451,7 @@ def test_what_was_left_out_of_a_table_that_moved_is_forgotten() -> None:
     assert log.read("a").rows["t"].ids.tolist() == list(range(10))
 
 
+@pytest.mark.promise("independent")
 def test_a_slow_consumer_is_given_up_and_finds_its_way_back() -> None:
     store = SegmentStore(1000, engine="torch", old_states=lambda ids: torch.zeros(len(ids), 16))
     log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=20_000)

@@ -11,6 +11,7 @@ from tests.ranks import RankPool
 _CASES = "tests.tracker.tracking_cases"
 
 
+@pytest.mark.promise("lossless", "minimal")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -28,6 +29,7 @@ def test_a_delta_is_exactly_what_changed(two_ranks: RankPool, spec: dict[str, An
     assert all(total["changed"] == total["read"] > 0 for total in totals)
 
 
+@pytest.mark.promise("lossless", "minimal")
 @pytest.mark.parametrize("bag", [False, True], ids=["ec", "ebc"])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_update_is_lost_in_any_order(two_ranks: RankPool, seed: int, bag: bool) -> None:
@@ -36,16 +38,19 @@ def test_no_update_is_lost_in_any_order(two_ranks: RankPool, seed: int, bag: boo
         assert counts["backwards"] > 0
 
 
+@pytest.mark.promise("lossless")
 def test_reads_inside_a_backward_happened(one_rank: RankPool) -> None:
     (counts,) = one_rank.run(f"{_CASES}:schedule", seed=11, num_events=200, bag=False)
     assert counts["reads inside"] > 5
 
 
+@pytest.mark.promise("minimal")
 @pytest.mark.parametrize("case", ["passes_that_update_nothing", "out_of_range_ids", "detach_in_flight", "rewound"])
 def test_case(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")
 
 
+@pytest.mark.promise("contained")
 def test_an_error_in_a_hook_does_not_reach_training(two_ranks: RankPool) -> None:
     assert two_ranks.run(f"{_CASES}:failing_hook")[0] == 2
 
@@ -66,6 +71,7 @@ def test_the_same_table_name_in_two_modules(two_ranks: RankPool) -> None:
         assert fqns == ["left.embeddings.t", "right.embeddings.t"]
 
 
+@pytest.mark.promise("refused")
 def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
     expected = {
         "no module": ("NoShardedModuleError", "'1 (EmbeddingBag)'"),
