@@ -129,7 +129,6 @@ class Publisher:
             self._cutter = Cutter(
                 tracker,
                 consumer,
-                owner=self,
                 top_k=top_k,
                 dense=dense,
                 encoding=encoding,
@@ -150,7 +149,7 @@ class Publisher:
         try:
             check_alike(self._writer.exchange("arguments", prepare), "arguments")
             if top_k is not None:
-                tracker.join_top_k(CALL, timeout)
+                self._checked_cutter().handle.join_top_k(CALL, timeout)
             self._writer.open(url)
             self._checked_cutter().resume(self._writer)
             if retention is not None or compact_every is not None:
@@ -162,7 +161,7 @@ class Publisher:
         self._gauges = PublisherGauges(self._recorder, counts_versions=self._writer.rank == 0)
         self._gauges.begin(self._writer.head.version)
         self._cadence = cadence
-        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().consumer)
+        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().handle.name)
 
     @property
     def generation(self) -> int:

@@ -19,6 +19,7 @@ from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS, Kind, Manifest, Part
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta
@@ -32,7 +33,6 @@ class Cutter:
     Args:
         tracker: whose rows.
         consumer: as which it reads; may be None when there is only one.
-        owner: for whom it is reserved.
         top_k: see :class:`~delta_tracker.publisher.publisher.Publisher`, as the others.
         dense: as above.
         encoding: as above.
@@ -51,7 +51,6 @@ class Cutter:
         tracker: ModelDeltaTracker,
         consumer: str | None,
         *,
-        owner: object,
         top_k: TopK | None,
         dense: nn.Module | Iterable[str] | None,
         encoding: EncodingChoice,
@@ -59,24 +58,27 @@ class Cutter:
         recorder: Recorder,
     ) -> None:
         self._tracker = tracker
-        self._owner = owner
         self._top_k = top_k
         self._dense_choice = dense if dense is None or isinstance(dense, nn.Module | str) else tuple(dense)
         self._is_first = is_first
-        tracker.check_top_k(top_k)
         encodings = choose_encodings(encoding, tracker)
         self._gatherer = Gatherer(tracker, encodings, writes_replicas=is_first)
         self._dense()
-        self.consumer = tracker.reserve(consumer, owner)
-        self._read_timer = recorder.read_seconds.timer(consumer=self.consumer)
+        self.handle = tracker.reserve(consumer, holder="Publisher")
+        try:
+            self.handle.check_top_k(top_k)
+        except BaseException:
+            self.handle.release()
+            raise
+        self._read_timer = recorder.read_seconds.timer(consumer=self.handle.name)
         self._encode_timer = recorder.encode_seconds.timer()
-        self._meanwhile = f"{self.consumer} (snapshot)"  # learns what changes while a snapshot is copied
-        self._has_snapshot = self._is_repairing = self._is_copying = False
+        self._meanwhile: ConsumerHandle | None = None  # learns what changes while a snapshot is copied
+        self._has_snapshot = self._is_repairing = False
 
     @property
     def needs_snapshot(self) -> bool:
         """Whether only a snapshot can bring the stream up to date."""
-        return not self._has_snapshot or self._tracker.needs_snapshot(self.consumer)
+        return not self._has_snapshot or self.handle.needs_snapshot
 
     def resume(self, writer: StreamWriter) -> None:
         """Go on from a checkpoint if every rank knows what later versions carried; otherwise a snapshot comes first.
@@ -91,25 +93,24 @@ class Cutter:
         def find() -> dict[str, Any]:
             nonlocal rows
             # Rows that somebody took from the consumer since the load are in no version.
-            note = tracker.annotations.get(self.consumer) if tracker.is_as_restored(self.consumer) else None
+            note = self.handle.note if self.handle.is_as_restored else None
             rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, tracker.tables, tracker.shards)
             return {"knows": rows is not None}
 
         if all(vote["knows"] for vote in writer.exchange("resume", find)) and rows is not None:
             for fqn, ids in rows.items():
-                tracker.distrust(self.consumer, fqn, ids, owner=self._owner)
+                self.handle.distrust(fqn, ids)
             self._has_snapshot = self._is_repairing = True
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
         """Begin a snapshot: from here on it is known which rows change, so that all may be copied in any order."""
-        if self._tracker.needs_snapshot(self.consumer):
+        if self.handle.needs_snapshot:
             # Until this one is committed, also for whoever resumes from a checkpoint: what was pending is gone.
             self._has_snapshot = False
-            self._tracker.annotate(self.consumer, None, owner=self._owner)
-            self._tracker.clear(self.consumer, owner=self._owner)
-        self._tracker.add_consumer(self._meanwhile, owner=self._owner)
-        self._is_copying = True
+            self.handle.annotate(None)
+            self.handle.clear()
+        self._meanwhile = self.handle.begin_copy()
         return self._gatherer.whole(self._tracker.fused_tables, now=False)
 
     def cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
@@ -123,14 +124,15 @@ class Cutter:
         if kind == "snapshot":
             # What changed while it was copied; tables without a fused optimizer are copied whole only now, because a
             # write of theirs is seen by comparison, and a value that came back by then would not be.
-            changed = tracker.get_delta(self._meanwhile, with_states=False, owner=self._owner)
+            assert self._meanwhile is not None, "copy() came first"
+            changed = self._meanwhile.read(with_states=False)
             compared = frozenset(tracker.tables) - tracker.fused_tables
             rows = self._gatherer.changed(changed, without=compared) + self._gatherer.whole(compared, now=True)
-            read = tracker.get_delta(self.consumer, commit=False, with_states=False, owner=self._owner)
+            read = self.handle.read(commit=False, with_states=False)
         else:
             top_k = None if self._is_repairing else self._top_k
             with self._read_timer():
-                read = tracker.get_delta(self.consumer, commit=False, with_states=False, top_k=top_k, owner=self._owner)
+                read = self.handle.read(commit=False, with_states=False, top_k=top_k)
             with self._encode_timer():
                 rows = self._gatherer.changed(read)
         draft = Draft(
@@ -152,13 +154,12 @@ class Cutter:
             read: the read that it was made of, if it came so far.
             committed: its entry; None if it failed, so that its rows stay pending.
         """
-        if self._is_copying:
-            self._is_copying = False
-            self._tracker.release(self._meanwhile, self._owner)
-            self._tracker.remove_consumer(self._meanwhile)
+        if self._meanwhile is not None:
+            self._meanwhile.release()
+            self._meanwhile = None
         if read is not None:
             try:
-                (self._tracker.abort if committed is None else self._tracker.commit)(read)
+                (self.handle.abort if committed is None else self.handle.commit)(read)
             except StaleDeltaError:
                 _logger.warning("the tracker was attached anew while a version was written: its rows are sent again")
         if committed is not None:
@@ -173,13 +174,13 @@ class Cutter:
                 stream.
         """
         if forgets:
-            self._tracker.annotate(self.consumer, None, owner=self._owner)
-        self._tracker.release(self.consumer, self._owner)
+            self.handle.annotate(None)
+        self.handle.release()
 
     def _note(self, head: Manifest) -> None:
         """Save with the tracker's state which version the stream has reached, if it is known what that one lacks."""
         place = Place(head.stream, head.link).to_dict() if self._has_snapshot else None
-        self._tracker.annotate(self.consumer, place, owner=self._owner)
+        self.handle.annotate(place)
 
     def _dense(self) -> dict[str, Tensor]:
         """The live dense tensors that this rank writes."""

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
 from delta_tracker.rows import ChangedRows, merge_first
-from delta_tracker.tracker.ages import Ages
-from delta_tracker.tracker.cursors import Cursors, LogState, PendingState
+from delta_tracker.tracker.consumer_lag import LagClock
+from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.tracker.gauges import forget_consumer, tell_lag, tell_pending, tell_received
+from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.store.segments import SegmentStore
-from delta_tracker.types import Delta
+from delta_tracker.types import Delta, Memory
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class ChangeLog:
             raise InvalidArgumentError("max_bytes", max_bytes, "Pass a whole number of 1 or more, or None")
         self.lock = threading.RLock()
         self._stores = dict(stores)
-        self._cursors = Cursors(consumers)
+        self._consumers = ConsumerPositions(consumers)
         self._delete_on_read = delete_on_read
         self._auto_compact = auto_compact
         self._max_bytes = max_bytes
@@ -75,9 +76,9 @@ class ChangeLog:
         self._open: dict[int, tuple[str, ...]] = {}  # key to tables
         self._ended: deque[int] = deque()
         self._num_recorded = dict.fromkeys(self._stores, 0)
-        self._ages = Ages()
-        for name in self._cursors.names:
-            self._ages.placed(name, 0)
+        self._lag = LagClock()
+        for name in self._consumers.names:
+            self._lag.placed(name, 0)
 
     @property
     def stores(self) -> Mapping[str, SegmentStore]:
@@ -87,7 +88,7 @@ class ChangeLog:
     @property
     def consumers(self) -> tuple[str, ...]:
         """Names of the consumers."""
-        return self._cursors.names
+        return self._consumers.names
 
     @property
     def num_batches(self) -> int:
@@ -103,7 +104,13 @@ class ChangeLog:
     @property
     def carried_bytes(self) -> int:
         """Bytes of the rows that the consumers' reads left out."""
-        return self._cursors.num_bytes
+        return self._consumers.num_bytes
+
+    def memory(self) -> Memory:
+        """Return the bytes that the log holds, and the stores' copies of their shards."""
+        with self.lock:
+            copies = sum(store.copy_bytes for store in self._stores.values())
+            return Memory(self.log_bytes, copies, self.carried_bytes)
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
@@ -113,14 +120,14 @@ class ChangeLog:
     def num_pending(self, consumer: str | None) -> dict[str, int]:
         """Table FQN to how many rows are pending for a consumer. Waits for the device."""
         with self.lock:
-            name = self._cursors.resolve(consumer)
+            name = self._consumers.resolve(consumer)
             self.notice_writes(self._stores)
             return self._num_pending(name)
 
     def _num_pending(self, name: str) -> dict[str, int]:
         with self.lock:
-            start, _ = self._cursors.start(name)
-            carried = self._cursors.carried(name)
+            start, _ = self._consumers.start(name)
+            carried = self._consumers.carried(name)
             return {
                 fqn: store.num_changed(start, carried[fqn].ids if fqn in carried else None)
                 for fqn, store in self._stores.items()
@@ -132,39 +139,50 @@ class ChangeLog:
         Counting waits for the device. Consumers that a publisher adds for the time of a snapshot are not reported.
         """
         with self.lock:
-            for name in self._cursors.names:
-                if self._cursors.is_transient(name):
+            for name in self._consumers.names:
+                if self._consumers.is_transient(name):
                     continue
-                tell_lag(name, self._ages.lag(name, self._num_batches - self._cursors.start(name)[1]))
-                if self._cursors.is_behind(name):  # nothing less than all rows brings it up to date
+                tell_lag(name, self._lag.lag(name, self._num_batches - self._consumers.start(name)[1]))
+                if self._consumers.is_behind(name):  # nothing less than all rows brings it up to date
                     tell_pending(name, {fqn: store.num_rows for fqn, store in self._stores.items()}, self._stores)
                 elif counts:
                     # Without notice_writes(): another thread's hook may be between a write and its acknowledgement.
                     tell_pending(name, self._num_pending(name), self._stores)
 
-    def resolve(self, consumer: str | None, owner: object = None) -> str:
-        """The name of a consumer that ``owner`` may read and move; None means the only one.
+    def resolve(self, consumer: str | None) -> str:
+        """Return the name of a consumer that nobody has reserved; None means the only one.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or several and none was named.
-            ReservedConsumerError: if it is reserved by somebody else.
+            ReservedConsumerError: if it is reserved.
         """
-        name = self._cursors.resolve(consumer)
-        self._cursors.check_owner(name, owner)
-        return name
-
-    def reserve(self, consumer: str, owner: object) -> None:
-        """As :meth:`~delta_tracker.tracker.cursors.Cursors.reserve`."""
         with self.lock:
-            self._cursors.reserve(consumer, owner)
+            name = self._consumers.resolve(consumer)
+            self._consumers.check_free(name)
+            return name
+
+    def reserve(self, consumer: str | None, holder: str) -> str:
+        """Reserve a consumer for ``holder``, which errors name. Until :meth:`release`, :meth:`resolve` refuses it.
+
+        Raises: as :meth:`resolve`.
+        """
+        with self.lock:
+            name = self.resolve(consumer)
+            self._consumers.reserve(name, holder)
+            return name
+
+    def release(self, consumer: str) -> None:
+        """End a reservation."""
+        with self.lock:
+            self._consumers.reserve(consumer, None)
 
     def position(self, consumer: str) -> int:
         """Where a consumer's cursor stands; every committed read moves it."""
-        return self._cursors.start(consumer)[0]
+        return self._consumers.start(consumer)[0]
 
-    def is_behind(self, consumer: str) -> bool:
+    def is_behind(self, consumer: str | None) -> bool:
         """Whether the changes of a consumer were given up."""
-        return self._cursors.is_behind(self._cursors.resolve(consumer))
+        return self._consumers.is_behind(self._consumers.resolve(consumer))
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Rows of tables were looked up, and that counts."""
@@ -224,7 +242,7 @@ class ChangeLog:
         """Take new stores for some tables; all their rows count as changed, old values unknown. Aborts open reads."""
         with self.lock:
             if stores:
-                self._cursors.forget_tables(stores)
+                self._consumers.forget_tables(stores)
             for fqn, store in stores.items():
                 self._stores[fqn] = store
                 self._count(fqn, None)
@@ -238,14 +256,14 @@ class ChangeLog:
             for store in self._stores.values():
                 store.catch_up()
             consumers = {}
-            for name in self._cursors.names:
-                if self._cursors.is_transient(name):
+            for name in self._consumers.names:
+                if self._consumers.is_transient(name):
                     continue
-                start, batch = self._cursors.start(name)
-                is_behind = self._cursors.is_behind(name)
-                rows = {} if is_behind else self._changed_since(start, self._cursors.carried(name))
+                start, batch = self._consumers.start(name)
+                is_behind = self._consumers.is_behind(name)
+                rows = {} if is_behind else self._changed_since(start, self._consumers.carried(name))
                 consumers[name] = PendingState(batch, rows, is_behind)
-            history = None if self._delete_on_read else self._changed_since(0, self._cursors.origin)
+            history = None if self._delete_on_read else self._changed_since(0, self._consumers.origin)
             return LogState(self._num_batches, consumers, history)
 
     def restore(self, state: LogState) -> None:
@@ -255,7 +273,7 @@ class ChangeLog:
             state: of exactly this log's consumers; a ``history`` of None makes all rows changed for whoever rewinds.
         """
         with self.lock:
-            assert set(state.consumers) == set(self._cursors.names), "checked by the caller"
+            assert set(state.consumers) == set(self._consumers.names), "checked by the caller"
             self._num_batches = state.num_batches
             for store in self._stores.values():
                 store.forget()
@@ -263,14 +281,14 @@ class ChangeLog:
             origin = state.history
             if origin is None:
                 origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
-            self._cursors.restore(self._position, state.consumers, origin)
+            self._consumers.restore(self._position, state.consumers, origin)
             for name, pending in state.consumers.items():
-                self._ages.placed(name, self._position, has_rows=pending.has_rows)
+                self._lag.placed(name, self._position, has_rows=pending.has_rows)
 
     def mark_everything(self) -> None:
         """Make all rows changed for every consumer, old values unknown, whatever was pending. Aborts open reads."""
         with self.lock:
-            nothing = {name: PendingState(self._num_batches, {}) for name in self._cursors.names}
+            nothing = {name: PendingState(self._num_batches, {}) for name in self._consumers.names}
             self.restore(LogState(self._num_batches, nothing, {}))
             for fqn in self._stores:
                 self.mark(fqn, None, is_written=True)
@@ -286,8 +304,8 @@ class ChangeLog:
         with self.lock:
             if len(ids):
                 rows = self._stores[fqn].unknown(ids)
-                self._cursors.carry(consumer, fqn, rows, in_origin=not self._delete_on_read)
-                self._ages.distrusted(consumer)
+                self._consumers.carry(consumer, fqn, rows, in_origin=not self._delete_on_read)
+                self._lag.distrusted(consumer)
 
     def step(self) -> None:
         """Count a batch, and keep the memory within its bound."""
@@ -311,17 +329,17 @@ class ChangeLog:
             NeedsSnapshotError: if its changes were given up.
         """
         with self.lock:
-            if self._cursors.is_behind(consumer):
+            if self._consumers.is_behind(consumer):
                 raise NeedsSnapshotError(consumer, self._max_bytes)
-            start, first_batch = self._cursors.start(consumer)
+            start, first_batch = self._consumers.start(consumer)
             try:
                 self._cut()
-                carried = self._cursors.carried(consumer)
+                carried = self._consumers.carried(consumer)
                 rows = self._changed_since(start, carried, self._position, with_states=with_states)
             except BaseException:
                 self.discard()
                 raise
-            self._ages.found(consumer, sum(map(len, rows.values())))
+            self._lag.found(consumer, sum(map(len, rows.values())))
             shared = frozenset(fqn for fqn in carried if rows[fqn].ids is carried[fqn].ids)
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows, shared)
 
@@ -333,41 +351,48 @@ class ChangeLog:
     def seal(self, delta: Delta, *, commit: bool) -> None:
         """Make ``delta`` its consumer's uncommitted read, or commit it at once."""
         with self.lock:
-            self._cursors.seal(delta)
+            replaces = self._consumers.seal(delta)
             if commit:
                 self._commit(delta)
-            self._after_read()
+            if commit or replaces:
+                self._after_read()
+            else:  # its commit or abort compacts the log
+                self._tidy(self._shed)
 
     def commit(self, delta: Delta) -> None:
-        """As :meth:`~delta_tracker.tracker.cursors.Cursors.commit`."""
+        """As :meth:`~delta_tracker.tracker.consumer_positions.ConsumerPositions.commit`."""
         with self.lock:
             self._commit(delta)
             self._after_read()
 
     def abort(self, delta: Delta) -> None:
-        """As :meth:`~delta_tracker.tracker.cursors.Cursors.abort`."""
+        """As :meth:`~delta_tracker.tracker.consumer_positions.ConsumerPositions.abort`."""
         with self.lock:
-            self._cursors.abort(delta)
+            self._consumers.abort(delta)
             self._after_read()
 
-    def add(self, consumer: str, owner: object = None) -> None:
-        """Add a consumer that stands at the end of the log; for an ``owner``, whom nobody else reads it beside.
+    def add(self, consumer: str, *, holder: str | None = None) -> None:
+        """Add a consumer at the end of the log.
+
+        Args:
+            consumer: its name.
+            holder: reserve it, and save it in no checkpoint; None for one like those of the constructor.
 
         Raises:
             InvalidArgumentError: if it exists.
         """
         with self.lock:
-            if consumer in self._cursors.names:
-                raise InvalidArgumentError("consumer", consumer, f"Pass a name beside {list(self._cursors.names)}")
+            if consumer in self._consumers.names:
+                raise InvalidArgumentError("consumer", consumer, f"Pass a name beside {list(self._consumers.names)}")
             self._place_at_end(consumer)
-            if owner is not None:
-                self._cursors.reserve(consumer, owner, is_transient=True)
+            if holder is not None:
+                self._consumers.reserve(consumer, holder, is_transient=True)
 
     def remove(self, consumer: str) -> None:
         """Remove a consumer, and what only it needed."""
         with self.lock:
-            self._cursors.remove(consumer)
-            self._ages.removed(consumer)
+            self._consumers.remove(consumer)
+            self._lag.removed(consumer)
             forget_consumer(consumer, self._stores)
             self.compact()
 
@@ -386,21 +411,21 @@ class ChangeLog:
         with self.lock:
             if self._delete_on_read:
                 raise InvalidArgumentError("delete_on_read", True, "Build the tracker with delete_on_read=False")
-            self._cursors.rewind(consumer)
-            self._ages.placed(consumer, 0, has_rows=any(map(len, self._cursors.origin.values())))
+            self._consumers.rewind(consumer)
+            self._lag.placed(consumer, 0, has_rows=any(map(len, self._consumers.origin.values())))
 
     def compact(self) -> None:
         """Drop what every consumer has committed and merge what no cursor tells apart."""
         with self.lock:
-            oldest = self._cursors.oldest
+            oldest = self._consumers.oldest
             for store in self._stores.values():
                 if self._delete_on_read:
                     store.delete(oldest)  # first: what is dropped need not be merged
             crowded = [store for store in self._stores.values() if store.num_segments > 1]
-            pinned = self._cursors.pinned if crowded else set()
+            pinned = self._consumers.pinned if crowded else set()
             for store in crowded:
                 store.compact(pinned)
-            self._ages.compact(pinned, forgets=self._delete_on_read)
+            self._lag.compact(pinned, forgets=self._delete_on_read)
 
     def _changed_since(
         self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None, *, with_states: bool = True
@@ -416,12 +441,12 @@ class ChangeLog:
         num_rows = self._stores[fqn].num_rows if ids is None else ids.numel()
         self._num_recorded[fqn] = self._num_recorded.get(fqn, 0) + num_rows
         if num_rows:
-            self._ages.recorded(self._position)
+            self._lag.recorded(self._position)
 
     def _commit(self, delta: Delta) -> None:
-        self._cursors.commit(delta)
-        self._ages.committed(delta.consumer, delta.stop, leaves_out=bool(delta.kept))
-        if not self._cursors.is_transient(delta.consumer):
+        self._consumers.commit(delta)
+        self._lag.committed(delta.consumer, delta.stop, leaves_out=bool(delta.kept))
+        if not self._consumers.is_transient(delta.consumer):
             tell_received(delta.consumer, delta)
 
     def _after_read(self) -> None:
@@ -458,21 +483,21 @@ class ChangeLog:
         for store in self._stores.values():
             store.cut(self._position)
             if store.has_open:  # these rows were marked again
-                self._ages.recorded(self._position)
+                self._lag.recorded(self._position)
 
     def _place_at_end(self, consumer: str) -> None:
         self._cut()
-        self._cursors.place(consumer, self._position, self._num_batches)
-        self._ages.placed(consumer, self._position)
+        self._consumers.place(consumer, self._position, self._num_batches)
+        self._lag.placed(consumer, self._position)
 
     def _shed(self) -> None:
         while self._is_too_large():
-            hindmost = self._cursors.hindmost
+            hindmost = self._consumers.hindmost
             if hindmost is None:
                 return
             self._cut()
-            self._cursors.give_up(hindmost, self._position)
-            self._ages.given_up(hindmost, self._position)
+            self._consumers.give_up(hindmost, self._position)
+            self._lag.given_up(hindmost, self._position)
             self.compact()
 
     def _is_too_large(self) -> bool:

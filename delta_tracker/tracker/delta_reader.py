@@ -1,4 +1,4 @@
-"""From what a read covers to the delta that a consumer gets: values, states, and the choice of top-k.
+"""Read a consumer's delta: what the log has for it, the rows' values and states, and the choice of top-k.
 
 Letters: ``N`` rows of a table, ``D`` columns of its shard.
 """
@@ -16,9 +16,10 @@ from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
-from delta_tracker.tracker.change_log import Reading
+from delta_tracker.tracker.change_log import ChangeLog, Reading
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.tracker.top_k import AllRanks, Candidates, TopK, choose
+from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, DeltaRows
 
 _ID_BYTES = 8
@@ -26,26 +27,68 @@ _CHUNK_ROWS = 1 << 15  # of 64 numbers: eight megabytes, which stay in a large c
 
 
 class DeltaReader:
-    """Reads shards in one tracking mode.
+    """Reads the deltas of a log's consumers, in one tracking mode.
 
     Args:
-        shards: table FQN to what this rank holds of it.
+        log: what changed.
+        model: what the rows hold now.
         capture: the mode's strategy.
     """
 
-    def __init__(self, shards: Mapping[str, LocalShard], capture: Capture) -> None:
-        self._shards = shards
+    def __init__(self, log: ChangeLog, model: TrackedModel, capture: Capture) -> None:
+        self._log = log
+        self._model = model
         self._capture = capture
         self._ranks: AllRanks | None = None  # made at the first top-k, which all ranks take part in
+
+    def read(
+        self,
+        consumer: str,
+        *,
+        commit: bool,
+        with_states: bool,
+        with_values: bool,
+        with_optimizer: bool,
+        top_k: TopK | None,
+    ) -> Delta:
+        """Read a consumer's delta; the arguments and errors are those of ``ModelDeltaTracker.get_delta``.
+
+        Args:
+            consumer: the name of a consumer, which the caller may read.
+            commit: commit the read at once.
+            with_states: add the old states, in a mode that has them.
+            with_values: add the rows as they are now.
+            with_optimizer: add the fused optimizer's states of the rows.
+            top_k: choose among the rows. The read is a collective then.
+        """
+        self._model.check_attached()
+        self.check(top_k, with_optimizer=with_optimizer)
+        with self._log.lock:
+            reading = self._log.read(consumer, with_states=with_states or top_k is not None)
+            try:
+                delta = self._delta(
+                    reading,
+                    top_k=top_k,
+                    with_states=with_states,
+                    with_values=with_values,
+                    with_optimizer=with_optimizer,
+                )
+            except BaseException:
+                self._log.discard()
+                raise
+            self._log.seal(delta, commit=commit)
+            return delta
 
     def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:
         """Refuse what no read of these shards could serve, before anything is cut.
 
         Raises:
             UnsupportedTableError: for ``with_optimizer`` where a table's optimizer is not fused.
-            InvalidArgumentError: for ``top_k`` without a score, in a mode that has none.
+            InvalidArgumentError: for a ``top_k`` that is no TopK, or has no score in a mode that has none.
         """
-        for fqn, shard in self._shards.items():
+        if top_k is not None and not isinstance(top_k, TopK):
+            raise InvalidArgumentError("top_k", top_k, "Pass a TopK")
+        for fqn, shard in self._model.shards.items():
             if with_optimizer and not shard.is_fused:
                 raise UnsupportedTableError(fqn, "its optimizer is not fused, so its rows' states are not at hand")
         if top_k is not None and top_k.score is None and not self._capture.has_scores:
@@ -64,7 +107,7 @@ class DeltaReader:
         if self._ranks is None:
             self._ranks = AllRanks(call, timeout)
 
-    def delta(
+    def _delta(
         self, reading: Reading, *, top_k: TopK | None, with_states: bool, with_values: bool, with_optimizer: bool
     ) -> Delta:
         """Return the delta of a read, from the rows as they are now.
@@ -97,7 +140,7 @@ class DeltaReader:
     def _rows(
         self, fqn: str, changed: ChangedRows, *, with_states: bool, with_values: bool, with_optimizer: bool
     ) -> DeltaRows:
-        shard = self._shards[fqn]
+        shard = self._model.shards[fqn]
         return DeltaRows(
             changed.ids,
             self._capture.states(shard, changed) if with_states else None,
@@ -112,7 +155,7 @@ class DeltaReader:
         if self._ranks is None:
             self._ranks = AllRanks()
         # A table that every rank holds is chosen from once.
-        local = [fqn for fqn in rows if self._ranks.rank == 0 or not self._shards[fqn].spec.is_replicated]
+        local = [fqn for fqn in rows if self._ranks.rank == 0 or not self._model.shards[fqn].spec.is_replicated]
         candidates: dict[str, Candidates] | Exception
         try:
             candidates = {fqn: self._candidates(fqn, rows[fqn], top_k) for fqn in local}
@@ -121,13 +164,13 @@ class DeltaReader:
         return choose(top_k, candidates, list(rows), self._ranks)
 
     def _candidates(self, fqn: str, changed: ChangedRows, top_k: TopK) -> Candidates:
-        spec = self._shards[fqn].spec
+        spec = self._model.shards[fqn].spec
         if top_k.score is not None:
             # A copy: the score may write to it.
             rows = self._rows(fqn, changed.copy(new_rows), with_states=True, with_values=True, with_optimizer=False)
             scores = self._checked_scores(fqn, top_k.score(fqn, rows), changed)
         else:
-            scores = self._scores(self._shards[fqn], changed)
+            scores = self._scores(self._model.shards[fqn], changed)
         is_due = torch.zeros_like(changed.ids, dtype=torch.bool)
         if top_k.max_age is not None and changed.ages is not None:
             is_due = changed.ages >= top_k.max_age

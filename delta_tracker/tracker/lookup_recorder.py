@@ -6,18 +6,25 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import first_per_id
-from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.kernel_hooks import KeyedIds
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import TrackingMode
 
 
 class LookupRecorder:
-    """Base of the tracker: for lookups that its hooks do not see. Nothing here has to be called."""
+    """Records lookups that the hooks do not see. Nothing here has to be called.
 
-    _log: ChangeLog
-    _found: Discovery
-    _mode: TrackingMode
+    Args:
+        log: where they are recorded.
+        model: which table a feature is looked up in.
+        mode: whether rows are recorded with their old values.
+    """
+
+    def __init__(self, log: ChangeLog, model: TrackedModel, mode: TrackingMode) -> None:
+        self._log = log
+        self._model = model
+        self._mode = mode
 
     def record_ids(self, kjt: KeyedIds) -> None:
         """Count the ids of a lookup that the hooks do not see as changed.
@@ -52,12 +59,13 @@ class LookupRecorder:
             self.record_ids(kjt)
 
     def _record(self, kjt: KeyedIds, states: Tensor | None) -> None:
+        found = self._model.found
         begin = 0
         for feature, length in zip(kjt.keys(), kjt.length_per_key(), strict=True):
             rows = slice(begin, begin + length)
             begin += length
-            for fqn, features in self._found.features.items():
-                spec = self._found.shards[fqn].spec
+            for fqn, features in found.features.items():
+                spec = found.shards[fqn].spec
                 if feature in features and spec.num_rows:
                     ids = kjt.values()[rows].long()
                     if states is not None and states.shape[1] != spec.num_columns:

@@ -5,7 +5,6 @@ Letters: ``N`` rows, ``D`` columns of the shard, ``S`` column ranges of the shar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -15,14 +14,11 @@ from delta_tracker.errors import UnsupportedTableError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.weights import (
-    WriteWatch,
     has_rowwise_state,
     num_optimizer_states,
     read_optimizer,
     read_rows,
 )
-from delta_tracker.tracker.store.segments import SegmentStore
-from delta_tracker.tracker.store.shadow import ShadowStore
 from delta_tracker.types import TrackingMode
 
 
@@ -148,30 +144,6 @@ class MomentumDiffCapture(MomentumLastCapture):
         """Growth since the consumer's last read, ``[N]``, over all column ranges of the shard."""
         assert rows.states is not None, "this mode keeps old states"
         return (self.old_states(shard, rows.ids) - rows.states).sum(dim=1)
-
-
-def make_store(fqn: str, shards: Mapping[str, LocalShard], capture: Capture, *, engine: str | None) -> SegmentStore:
-    """The store of one table. Changes of a shard without fused optimizer are found by comparison with a copy.
-
-    Args:
-        fqn: the table.
-        shards: what this rank holds of each table; looked up anew at every access, so that it may be exchanged.
-        capture: the mode.
-        engine: which kernels keep the rows.
-    """
-    shard = shards[fqn]
-    num_rows = shard.spec.num_rows
-    if not shard.is_fused:
-        return ShadowStore(
-            lambda ids: read_rows(shards[fqn], ids),
-            num_rows,
-            shard.device,
-            engine=engine,
-            keeps_states=capture.keeps_old,
-        )
-    old_states = (lambda ids: capture.old_states(shards[fqn], ids)) if capture.keeps_old else None
-    was_written = WriteWatch(lambda: shards[fqn])
-    return SegmentStore(num_rows, shard.device, engine=engine, old_states=old_states, was_written=was_written)
 
 
 CAPTURES: dict[TrackingMode, Capture] = {

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Literal, Self, get_args
 
 from torch import Tensor, nn
 
 from delta_tracker.buffers import MEMORY
-from delta_tracker.errors import DetachedError, InvalidArgumentError
-from delta_tracker.sharding.discover import Discovery, LocalShard, discover
-from delta_tracker.sharding.kernel_hooks import KernelHook, Watcher
-from delta_tracker.sharding.refusals import refuse_unseen_writes
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.kernel_hooks import KernelHook, KeyedIds, Watcher
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.write_hooks import watch_writes
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.stateful import Checkpointed
-from delta_tracker.tracker.consumers import Consumers
+from delta_tracker.tracker.checkpoint.part import Part
+from delta_tracker.tracker.checkpoint.reshard import Resharding
+from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, Strategy, TrackerCheckpoint
+from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.delta_reader import DeltaReader
+from delta_tracker.tracker.gauges import TrackerGauges
 from delta_tracker.tracker.lookup_recorder import LookupRecorder
-from delta_tracker.tracker.modes import CAPTURES, make_store
-from delta_tracker.tracker.pending import PendingRows
+from delta_tracker.tracker.modes import CAPTURES
+from delta_tracker.tracker.store.make_store import make_store
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.top_k import TopK
-from delta_tracker.types import Delta, ShardSpec, TableSpec, TrackingMode
+from delta_tracker.tracker.tracked_model import TrackedModel
+from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
 
 Record = Literal["updates", "lookups"]
 
 
-class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
+class ModelDeltaTracker:
     """Keeps which rows of a model's sharded embedding tables changed, for any number of consumers.
 
     A row counts as changed when an update of it is written, not when it is looked up: passes under ``no_grad`` and
@@ -91,29 +95,32 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
             raise InvalidArgumentError("mode", mode, f"Pass one of {[str(known) for known in TrackingMode]}")
         if record not in get_args(Record):
             raise InvalidArgumentError("record", record, f"Pass one of {get_args(Record)}")
-        self._model = model
         self._mode = mode
-        self._capture = CAPTURES[mode]
         self._records_lookups = record == "lookups"
         self._engine = engine
-        self._skips = fqns_to_skip if isinstance(fqns_to_skip, str) else tuple(fqns_to_skip)
-        self._found = self._discover()
-        self._shards = self._found.shards
+        self._capture = CAPTURES[mode]
+        self._model = TrackedModel(model, fqns_to_skip, self._capture)
         self._log = ChangeLog(
-            {fqn: self._make_store(fqn) for fqn in self._shards},
+            {fqn: self._make_store(fqn) for fqn in self._model.shards},
             [self.DEFAULT_CONSUMER] if consumers is None else consumers,
             delete_on_read=delete_on_read,
             auto_compact=auto_compact,
             max_bytes=max_bytes,
         )
-        self._reader = DeltaReader(self._shards, self._capture)
+        self._reader = DeltaReader(self._log, self._model, self._capture)
+        self._recorder = LookupRecorder(self._log, self._model, mode)
+        self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture)
         self._keys = itertools.count()
         self._num_past_errors = 0
         self._hooks = self._attach()
-        Checkpointed.__init__(self)
-        PendingRows.__init__(self)
+        self._gauges = TrackerGauges(self._log, self._model)
 
     # What is tracked
+
+    @property
+    def model(self) -> nn.Module:
+        """The tracked model."""
+        return self._model.module
 
     @property
     def mode(self) -> TrackingMode:
@@ -123,12 +130,17 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
     @property
     def tables(self) -> Mapping[str, TableSpec]:
         """FQN to table, the same on every rank."""
-        return MappingProxyType(self._found.tables)
+        return MappingProxyType(self._model.found.tables)
 
     @property
     def shards(self) -> Mapping[str, ShardSpec]:
         """FQN to the block that this rank holds, with no rows where it holds none."""
-        return {fqn: shard.spec for fqn, shard in self._shards.items()}
+        return {fqn: shard.spec for fqn, shard in self._model.shards.items()}
+
+    @property
+    def fused_tables(self) -> frozenset[str]:
+        """FQNs of the tables whose optimizer is fused, the same on every rank: each write of theirs is seen."""
+        return frozenset(fqn for fqn, shard in self._model.shards.items() if shard.is_fused)
 
     @property
     def num_hook_errors(self) -> int:
@@ -137,11 +149,11 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
     def get_tracked_modules(self) -> dict[str, nn.Module]:
         """FQN to sharded embedding module."""
-        return dict(self._found.modules)
+        return dict(self._model.found.modules)
 
     def fqn_to_feature_names(self) -> dict[str, list[str]]:
         """Table FQN to the names of the features that are looked up in it."""
-        return {fqn: list(names) for fqn, names in self._found.features.items()}
+        return {fqn: list(names) for fqn, names in self._model.found.features.items()}
 
     # Training
 
@@ -167,10 +179,143 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         Raises:
             InvalidArgumentError: for a table that is not tracked, or ids outside the shard; nothing is marked.
         """
-        spec = self._shard(fqn).spec
+        spec = self._model.shard(fqn).spec
         if ids is not None:
             spec.check_ids(ids)
         self._log.mark(fqn, ids, is_written=True)
+
+    def record_ids(self, kjt: KeyedIds) -> None:
+        """Count the ids of a lookup that the hooks do not see as changed. Nothing needs it that the hooks see.
+
+        Args:
+            kjt: a KeyedJaggedTensor of local ids; a feature counts for every table that it is looked up in.
+        """
+        self._recorder.record_ids(kjt)
+
+    def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
+        """As :meth:`record_ids`, with the rows as they were before the change.
+
+        Args:
+            kjt: a KeyedJaggedTensor of local ids.
+            embeddings: the rows, in the order of ``kjt.values()``; any shape with one row for each id.
+
+        Raises:
+            InvalidArgumentError: outside EMBEDDING mode, or for another number of rows.
+        """
+        self._recorder.record_embeddings(kjt, embeddings)
+
+    def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
+        """:meth:`record_embeddings` in EMBEDDING mode, :meth:`record_ids` in the others, which need no ``states``."""
+        self._recorder.record_lookup(kjt, states)
+
+    # Consumers
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """Names of the consumers."""
+        return self._log.consumers
+
+    def add_consumer(self, consumer: str) -> None:
+        """Add a consumer, to which rows are pending that change from now on.
+
+        Args:
+            consumer: its name.
+
+        Raises:
+            InvalidArgumentError: if it exists.
+        """
+        self._log.add(consumer)
+
+    def remove_consumer(self, consumer: str) -> None:
+        """Remove a consumer and what only it needed.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer.
+            ReservedConsumerError: if it is reserved.
+        """
+        self._log.remove(self._log.resolve(consumer))
+
+    def reserve(self, consumer: str | None = None, *, holder: str = "a ConsumerHandle") -> ConsumerHandle:
+        """Reserve a consumer: until the handle is released, nothing but the handle can read, move or remove it.
+
+        Args:
+            consumer: which; may be left out when there is only one.
+            holder: who reserves it, as a :class:`~delta_tracker.errors.ReservedConsumerError` names it.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            ReservedConsumerError: if it is reserved already.
+            DetachedError: after :meth:`detach`.
+        """
+        self._model.check_attached()
+        name = self._log.reserve(consumer, holder)
+        return ConsumerHandle(
+            name, holder, log=self._log, model=self._model, reader=self._reader, checkpoint=self._checkpoint
+        )
+
+    def needs_snapshot(self, consumer: str | None = None) -> bool:
+        """Return True if a consumer was given up to bound memory, so that only all rows bring it up to date.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+        """
+        return self._log.is_behind(consumer)
+
+    def clear(self, consumer: str | None = None) -> None:
+        """Forget what is pending for a consumer, or for all of them if none is named.
+
+        It is also the way back for a consumer that was given up: clear it, then give it all rows (:meth:`read_rows`).
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer.
+            ReservedConsumerError: if it is reserved.
+        """
+        for name in self._log.consumers if consumer is None else [consumer]:
+            self._log.clear(self._log.resolve(name))
+
+    def rewind(self, consumer: str | None = None) -> None:
+        """Let a consumer read again everything that changed since the tracker was built; aborts its open read.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            ReservedConsumerError: if it is reserved.
+            InvalidArgumentError: if the tracker forgets what was read (``delete_on_read=True``).
+        """
+        self._log.rewind(self._log.resolve(consumer))
+
+    # Memory
+
+    def memory(self) -> Memory:
+        """Return the bytes that the tracker holds now."""
+        return self._log.memory()
+
+    @property
+    def num_recorded(self) -> Mapping[str, int]:
+        """Table FQN to how many rows were recorded as changed on this rank since the start, repeats included.
+
+        Between two calls of :meth:`num_pending` that number cannot grow by more than this one does. It costs nothing.
+        """
+        return MappingProxyType(self._log.num_recorded)
+
+    def num_pending(self, consumer: str | None = None) -> dict[str, int]:
+        """Table FQN to how many rows of this rank a read would give the consumer now. Waits for the device.
+
+        It takes nothing, so it may be called for a reserved consumer too. A table whose optimizer is not fused counts
+        nothing here until a read compares it with its copy.
+
+        Args:
+            consumer: who would read; may be left out when there is only one.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or several and none was named.
+        """
+        return self._log.num_pending(consumer)
+
+    def compact(self) -> None:
+        """Drop what every consumer has committed and merge what no cursor tells apart."""
+        self._log.compact()
+
+    trigger_compaction = compact  # the seed interface's name
 
     # Reading
 
@@ -183,7 +328,6 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         with_values: bool = False,
         with_optimizer: bool = False,
         top_k: TopK | None = None,
-        owner: object = None,
     ) -> Delta:
         """The rows that changed since the consumer's last committed read.
 
@@ -197,7 +341,6 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
             with_optimizer: add ``optimizer``, the fused optimizer's states of the rows as they are now.
             top_k: read a part of the rows only, those that changed most; the others stay pending. Every rank must
                 then make this call. A DATA_PARALLEL table is chosen from on rank 0; the others' deltas hold all of it.
-            owner: who reserved the consumer, see :meth:`reserve`.
 
         Returns:
             Table FQN to rows; a table without changes is present and empty. Rows whose update is under way at the
@@ -207,31 +350,21 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or several and none was named.
-            ReservedConsumerError: if it is reserved by somebody else than ``owner``.
+            ReservedConsumerError: if it is reserved: read it with its :class:`ConsumerHandle`.
             NeedsSnapshotError: if the consumer was given up to bound memory.
             InvalidArgumentError: for a ``top_k`` without a score in a mode that has none, or scores that are NaN.
             UnsupportedTableError: for ``with_optimizer`` where an optimizer is not fused.
             DetachedError: after :meth:`detach`.
         """
-        name = self._log.resolve(consumer, owner)
-        if not self._is_attached:
-            raise DetachedError
-        self._reader.check(top_k, with_optimizer=with_optimizer)
-        with self._log.lock:
-            reading = self._log.read(name, with_states=with_states or top_k is not None)
-            try:
-                delta = self._reader.delta(
-                    reading,
-                    top_k=top_k,
-                    with_states=with_states,
-                    with_values=with_values,
-                    with_optimizer=with_optimizer,
-                )
-            except BaseException:
-                self._log.discard()
-                raise
-            self._log.seal(delta, commit=commit)
-            return delta
+        name = self._log.resolve(consumer)
+        return self._reader.read(
+            name,
+            commit=commit,
+            with_states=with_states,
+            with_values=with_values,
+            with_optimizer=with_optimizer,
+            top_k=top_k,
+        )
 
     def get_delta_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
         """Table FQN to ``[N]`` int64 local ids of :meth:`get_delta`, which this call is otherwise the same as."""
@@ -266,7 +399,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         Raises:
             InvalidArgumentError: for a table that is not tracked.
         """
-        return read_rows(self._shard(fqn), ids)
+        return read_rows(self._model.shard(fqn), ids)
 
     def column_views(self, fqn: str) -> list[Tensor]:
         """Live views ``[R, columns]`` of this rank's rows, one for each range in ``shards[fqn].columns``.
@@ -276,7 +409,85 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         Raises:
             InvalidArgumentError: for a table that is not tracked.
         """
-        return column_views(self._shard(fqn))
+        return column_views(self._model.shard(fqn))
+
+    # Checkpoints
+
+    @property
+    def restored(self) -> Restored | None:
+        """What the last :meth:`load_state_dict` found; None before the first."""
+        return self._checkpoint.restored
+
+    @property
+    def annotations(self) -> Mapping[str, object]:
+        """Consumer to the note that its handle made, here or in the state that was loaded last."""
+        return self._checkpoint.annotations
+
+    def register_counter(self, name: str, counter: object) -> None:
+        """Save and load a figure of which every rank keeps a part, so that its total over the ranks is restored.
+
+        Args:
+            name: what it is saved as; the same on every rank.
+            counter: a ``torchmetrics.Metric`` whose states are reduced by sum, max, min or cat, or a
+                :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`.
+
+        Raises:
+            InvalidArgumentError: for anything else, or a name that is taken or has a slash in it.
+        """
+        self._checkpoint.register_counter(name, counter)
+
+    def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
+        """What is pending for every consumer, what was registered, and what was annotated. Moves no cursor.
+
+        Rows of sealed reads and of batches that are under way count as pending. Take it when you take the model's
+        state, with no update between them. The tensors are on the CPU and stay as they are when training goes on.
+
+        Args:
+            strategy: ``"local"`` for this rank's part, without any collective; every rank saves its own. ``"gather"``
+                for all parts on rank 0, counters merged, and nothing on the others; a collective.
+
+        Returns:
+            Key to tensor; keys of different ranks differ. The format is in
+            :mod:`delta_tracker.tracker.checkpoint.part`.
+
+        Raises:
+            InvalidArgumentError: for another strategy.
+            RankLostError: if a rank died or did not call it in time.
+        """
+        return self._checkpoint.state_dict(strategy=strategy)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take a saved state over, in place of all that is pending now. Restore the model first.
+
+        Every rank passes the parts of all ranks that saved (their keys differ, so that the dicts can be merged), or
+        as many of them as cover its shards: its own part alone if world size and plan are as they were. Open reads
+        are aborted.
+
+        Args:
+            state: parts of :meth:`state_dict`; an empty one stands for a checkpoint without any: all rows then count
+                as changed for every consumer, which is logged and shown by :attr:`restored`.
+
+        Raises:
+            UnknownFormatError: for a format version that is not known.
+            StateMismatchError: for a state of another mode, other consumers, tables or counters, or one whose old
+                states belong to other column ranges; it names what differs.
+            PartialStateError: if parts are missing.
+            MalformedStateError: for anything else that is no saved state. After any error all is as it was.
+            ReservedConsumerError: if a publisher reads as one of the consumers: build it after this.
+        """
+        self._checkpoint.load_state_dict(state)
+
+    def plan_load(self, parts: list[Part]) -> Resharding:
+        """What :meth:`load_state_dict` would take out of which part.
+
+        Args:
+            parts: headers, at least one.
+
+        Raises:
+            StateMismatchError: if they are of something else.
+            PartialStateError: if parts are missing.
+        """
+        return self._checkpoint.plan_load(parts)
 
     # Attaching
 
@@ -288,19 +499,18 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
 
         Raises: as the constructor; the tracker is then as it was.
         """
-        found = self._discover()
-        held = self._shards
+        found = self._model.discover()
+        held = self._model.shards
         moved = [fqn for fqn, shard in found.shards.items() if fqn not in held or shard.spec != held[fqn].spec]
         unseen = [
             fqn
             for fqn, shard in found.shards.items()
             if fqn not in moved
             and (shard.is_fused or self._records_lookups)
-            and not (self._is_attached and _modules(shard) == _modules(held[fqn]))
+            and not (self._model.is_attached and _modules(shard) == _modules(held[fqn]))
         ]
         self._remove_hooks()
-        self._found = found
-        self._shards.update(found.shards)
+        self._model.take(found)
         self._log.replace({fqn: self._make_store(fqn) for fqn in moved})
         for fqn in unseen:
             self._log.mark(fqn, None, is_written=True)
@@ -310,7 +520,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         """Remove every hook; afterwards reads raise :class:`DetachedError`. Calling it again does nothing."""
         MEMORY.give_back()
         self._remove_hooks()
-        self._is_attached = False
+        self._model.is_attached = False
 
     def __enter__(self) -> Self:
         return self
@@ -320,20 +530,12 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
     ) -> None:
         self.detach()
 
-    def _discover(self) -> Discovery:
-        """The model's tables as they are sharded now, all of which can be followed."""
-        found = discover(self._model, self._skips)
-        refuse_unseen_writes(self._model, found)
-        for shard in found.shards.values():
-            self._capture.check(shard)
-        return found
-
     def _attach(self) -> list[Watcher]:
-        self._is_attached = True
-        lookups = self._records_lookups
+        self._model.is_attached = True
+        model, found, lookups = self._model.module, self._model.found, self._records_lookups
         return [
-            *(KernelHook(kernel, self._log, self._keys, lookups=lookups) for kernel in self._found.kernels),
-            *watch_writes(self._model, self._found, self._log, self._keys),
+            *(KernelHook(kernel, self._log, self._keys, lookups=lookups) for kernel in found.kernels),
+            *watch_writes(model, found, self._log, self._keys),
         ]
 
     def _remove_hooks(self) -> None:
@@ -342,12 +544,7 @@ class ModelDeltaTracker(LookupRecorder, PendingRows, Consumers, Checkpointed):
         self._num_past_errors, self._hooks = self.num_hook_errors, []
 
     def _make_store(self, fqn: str) -> SegmentStore:
-        return make_store(fqn, self._shards, self._capture, engine=self._engine)
-
-    def _shard(self, fqn: str) -> LocalShard:
-        if fqn not in self._shards:
-            raise InvalidArgumentError("fqn", fqn, f"Pass one of the tracked tables {sorted(self._shards)}")
-        return self._shards[fqn]
+        return make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine)
 
 
 def _modules(shard: LocalShard) -> list[tuple[object, int]]:

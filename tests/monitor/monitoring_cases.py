@@ -21,7 +21,7 @@ from delta_tracker.monitor.device.syncs import SyncError, find_syncs
 from delta_tracker.monitor.device.torchmetric import TorchMetric
 from delta_tracker.monitor.state import KEY, load, state_dict
 from delta_tracker.sharding.kernel_hooks import Watcher
-from delta_tracker.tracker import pending
+from delta_tracker.tracker import gauges
 from tests.models import Spec, Table, batch, shard
 from tests.system.collectives import watch_collectives
 
@@ -230,14 +230,13 @@ class Figures:
         return found
 
 
-def _check_an_owners_consumer(tracker: ModelDeltaTracker, figures: Figures) -> None:
+def _check_a_copys_consumer(tracker: ModelDeltaTracker, figures: Figures) -> None:
     """A consumer that a publisher adds for the time of a snapshot has no gauges."""
-    owner = object()
-    tracker.add_consumer("for a while", owner=owner)
-    assert not figures.has("consumer_lag_seconds", consumer="for a while")
-    assert not any(figures.has("pending_rows", table=fqn, consumer="for a while") for fqn in tracker.tables)
-    tracker.release("for a while", owner)
-    tracker.remove_consumer("for a while")
+    with tracker.reserve("a") as handle, handle.begin_copy() as copy:
+        assert copy.name in tracker.consumers
+        assert not figures.has("consumer_lag_seconds", consumer=copy.name)
+        assert not any(figures.has("pending_rows", table=fqn, consumer=copy.name) for fqn in tracker.tables)
+    assert copy.name not in tracker.consumers
 
 
 def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
@@ -280,7 +279,7 @@ def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
         assert figures.last("pending_rows", table=fqn, consumer="b") == count
     assert figures.last("consumer_lag_batches", consumer="a") == 0
     assert figures.last("oldest_pending_seconds", consumer="a") == 0
-    _check_an_owners_consumer(tracker, figures)
+    _check_a_copys_consumer(tracker, figures)
     tracker.remove_consumer("b")
     assert not figures.has("consumer_lag_seconds", consumer="b")
     assert not any(figures.has("pending_rows", table=fqn, consumer="b") for fqn in tracker.tables)
@@ -319,7 +318,7 @@ def figures_during_a_read(rank: int, world_size: int) -> dict[str, float]:
         thread.join()
         return torch.ones(len(rows))
 
-    with mock.patch.object(pending, "_PATIENCE_SECONDS", 0.01):
+    with mock.patch.object(gauges, "_PATIENCE_SECONDS", 0.01):
         tracker.get_delta(top_k=TopK(rows=2, score=collect))
     answer = {"left out": figures.last("pending_rows", table="ec.embeddings.t", consumer="default")}
     answer["errors"] = sum(cell.collect_total() for cell in MONITOR.metrics.outlet_errors.cells)

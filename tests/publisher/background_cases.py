@@ -292,11 +292,11 @@ def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
             publisher.flush()
             cuts[name] = publisher.version
             pending = trainer.tracker.num_pending()  # takes nothing, so the reservation does not matter
-            delta = trainer.tracker.get_delta(owner=publisher)
+            publisher.close()
+            delta = trainer.tracker.get_delta()
             for fqn, count in pending.items():
                 if fqn in trainer.tracker.fused_tables:
                     assert count == len(delta[fqn])
-            publisher.close()
         return cuts
 
 

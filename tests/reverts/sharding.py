@@ -40,15 +40,14 @@ REVERTS = [
         edits={
             "delta_tracker/tracker/tracker.py": [
                 (
-                    "        return make_store(fqn, self._shards, self._capture, engine=self._engine)\n",
+                    "        return make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine)\n",
                     (
-                        "        shards = self._shards\n"
-                        "        if self._records_lookups and not shards[fqn].is_fused:\n"
-                        "            keep = self._capture.keeps_old\n"
-                        "            old = (lambda ids: self._capture.old_states(shards[fqn], ids)) if keep else None\n"
-                        "            shard = shards[fqn]\n"
+                        "        model, capture, shard = self._model, self._capture, self._model.shards[fqn]\n"
+                        "        if self._records_lookups and not shard.is_fused:\n"
+                        "            old = (lambda ids: capture.old_states(model.shards[fqn], ids))\n"
+                        "            old = old if capture.keeps_old else None\n"
                         "            return SegmentStore(shard.spec.num_rows, shard.device, old_states=old)\n"
-                        "        return make_store(fqn, shards, self._capture, engine=self._engine)\n"
+                        "        return make_store(partial(model.shard, fqn), capture, engine=self._engine)\n"
                     ),
                 ),
             ],

@@ -53,8 +53,8 @@ REVERTS = [
         defect="weights that are loaded or edited in place are not watched",
         generator="tests/tracker/test_tracker.py::test_reads_inside_a_backward_happened",
         edits={
-            "delta_tracker/tracker/modes.py": [
-                ("was_written = WriteWatch(lambda: shards[fqn])", "was_written = None"),
+            "delta_tracker/tracker/store/make_store.py": [
+                ("was_written=WriteWatch(shard)", "was_written=None"),
             ],
         },
     ),

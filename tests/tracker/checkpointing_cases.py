@@ -26,8 +26,8 @@ from delta_tracker.integrations.dcp import SavedTracker
 from delta_tracker.monitor.default import MONITOR
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.state import LogicalCounters
-from delta_tracker.tracker.checkpoint.stateful import Restored
-from delta_tracker.tracker.cursors import LogState
+from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
+from delta_tracker.tracker.log_state import LogState
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
 from tests.publisher.publishing_cases import attempt
 
@@ -163,7 +163,8 @@ def saving(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: st
     train(made, model, generator, 1)
     sealed = tracker.get_delta("c", commit=False)
     train(made, model, generator, 1)
-    tracker.annotate("b", {"rank": rank, "stream": "00ff"})
+    with tracker.reserve("b") as handle:
+        handle.annotate({"rank": rank, "stream": "00ff"})
     before = tracker._log.state()
     dump(tracker, before, Path(path) / f"saved-{rank}of{world_size}.pt")
     tensors = {name for name, _ in model.state_dict().items()}
@@ -243,7 +244,9 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
     other = {key: tensor for key, tensor in whole.items() if key not in mine}
     rows = next(key for key in mine if "/rows/" in key)
     train(made, model, torch.Generator().manual_seed(9 + rank), 1)
-    tracker.annotate("a", "before")
+    with tracker.reserve("a") as handle:
+        handle.annotate("before")
+        messages = {"note": attempt(lambda: handle.annotate({1, 2}))}
     before = tracker._log.state()
     states = {
         "version": _renamed(whole, '"version": 1', '"version": 99'),
@@ -262,12 +265,11 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
         "another rank": _renamed(whole, '"world_size": 2', '"world_size": 3'),
         "a negative count": _renamed(whole, '"num_batches": 1', '"num_batches": -1'),
     }
-    messages = {name: attempt(lambda state=state: tracker.load_state_dict(state)) for name, state in states.items()}
+    messages |= {name: attempt(lambda state=state: tracker.load_state_dict(state)) for name, state in states.items()}
     narrow = ModelDeltaTracker(model, CONSUMERS, fqns_to_skip=["t1"], mode=TrackingMode.EMBEDDING)
     messages["fewer tables"] = attempt(lambda: narrow.load_state_dict(whole))
     messages["counters"] = attempt(lambda: _with_counter(model).load_state_dict(whole))
-    messages["note"] = attempt(lambda: tracker.annotate("a", {1, 2}))
-    messages["noted consumer"] = attempt(lambda: tracker.annotate("x", 1))
+    messages["noted consumer"] = attempt(lambda: tracker.reserve("x"))
     messages["strategy"] = attempt(lambda: tracker.state_dict(strategy="both"))
     assert same(before, tracker._log.state())
     assert same(tracker._log.state(), before)

@@ -25,7 +25,8 @@ from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.pack import pack
 from delta_tracker.tracker.checkpoint.part import HEADER, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
-from delta_tracker.tracker.modes import CAPTURES, make_store
+from delta_tracker.tracker.modes import CAPTURES
+from delta_tracker.tracker.store.make_store import make_store
 from delta_tracker.types import Delta, DeltaRows, ShardSpec, TableSpec, TrackingMode
 
 NUM_ROWS, DIM = 10, 6
@@ -75,7 +76,7 @@ class Rank:
         self.memory = [values[self.rows.start : self.rows.stop, units].clone() for units in self.units]
         self.places = tuple((Kernel(_module(mode, memory), (("t", 1),), is_fused), 0) for memory in self.memory)
         self.shards = {"t": LocalShard(spec, self.places, torch.device("cpu"), is_fused)}
-        store = make_store("t", self.shards, self.capture, engine=None)
+        store = make_store(lambda: self.shards["t"], self.capture, engine=None)
         self.log = ChangeLog({"t": store}, CONSUMERS, delete_on_read=not keeps_all, max_bytes=None)
         self.open_reads: dict[str, Delta] = {}
 

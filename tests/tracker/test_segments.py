@@ -16,7 +16,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, StaleDeltaError, UnknownConsumerError
 from delta_tracker.rows import ChangedRows, first_per_id, last_per_id, merge_first
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.cursors import Cursors
+from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.store import segments
 from delta_tracker.tracker.store.segments import SegmentStore, _Segment
@@ -279,8 +279,8 @@ def test_the_reference_catches_a_merge_in_which_the_newer_state_wins(monkeypatch
 
 def test_the_reference_catches_a_consumer_added_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     def add(self: ChangeLog, consumer: str) -> None:
-        self._cursors.place(consumer, self._position, self._num_batches)
-        self._ages.placed(consumer, self._position)
+        self._consumers.place(consumer, self._position, self._num_batches)
+        self._lag.placed(consumer, self._position)
 
     monkeypatch.setattr(ChangeLog, "add", add)
     with pytest.raises(AssertionError):
@@ -391,18 +391,18 @@ def _delta(consumer: str, stop: int) -> Delta:
 def test_cursors_refuse_what_they_do_not_know() -> None:
     for names in ([], ["a", "a"], "a"):
         with pytest.raises(InvalidArgumentError, match="consumers"):
-            Cursors(names)
-    cursors = Cursors(["a", "b"])
+            ConsumerPositions(names)
+    cursors = ConsumerPositions(["a", "b"])
     with pytest.raises(UnknownConsumerError, match=r"known consumers: 'a', 'b'") as caught:
         cursors.resolve("c")
     assert (caught.value.consumer, caught.value.known) == ("c", ("a", "b"))
     with pytest.raises(UnknownConsumerError, match="has several"):
         cursors.resolve(None)
-    assert Cursors(["only"]).resolve(None) == "only"
+    assert ConsumerPositions(["only"]).resolve(None) == "only"
 
 
 def test_only_the_newest_read_can_be_committed_and_only_once() -> None:
-    cursors = Cursors(["a", "b"])
+    cursors = ConsumerPositions(["a", "b"])
     old, new = _delta("a", 1), _delta("a", 2)
     cursors.seal(old)
     cursors.seal(new)

@@ -15,7 +15,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.checkpoint.part import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY, Part
-from delta_tracker.tracker.cursors import LogState
+from delta_tracker.tracker.log_state import LogState
 from delta_tracker.types import ShardSpec
 
 # Name to field to tensor, or to anything that JSON can hold.

@@ -21,7 +21,7 @@ from delta_tracker.errors import MalformedStateError, PartialStateError, StateMi
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.tracker.checkpoint.part import HISTORY, Layout, Part
-from delta_tracker.tracker.cursors import LogState, PendingState
+from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.types import ShardSpec
 

@@ -1,4 +1,4 @@
-"""The tracker's side of a checkpoint: what it saves, what it takes over, and what others save with it."""
+"""Save and load the state of a tracker, and what is registered to be saved with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import distributed as dist
 from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
 from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
 from delta_tracker.monitor.default import MONITOR
-from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.counters import Mergeable, as_mergeable, loaders
 from delta_tracker.tracker.checkpoint.gather import gather_parts
@@ -23,6 +22,7 @@ from delta_tracker.tracker.checkpoint.pack import pack, replace_counters
 from delta_tracker.tracker.checkpoint.part import HEADER, Part, check_alike, check_tables, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.modes import Capture
+from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import TrackingMode
 
 _logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ Strategy = Literal["local", "gather"]
 
 
 class Restored(Enum):
-    """What the last :meth:`Checkpointed.load_state_dict` found."""
+    """What the last :meth:`TrackerCheckpoint.load_state_dict` found."""
 
     STATE = "state"
     """A saved state: every consumer goes on where it stood."""
@@ -39,15 +39,21 @@ class Restored(Enum):
     """None: all rows count as changed, for every consumer."""
 
 
-class Checkpointed:
-    """Base of the tracker: its state in a checkpoint."""
+class TrackerCheckpoint:
+    """Saves and loads what a log has pending for its consumers, counters, and notes about consumers.
 
-    _log: ChangeLog
-    _shards: dict[str, LocalShard]
-    _mode: TrackingMode
-    _capture: Capture
+    Args:
+        log: what is pending.
+        model: the shards that the log is about.
+        mode: the tracking mode, which a saved state must share.
+        capture: the mode's strategy.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, log: ChangeLog, model: TrackedModel, mode: TrackingMode, capture: Capture) -> None:
+        self._log = log
+        self._model = model
+        self._mode = mode
+        self._capture = capture
         self._counters: dict[str, Mergeable] = {}
         self._annotations: dict[str, object] = {}
         self._positions: dict[str, int] = {}  # where the last load put each consumer
@@ -68,62 +74,33 @@ class Checkpointed:
         """Whether the last load put a consumer where it stands: nobody has taken rows from it since."""
         return self._positions.get(consumer) == self._log.position(consumer)
 
-    def annotate(self, consumer: str, note: object, *, owner: object = None) -> None:
-        """Note something of a consumer that is saved with its state. Of notes that differ, that of rank 0 is loaded.
+    def annotate(self, consumer: str, note: object) -> None:
+        """Save a note about a consumer with its state. Of notes that differ, that of rank 0 is loaded.
 
         Args:
-            consumer: whose.
+            consumer: its name.
             note: anything that JSON can hold; it replaces the former note.
-            owner: who reserved the consumer.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer.
-            ReservedConsumerError: if it is reserved by somebody else than ``owner``.
             InvalidArgumentError: for what JSON cannot hold.
         """
-        name = self._log.resolve(consumer, owner)
         try:
-            self._annotations[name] = json.loads(json.dumps(note, allow_nan=False))
+            self._annotations[consumer] = json.loads(json.dumps(note, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError("note", note, "Pass dicts, lists, strings and finite numbers") from error
 
     def register_counter(self, name: str, counter: object) -> None:
-        """Save and load a figure of which every rank keeps a part, so that its total over the ranks is restored.
-
-        Args:
-            name: what it is saved as; the same on every rank.
-            counter: a ``torchmetrics.Metric`` whose states are reduced by sum, max, min or cat, or a
-                :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`.
-
-        Raises:
-            InvalidArgumentError: for anything else, or a name that is taken or has a slash in it.
-        """
+        """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
         if not name or "/" in name or name in self._counters:
             raise InvalidArgumentError("name", name, f"Pass a name without slash beside {sorted(self._counters)}")
         self._counters[name] = as_mergeable(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
-        """What is pending for every consumer, what was registered, and what was annotated. Moves no cursor.
-
-        Rows of sealed reads and of batches that are under way count as pending. Take it when you take the model's
-        state, with no update between them. The tensors are on the CPU and stay as they are when training goes on.
-
-        Args:
-            strategy: ``"local"`` for this rank's part, without any collective; every rank saves its own. ``"gather"``
-                for all parts on rank 0, counters merged, and nothing on the others; a collective.
-
-        Returns:
-            Key to tensor; keys of different ranks differ. The format is in
-            :mod:`delta_tracker.tracker.checkpoint.part`.
-
-        Raises:
-            InvalidArgumentError: for another strategy.
-            RankLostError: if a rank died or did not call it in time.
-        """
+        """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
         if strategy not in get_args(Strategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
         rank, world_size = _place()
-        shards = {fqn: shard.spec for fqn, shard in self._shards.items()}
+        shards = {fqn: shard.spec for fqn, shard in self._model.shards.items()}
         counters = {name: counter.state_dict() for name, counter in self._counters.items()}
         part = pack(rank, world_size, self._mode.value, shards, self._log.state(), self.annotations, counters)
         if strategy == "local" or world_size == 1:
@@ -146,24 +123,7 @@ class Checkpointed:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take a saved state over, in place of all that is pending now. Restore the model first.
-
-        Every rank passes the parts of all ranks that saved (their keys differ, so that the dicts can be merged), or
-        as many of them as cover its shards: its own part alone if world size and plan are as they were. Open reads
-        are aborted.
-
-        Args:
-            state: parts of :meth:`state_dict`; an empty one stands for a checkpoint without any: all rows then count
-                as changed for every consumer, which is logged and shown by :attr:`restored`.
-
-        Raises:
-            UnknownFormatError: for a format version that is not known.
-            StateMismatchError: for a state of another mode, other consumers, tables or counters, or one whose old
-                states belong to other column ranges; it names what differs.
-            PartialStateError: if parts are missing.
-            MalformedStateError: for anything else that is no saved state. After any error all is as it was.
-            ReservedConsumerError: if a publisher reads as one of the consumers: build it after this.
-        """
+        """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
         for name in self._log.consumers:
             self._log.resolve(name)  # refuses one that is reserved
         if not state:
@@ -184,20 +144,13 @@ class Checkpointed:
         log_state = plan.state(tensors)
         for load in loads:
             load()
-        self._log.restore(log_state)
-        self._positions = {name: self._log.position(name) for name in self._log.consumers}
+        with self._log.lock:
+            self._log.restore(log_state)
+            self._positions = {name: self._log.position(name) for name in self._log.consumers}
         self._annotations, self._restored = dict(plan.annotations), Restored.STATE
 
     def plan_load(self, parts: list[Part]) -> Resharding:
-        """What :meth:`load_state_dict` would take out of which part.
-
-        Args:
-            parts: headers, at least one.
-
-        Raises:
-            StateMismatchError: if they are of something else.
-            PartialStateError: if parts are missing.
-        """
+        """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
         check_alike(parts)
         first = parts[0]
         for what, saved, found in (
@@ -206,12 +159,12 @@ class Checkpointed:
         ):
             if saved != found:
                 raise StateMismatchError(what, saved, found)
-        check_tables("", first.shards, {fqn: shard.spec for fqn, shard in self._shards.items()})
+        check_tables("", first.shards, {fqn: shard.spec for fqn, shard in self._model.shards.items()})
         counters = sorted({name for part in parts for name in part.counters})
         rank, world_size = _place()
         if counters != sorted(self._counters):
             raise StateMismatchError("counters", counters, sorted(self._counters))
-        return Resharding(parts, self._shards, self._capture, rank, world_size)
+        return Resharding(parts, self._model.shards, self._capture, rank, world_size)
 
 
 def _parts(state: Mapping[str, Tensor]) -> list[Part]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from delta_tracker import Delta
-from delta_tracker.tracker import ages as module
 from delta_tracker.tracker import change_log
-from delta_tracker.tracker.ages import Ages, Lag
+from delta_tracker.tracker import consumer_lag as module
 from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import ShadowStore
 
@@ -36,63 +36,63 @@ class _Reference:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ages_are_those_of_all_moments_kept(clock: list[float], seed: int) -> None:
-    draw, ages, reference, position = random.Random(seed), Ages(), _Reference(), 0
+    draw, lags, reference, position = random.Random(seed), LagClock(), _Reference(), 0
     sealed: dict[str, int] = {}
     for name in ("a", "b", "c"):
-        ages.placed(name, 0)
+        lags.placed(name, 0)
         reference.placed[name] = 0, clock[0]
     for _ in range(300):
         clock[0] += 1
         name = draw.choice("abc")
         match draw.choice(["record", "record", "read", "commit", "compact"]):
             case "record":
-                ages.recorded(position)
+                lags.recorded(position)
                 reference.recorded.append((position, clock[0]))
             case "read":
                 position += 1
                 sealed[name] = position
             case "commit" if name in sealed:
-                ages.committed(name, sealed[name], leaves_out=False)
+                lags.committed(name, sealed[name], leaves_out=False)
                 reference.placed[name] = sealed.pop(name), clock[0]
             case "compact":
-                ages.compact(sealed.values(), forgets=True)
-                assert len(ages._recorded) <= 6, "one moment for each place that somebody stands at"
+                lags.compact(sealed.values(), forgets=True)
+                assert len(lags._recorded) <= 6, "one moment for each place that somebody stands at"
         for each, (_, at) in reference.placed.items():
-            lag = ages.lag(each, 7)
+            lag = lags.lag(each, 7)
             assert (lag.batches, lag.seconds) == (7, clock[0] - at)
             assert lag.oldest_pending == reference.oldest(each, clock[0])
 
 
 def test_rows_that_are_left_out_keep_their_age_until_all_are_sent(clock: list[float]) -> None:
-    ages = Ages()
-    ages.placed("a", 0)
+    lags = LagClock()
+    lags.placed("a", 0)
     clock[0] = 5
-    ages.recorded(0)
+    lags.recorded(0)
     clock[0] = 8
-    ages.committed("a", 1, leaves_out=True)
-    assert ages.lag("a", 0).oldest_pending == 3
+    lags.committed("a", 1, leaves_out=True)
+    assert lags.lag("a", 0).oldest_pending == 3
     clock[0] = 9
-    ages.recorded(1)
-    ages.committed("a", 2, leaves_out=True)
-    assert ages.lag("a", 0).oldest_pending == 4
-    ages.committed("a", 3, leaves_out=False)
-    assert ages.lag("a", 0).oldest_pending is None
+    lags.recorded(1)
+    lags.committed("a", 2, leaves_out=True)
+    assert lags.lag("a", 0).oldest_pending == 4
+    lags.committed("a", 3, leaves_out=False)
+    assert lags.lag("a", 0).oldest_pending is None
     clock[0] = 10
-    ages.distrusted("a")
+    lags.distrusted("a")
     clock[0] = 12
-    ages.distrusted("a")
-    assert ages.lag("a", 0).oldest_pending == 2
+    lags.distrusted("a")
+    assert lags.lag("a", 0).oldest_pending == 2
 
 
 def test_whoever_is_taken_back_finds_what_came_before(clock: list[float]) -> None:
-    ages = Ages()
-    ages.placed("a", 0)
-    ages.recorded(0)
+    lags = LagClock()
+    lags.placed("a", 0)
+    lags.recorded(0)
     clock[0] = 4
-    ages.committed("a", 1, leaves_out=False)
-    ages.compact([], forgets=False)
-    ages.placed("a", 0)
-    assert ages.lag("a", 0).oldest_pending == 4
+    lags.committed("a", 1, leaves_out=False)
+    lags.compact([], forgets=False)
+    lags.placed("a", 0)
+    assert lags.lag("a", 0).oldest_pending == 4
 
 
 def test_a_row_under_way_at_a_read_is_pending_again_from_then_on(clock: list[float]) -> None:
@@ -103,7 +103,7 @@ def test_a_row_under_way_at_a_read_is_pending_again_from_then_on(clock: list[flo
     log.seal(Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=reading.batches), commit=True)
     clock[0] = 7
     assert log.num_pending("a") == {"t": 1}
-    assert log._ages.lag("a", 0).oldest_pending == 2
+    assert log._lag.lag("a", 0).oldest_pending == 2
 
 
 def test_a_consumer_that_was_given_up_lags_since_its_last_read(clock: list[float], monkeypatch) -> None:
@@ -128,9 +128,9 @@ def test_a_consumer_that_was_given_up_lags_since_its_last_read(clock: list[float
     assert told["a lag"] == Lag(batches=log.num_batches, seconds=clock[0], oldest_pending=clock[0] - 1)
     log.restore(log.state())
     clock[0] += 1
-    assert log._ages.lag("a", 0).oldest_pending == 1
+    assert log._lag.lag("a", 0).oldest_pending == 1
     log.clear("a")
-    assert log._ages.lag("a", 0).oldest_pending is None
+    assert log._lag.lag("a", 0).oldest_pending is None
 
 
 def test_rows_that_a_read_finds_by_comparison_are_pending_from_then_on(clock: list[float]) -> None:
@@ -141,9 +141,9 @@ def test_rows_that_a_read_finds_by_comparison_are_pending_from_then_on(clock: li
     clock[0] = 5
     reading = log.read("a")
     clock[0] = 6
-    assert log._ages.lag("a", 0).oldest_pending == 1
+    assert log._lag.lag("a", 0).oldest_pending == 1
     part = {"t": reading.rows["t"].take(torch.tensor([True, False]))}
     delta = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=reading.batches, left_out=part)
     log.seal(delta, commit=True)
     clock[0] = 8
-    assert log._ages.lag("a", 0).oldest_pending == 3
+    assert log._lag.lag("a", 0).oldest_pending == 3

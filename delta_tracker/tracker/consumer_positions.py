@@ -1,4 +1,4 @@
-"""Consumers: independent readers of one log, each with a cursor and at most one uncommitted read."""
+"""The position of each consumer in the log: its cursor, its uncommitted read, and what its reads left out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, StaleDeltaError, UnknownConsumerError
 from delta_tracker.rows import ChangedRows, merge_first
+from delta_tracker.tracker.log_state import PendingState
 from delta_tracker.types import Delta
 
 
@@ -17,47 +18,11 @@ class _Consumer:
     sealed: Delta | None = None
     carried: Mapping[str, ChangedRows] = field(default_factory=dict)
     is_behind: bool = False
-    owner: object = None
+    holder: str | None = None
     is_transient: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingState:
-    """What one consumer has not received yet.
-
-    Args:
-        batch: ``step()`` count at its last committed read.
-        rows: table FQN to its pending rows, each with the state in which the consumer has it; tables without any may
-            be missing.
-        is_behind: its changes were given up to bound memory; ``rows`` is then empty.
-    """
-
-    batch: int
-    rows: Mapping[str, ChangedRows]
-    is_behind: bool = False
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether there is anything that it has not received."""
-        return self.is_behind or any(map(len, self.rows.values()))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LogState:
-    """All that a log knows at one moment.
-
-    Args:
-        num_batches: ``step()`` calls.
-        consumers: name to what is pending for it.
-        history: table FQN to all rows changed since the start, in a log that keeps them; otherwise None.
-    """
-
-    num_batches: int
-    consumers: Mapping[str, PendingState]
-    history: Mapping[str, ChangedRows] | None = None
-
-
-class Cursors:
+class ConsumerPositions:
     """Where each consumer stands in the log, in cuts and in batches, and which rows its last reads left out.
 
     A read seals a range of positions; :meth:`commit` moves the cursor to the range's end and carries over what the
@@ -116,20 +81,20 @@ class Cursors:
             raise UnknownConsumerError(name, self._consumers)
         return name
 
-    def reserve(self, name: str, owner: object, *, is_transient: bool = False) -> None:
-        """Let nobody but ``owner`` read or move consumer ``name``; None lets everybody again."""
-        self._consumers[name].owner = owner
+    def reserve(self, name: str, holder: str | None, *, is_transient: bool = False) -> None:
+        """Note who alone reads and moves consumer ``name``; None ends the reservation."""
+        self._consumers[name].holder = holder
         self._consumers[name].is_transient = is_transient
 
-    def check_owner(self, name: str, owner: object) -> None:
-        """Refuse a caller that may not read or move a consumer.
+    def check_free(self, name: str) -> None:
+        """Refuse a consumer that is reserved.
 
         Raises:
-            ReservedConsumerError: if it is reserved by somebody else.
+            ReservedConsumerError: if it is.
         """
-        reserved_by = self._consumers[name].owner
-        if reserved_by is not None and reserved_by is not owner:
-            raise ReservedConsumerError(name, type(reserved_by).__name__)
+        holder = self._consumers[name].holder
+        if holder is not None:
+            raise ReservedConsumerError(name, holder)
 
     @property
     def origin(self) -> Mapping[str, ChangedRows]:
@@ -150,7 +115,7 @@ class Cursors:
         return self._consumers[name].is_behind
 
     def is_transient(self, name: str) -> bool:
-        """Whether ``name`` is a part of its owner's life, and nothing to be saved."""
+        """Return True if ``name`` exists for the time of a copy only, so that no checkpoint holds it."""
         return self._consumers[name].is_transient
 
     def place(self, name: str, position: int, batch: int, *, is_behind: bool = False) -> None:
@@ -158,7 +123,7 @@ class Cursors:
         placed = _Consumer(position=position, batch=batch, is_behind=is_behind)
         known = self._consumers.get(name)
         if known is not None:
-            placed.owner, placed.is_transient = known.owner, known.is_transient
+            placed.holder, placed.is_transient = known.holder, known.is_transient
         self._consumers[name] = placed
 
     def give_up(self, name: str, position: int) -> None:
@@ -203,9 +168,12 @@ class Cursors:
         """Forget consumer ``name``."""
         del self._consumers[name]
 
-    def seal(self, delta: Delta) -> None:
-        """Make ``delta`` its consumer's one uncommitted read."""
-        self._consumers[delta.consumer].sealed = delta
+    def seal(self, delta: Delta) -> bool:
+        """Make ``delta`` its consumer's one uncommitted read; return True if it had another one."""
+        consumer = self._consumers[delta.consumer]
+        replaces = consumer.sealed is not None
+        consumer.sealed = delta
+        return replaces
 
     def commit(self, delta: Delta) -> None:
         """Move the cursor to the end of the consumer's uncommitted read.

@@ -1,4 +1,4 @@
-"""How long each consumer has been without a committed read, and its oldest pending row pending."""
+"""How far each consumer lags: the time since its last committed read, and the age of its oldest pending row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Lag:
     Args:
         batches: ``step()`` calls since its last committed read.
         seconds: time since then.
-        oldest_pending: seconds since the oldest of its pending rows was recorded, see :class:`Ages`; None if none was.
+        oldest_pending: seconds since the oldest of its pending rows was recorded, see :class:`LagClock`, or None.
     """
 
     batches: int
@@ -22,7 +22,7 @@ class Lag:
     oldest_pending: float | None
 
 
-class Ages:
+class LagClock:
     """Keeps one moment for each range of positions in which rows were recorded, not one for each row.
 
     So an age is exact for the rows of the log. Of the rows that a consumer's reads left out only the age of the oldest
@@ -30,12 +30,12 @@ class Ages:
     age from that read on: a lower bound.
 
     Example:
-        >>> ages = Ages()
-        >>> ages.placed("serving", 0)
-        >>> ages.lag("serving", 0).oldest_pending is None
+        >>> clock = LagClock()
+        >>> clock.placed("serving", 0)
+        >>> clock.lag("serving", 0).oldest_pending is None
         True
-        >>> ages.recorded(0)
-        >>> ages.lag("serving", 1).oldest_pending >= 0
+        >>> clock.recorded(0)
+        >>> clock.lag("serving", 1).oldest_pending >= 0
         True
     """
 
