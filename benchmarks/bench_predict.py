@@ -99,7 +99,8 @@ def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
     def apply() -> Figures:
         number = next(versions)
         contents = Contents(stream.storage, stream.manifests[number])
-        figures = timed(lambda: sum(applier.write(applier.place(contents))))
+        receiver = applier.resolve(contents.manifest)
+        figures = timed(lambda: sum(applier.write(receiver.place(contents))))
         stream.check(number)
         return figures
 
@@ -191,10 +192,11 @@ def _lookup_cases(stream: _Stream, chunks: Sequence[int], seconds: float) -> dic
     def writing(chunk_rows: int) -> Figures:
         lock = TableLock()
         applier = stream.applier(lock, chunk_rows)
+        receivers = [applier.resolve(manifest) for manifest in stream.manifests]
 
         def apply() -> int:
             number = next(versions)
-            assert sum(applier.write(applier.place(contents[number]))) == stream.num_changed
+            assert sum(applier.write(receivers[number].place(contents[number]))) == stream.num_changed
             return number
 
         return _lookup_case(stream, lock.reading, apply, seconds)

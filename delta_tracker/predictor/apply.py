@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from delta_tracker.errors import DenseMismatchError, InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Placement, place
-from delta_tracker.predictor.targets import check_targets, find_targets
+from delta_tracker.predictor.targets import check_targets, find_targets, renamed
 from delta_tracker.row_target import RowTarget, obstacle_of
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
@@ -21,16 +22,14 @@ Model = nn.Module | Mapping[str, Tensor | RowTarget]
 
 
 class Applier:
-    """The tables and dense tensors of a model, as something that versions are written into.
-
-    They are looked up anew for each version, so that ``model.to(device)`` and the like may be called in between.
+    """The model that versions are written into.
 
     Args:
         model: see :func:`~delta_tracker.predictor.targets.find_targets`.
         names: name in the stream to name in the model, of tables and of dense tensors, where they differ.
         takes_dense: write dense tensors too.
         lock: held for writing while rows are written.
-        chunk_rows: rows that are written under one hold of the lock, at most.
+        chunk_rows: maximum number of rows that are written under one hold of the lock.
         recorder: records how long versions take.
 
     Raises:
@@ -60,27 +59,22 @@ class Applier:
             if own not in known:
                 raise InvalidArgumentError("names", own, f"Name what the model has: {sorted(known)}")
 
-    def check(self, manifest: Manifest) -> None:
-        """Refuse a version that the model cannot receive, before any of it is read.
+    def resolve(self, manifest: Manifest) -> Receiver:
+        """Look up what a version is written into, and refuse a version that the model cannot receive.
+
+        The model is looked up for each version, so that ``model.to(device)`` and the like may be called in between.
 
         Raises:
             TableMismatchError, InvalidArgumentError: as :func:`~delta_tracker.predictor.targets.check_targets`.
-            DenseMismatchError: for a dense tensor that the model has not, or not like this.
+            DenseMismatchError: for a dense tensor that the model does not have, or with another dtype or shape.
         """
-        check_targets(manifest, self._targets())
-        self._dense(manifest.dense)
-
-    def place(self, contents: Contents) -> list[Placement]:
-        """Where the rows of a version go, in the order in which they are to be written. Nothing is written yet.
-
-        Raises:
-            PartialRowsError: if a table takes whole rows and the version has a part of one.
-        """
-        targets = self._targets()
-        return place(contents.whole, targets) + place(contents.listed, targets)
+        tables = find_targets(self._model)
+        targets = renamed(tables, {name: own for name, own in self._names.items() if own in tables})
+        check_targets(manifest, targets)
+        return Receiver(targets, self._dense(manifest.dense))
 
     def write(self, placements: Iterable[Placement]) -> Iterator[int]:
-        """Write the rows of a version, chunk by chunk; gives the number of rows after each chunk.
+        """Write the rows of a version, chunk by chunk; yield the number of rows after each chunk.
 
         Raises:
             CorruptPartError: if a large part has changed since it was checked; some rows are written.
@@ -93,22 +87,13 @@ class Applier:
                         chunk.write()
                     yield chunk.num_rows
 
-    @torch.no_grad()
-    def write_dense(self, contents: Contents) -> None:
-        """Write the dense tensors of a version. The caller holds the lock for writing."""
-        for name, tensor in self._dense(contents.manifest.dense).items():
-            tensor.copy_(contents.dense[name])
-
-    def _targets(self) -> dict[str, RowTarget]:
-        tables = find_targets(self._model)
-        return find_targets(self._model, {name: own for name, own in self._names.items() if own in tables})
-
     def _dense(self, specs: Mapping[str, DenseSpec]) -> dict[str, Tensor]:
-        """Name in the stream to the model's tensor."""
+        """Return name in the stream to the model's tensor."""
         if not specs or not self._takes_dense:
             return {}
         held = _tensors(self._model)
         found: dict[str, Tensor] = {}
+        names: dict[tuple[torch.device, int], str] = {}  # of the memory that was found
         for name, spec in specs.items():
             tensor = held.get(self._names.get(name, name))
             if tensor is None:
@@ -116,15 +101,40 @@ class Applier:
             if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
                 raise DenseMismatchError(name, spec, str(DenseSpec(tensor.dtype, tuple(tensor.shape))))
             obstacle = obstacle_of(tensor)
-            shared = next((other for other, one in found.items() if _is_same(one, tensor)), None)
-            if obstacle or shared is not None:
-                raise DenseMismatchError(name, spec, obstacle or f"in memory that {shared!r} has too (tied weights)")
+            if obstacle:
+                raise DenseMismatchError(name, spec, obstacle)
+            shared = names.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
+            if shared != name:
+                raise DenseMismatchError(name, spec, f"in memory that {shared!r} has too (tied weights)")
             found[name] = tensor.detach()
         return found
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.device == other.device and one.data_ptr() == other.data_ptr() and one.numel() * other.numel() > 0
+@dataclass(frozen=True, slots=True, eq=False)
+class Receiver:
+    """What one version is written into: the model's tables and dense tensors as they were looked up for it.
+
+    Args:
+        targets: FQN to table.
+        dense: name in the stream to dense tensor.
+    """
+
+    targets: Mapping[str, RowTarget]
+    dense: Mapping[str, Tensor]
+
+    def place(self, contents: Contents) -> list[Placement]:
+        """Return where the rows of the version go, in the order in which to write them. Nothing is written yet.
+
+        Raises:
+            PartialRowsError: if a table takes whole rows and the version has a part of one.
+        """
+        return [*place(contents.whole, self.targets), *place(contents.listed, self.targets)]
+
+    @torch.no_grad()
+    def write_dense(self, contents: Contents) -> None:
+        """Write the dense tensors of the version. The caller holds the lock for writing."""
+        for name, tensor in self.dense.items():
+            tensor.copy_(contents.dense[name])
 
 
 def _tensors(model: Model) -> dict[str, Tensor]:

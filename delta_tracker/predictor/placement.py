@@ -102,61 +102,57 @@ def place(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[P
 
 
 def _place(blocks: Sequence[BlockRows], target: RowTarget) -> Iterator[Placement]:
-    held = [part for rows in blocks for part in _held(rows, target)]
+    held: list[BlockRows] = []
+    for rows in blocks:
+        held += _held(rows, target)
     for cell in _cells(held):
-        for rows in _aligned(sorted(cell, key=lambda each: each.block.columns)):
-            if rows[0].block.num_rows:
+        for aligned in _aligned(cell):
+            if aligned[0].block.num_rows:
                 if target.needs_whole_rows:
-                    _check_whole(rows, target)
-                yield Placement(target, rows)
+                    _check_whole(aligned, target)
+                yield Placement(target, aligned)
 
 
-def _held(rows: BlockRows, target: RowTarget) -> Iterator[BlockRows]:
-    """Yield what a target holds of a block."""
-    block = rows.block
+def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
+    """Return what a target holds of a block, by its column ranges."""
+    block, found = rows.block, []
     first, end = max(block.rows[0], target.rows[0]), min(block.rows[1], target.rows[1])
-    if first >= end:
-        return
-    for held in target.columns:
+    for held in target.columns if first < end else ():
         columns = max(block.columns[0], held[0]), min(block.columns[1], held[1])
         if columns[0] < columns[1]:
-            yield rows.within((first, end), columns)
+            found.append(rows.within((first, end), columns))
+    return found
 
 
-def _cells(parts: Sequence[BlockRows]) -> Iterator[list[BlockRows]]:
-    """Yield the rows between two neighbouring edges of the row ranges, from the first on."""
+def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
+    """Return the rows between each two neighbouring edges of the row ranges, each by columns, from the first on."""
     if len(parts) == 1:
-        yield [parts[0]]
-        return
+        return [[parts[0]]]
     edges = sorted({edge for each in parts for edge in each.block.rows})
     cells: defaultdict[int, list[BlockRows]] = defaultdict(list)
     for each in parts:
         begin, end = each.block.rows
         for cell in range(bisect_left(edges, begin), bisect_left(edges, end)):
             cells[cell].append(each.within((edges[cell], edges[cell + 1]), each.block.columns))
-    for number in sorted(cells):
-        yield cells[number]
+    return [sorted(cells[number], key=lambda each: each.block.columns) for number in sorted(cells)]
 
 
-def _aligned(rows: Sequence[BlockRows]) -> Iterator[tuple[BlockRows, ...]]:
-    """Yield the rows of one row range, grouped by the columns that there are of them."""
+def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
+    """Return the rows of one row range, grouped by the columns that there are of them."""
     if len(rows) == 1 or all(each.ids is None for each in rows):
-        yield tuple(rows)
-        return
+        return [tuple(rows)]
     every = [torch.arange(*each.block.rows) if each.ids is None else each.ids for each in rows]
     if all(torch.equal(ids, every[0]) for ids in every[1:]):
-        yield tuple(rows)
-        return
+        return [tuple(rows)]
     union: Tensor = torch.cat(every).unique()  # type: ignore[no-untyped-call]
     has = torch.stack([torch.isin(union, ids, assume_unique=True) for ids in every], dim=1)
     patterns, pattern_of = has.unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
+    groups = []
     for number, pattern in enumerate(patterns.tolist()):
         ids = union[pattern_of == number]
-        yield tuple(
-            each.take(torch.searchsorted(held, ids))
-            for each, held, is_there in zip(rows, every, pattern, strict=True)
-            if is_there
-        )
+        there = [(each, held) for each, held, is_there in zip(rows, every, pattern, strict=True) if is_there]
+        groups.append(tuple(each.take(torch.searchsorted(held, ids)) for each, held in there))
+    return groups
 
 
 def _check_whole(rows: Sequence[BlockRows], target: RowTarget) -> None:

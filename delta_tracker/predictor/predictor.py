@@ -27,7 +27,7 @@ from delta_tracker.errors import (
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.predictor.apply import Applier, Model
+from delta_tracker.predictor.apply import Applier, Model, Receiver
 from delta_tracker.predictor.follower import Follower
 from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
@@ -356,7 +356,7 @@ class Predictor(Forkable):
             _logger.info("the newest version cannot be checked before follow() starts: %s", error)
             return
         for manifest in newest:
-            self._applier.check(manifest)
+            self._applier.resolve(manifest)
 
     def _beat(self, *, is_last: bool = False) -> None:
         """Leave a heartbeat, if one is due or it is the last."""
@@ -451,49 +451,49 @@ class Predictor(Forkable):
         if self._leaves_rows(manifest):
             raise StreamReplacedError(self._storage.url, manifest.version)
         gate = self._gate if manifest.kind != "claim" else None
-        self._applier.check(manifest)
+        receiver = self._applier.resolve(manifest)
         if gate is not None:
             gate.recall(manifest)
         contents = Contents(self._storage, manifest, buffer=self._buffer)
         measure = {} if gate is None else gate.check(manifest, contents)
-        self._apply(manifest, contents, is_elsewhere=is_elsewhere)
+        self._apply(receiver, contents, is_elsewhere=is_elsewhere)
         if gate is not None:
             gate.passed(manifest, measure)
 
     def _return_to(self, version: int) -> None:
         """Roll back, or go on with a rollback."""
-        path = self._cursor.path_to(version)
-        for manifest in path:
-            self._applier.check(manifest)
-            self._applier.place(Contents(self._storage, manifest, buffer=self._buffer))
+        path = [(manifest, self._applier.resolve(manifest)) for manifest in self._cursor.path_to(version)]
+        for manifest, receiver in path:
+            receiver.place(Contents(self._storage, manifest, buffer=self._buffer))
         self._pinned = version
         self._ways.clear()
         if self._gate is not None:
             self._gate.restart()
-        for manifest in path:
+        for manifest, receiver in path:
             contents = Contents(self._storage, manifest, buffer=self._buffer)
-            self._apply(manifest, contents, is_elsewhere=manifest.kind == "snapshot")
+            self._apply(receiver, contents, is_elsewhere=manifest.kind == "snapshot")
             if self._gate is not None:
                 self._gate.passed(manifest, self._gate.follow(manifest, contents))
         _logger.warning("rolled back to version %d of %s", version, self._storage.url)
 
-    def _apply(self, manifest: Manifest, contents: Contents, *, is_elsewhere: bool) -> None:
+    def _apply(self, receiver: Receiver, contents: Contents, *, is_elsewhere: bool) -> None:
         """Write a version.
 
         Args:
-            manifest: its entry.
+            receiver: the model as it was looked up for the version.
             contents: its rows.
             is_elsewhere: it is no later version of what the tables hold, so that nothing but itself leads on from there
                 if it is cut short.
         """
-        placements = self._applier.place(contents)
+        manifest = contents.manifest
+        placements = receiver.place(contents)
         self._is_mixed = self._is_mixed or is_elsewhere
         with self._lock.writing():
             self._begin(manifest)
         for num_rows in self._applier.write(placements):
             self._rows += num_rows
         with self._lock.writing():
-            self._applier.write_dense(contents)
+            receiver.write_dense(contents)
             self._cursor.moved(manifest)
             self._finish(manifest)
             self._manifest = self._manifest if manifest.kind == "claim" else manifest

@@ -50,7 +50,7 @@ def find_targets(
         targets[fqn] = table
     if not targets:
         raise InvalidArgumentError("model", type(model).__name__, "Pass a module or mapping with embedding tables")
-    return _renamed(targets, names or {})
+    return renamed(targets, names or {})
 
 
 def _modules_tables(model: nn.Module) -> Iterable[tuple[str, Tensor | RowTarget]]:
@@ -70,7 +70,18 @@ def _items(model: object) -> Iterable[tuple[str, Tensor | RowTarget]]:
     return ((str(name), table) for name, table in model.items())
 
 
-def _renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
+def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
+    """Return the targets by their names in the stream.
+
+    Args:
+        targets: FQN in the model to target.
+        names: FQN in the stream to FQN in the model, where they differ.
+
+    Raises:
+        InvalidArgumentError: if a name is missing in ``targets``, or given to two tables.
+    """
+    if not names:
+        return targets
     for name in names.values():
         if name not in targets:
             raise InvalidArgumentError("names", name, f"Name tables that the model has: {sorted(targets)}")

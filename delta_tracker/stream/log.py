@@ -20,6 +20,8 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
+import xxhash
+
 from delta_tracker.errors import FencedError, MalformedError, NameConflictError, StorageError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
@@ -58,6 +60,7 @@ class StreamLog:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self._parsed: tuple[str, Manifest] | None = None  # the entry that was read last, with its name
 
     def read(self, version: int) -> Manifest | None:
         """The entry of a version, None if there is none.
@@ -249,7 +252,13 @@ class StreamLog:
 
     def _read(self, name: str) -> Manifest | None:
         data = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
-        return None if data is None else parse_manifest(name, data.tobytes())
+        if data is None:
+            return None
+        digest = xxhash.xxh3_128_hexdigest(data.data)
+        parsed = self._parsed  # another thread may replace it
+        if parsed is None or (parsed[0], parsed[1].xxh3) != (name, digest):
+            parsed = self._parsed = name, parse_manifest(name, data.tobytes())
+        return parsed[1]
 
     def _create(self, name: str, data: bytes) -> bool:
         """Create an entry; False if its name is taken by another one, also where the store's answer was lost."""

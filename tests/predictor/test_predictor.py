@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from delta_tracker import Predictor
 from delta_tracker.errors import (
@@ -28,6 +29,7 @@ from delta_tracker.errors import (
     TableMismatchError,
 )
 from delta_tracker.row_target import TensorTarget
+from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
@@ -514,3 +516,37 @@ def test_the_manifest_is_that_of_rows_not_of_a_claim(writer: Writer) -> None:
     predictor = Predictor(writer.model(), writer.storage)
     assert predictor.sync() == claim.version
     assert predictor.manifest == snapshot
+
+
+class _CountedModel(dict[str, Tensor]):
+    """A mapping of tables that counts how often its tables are looked up."""
+
+    num_lookups = 0
+
+    def items(self) -> Any:
+        self.num_lookups += 1
+        return super().items()
+
+
+def test_the_model_is_looked_up_once_for_each_version() -> None:
+    writer = Writer(Storage("memory://"))
+    model = _CountedModel(writer.model())
+    predictor = Predictor(model, writer.storage)
+    for ids in (None, [1], [2, 3]):
+        writer.snapshot() if ids is None else writer.delta(ids)
+        model.num_lookups = 0
+        predictor.sync()
+        assert model.num_lookups == 1
+    assert torch.equal(model[FQN], writer.table)
+
+
+def test_an_entry_is_parsed_once_however_often_it_is_read() -> None:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    predictor = Predictor(writer.model(), writer.storage)
+    predictor.sync()
+    writer.delta([1, 2])
+    with mock.patch.object(log_module, "parse_manifest", side_effect=log_module.parse_manifest) as parse:
+        assert predictor.sync() == 2
+        assert predictor.sync() == 2
+    assert parse.call_count == 1

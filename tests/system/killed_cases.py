@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker import Predictor
+from delta_tracker.predictor.apply import Receiver
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.storage.storage import Storage
@@ -29,6 +30,7 @@ from delta_tracker.stream.storage.storage import Storage
 SHAPES = {"a": (12, 4), "b": (7, 8), "w": (3,), "x": (3,)}
 DTYPES = {"a": torch.float32, "b": torch.bfloat16, "w": torch.float32, "x": torch.int64}
 ROLLED_BACK_TO = 5
+_write_dense = Receiver.write_dense
 SCENARIOS = ("onwards", "from nothing", "rollback")
 
 
@@ -88,14 +90,13 @@ def live(root: Path, scenario: str, last: int | None) -> Counter[str]:
         model[name] = _Target.of(model[name])
         model[name].steps = steps
     predictor = Predictor(model, _Store(f"file://{root}/stream", steps), chunk_rows=12)
-    write_dense = predictor._applier.write_dense
 
-    def write_dense_between_steps(contents: Contents) -> None:
+    def write_dense_between_steps(receiver: Receiver, contents: Contents) -> None:
         steps("before dense tensors")
-        write_dense(contents)
+        _write_dense(receiver, contents)
         steps("after dense tensors")
 
-    predictor._applier.write_dense = write_dense_between_steps
+    Receiver.write_dense = write_dense_between_steps
 
     def keep() -> None:
         """As :meth:`Predictor.state_dict` says."""

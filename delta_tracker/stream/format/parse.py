@@ -28,6 +28,10 @@ from delta_tracker.stream.format.manifest import (
 from delta_tracker.types import TableSpec
 
 _T = TypeVar("_T")
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_ID_FORMS: tuple[IdForm, ...] = get_args(IdForm)
+_END = 2**63  # of counts and row ids
+_END_OF_TIME = 2**53  # in seconds
 _TABLE_DTYPES = {name: DENSE_DTYPES[name] for name in ("F32", "F16", "BF16")}
 # Edges of rows times edges of columns of one table's blocks: ten thousand ranks by a hundred column ranges fit.
 _MAX_CELLS = 4_000_000
@@ -89,7 +93,7 @@ def _manifest(entry: Any, xxh3: str) -> Manifest:  # noqa: ANN401  untrusted JSO
         generation=_count(entry["generation"]),
         writer=_matching(_HEX, entry["writer"]),
         version=_count(entry["version"]),
-        kind=_checked(entry["kind"], lambda value: value in get_args(Kind)),
+        kind=_one_of(_KINDS, entry["kind"]),
         parent=_optional(_link, entry["parent"]),
         snapshot=_optional(_count, entry["snapshot"]),
         batches=_range(entry["batches"]),
@@ -124,13 +128,15 @@ def _block(entry: Any) -> Block:  # noqa: ANN401  untrusted JSON
         rows=_range(entry["rows"]),
         columns=_range(entry["columns"]),
         num_rows=_count(entry["num_rows"]),
-        ids=_checked(entry["ids"], lambda value: value in get_args(IdForm)),
+        ids=_one_of(_ID_FORMS, entry["ids"]),
         encoding=Encoding(_string(entry["encoding"])),
     )
 
 
 def _dense(entry: Any) -> DenseSpec:  # noqa: ANN401  untrusted JSON
-    shape = tuple(map(_count, _checked(_list(entry["shape"]), lambda found: len(found) <= MAX_DIMS)))
+    shape = tuple(map(_count, _list(entry["shape"])))
+    if len(shape) > MAX_DIMS:
+        raise _unexpected(entry["shape"])
     _count(math.prod(max(1, size) for size in shape) * 8)  # torch has strides for empty tensors too
     return DenseSpec(DENSE_DTYPES[entry["dtype"]], shape)
 
@@ -205,36 +211,53 @@ def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtyp
     return cover[:-1, :-1]
 
 
-def _checked(value: Any, is_good: Callable[[Any], bool]) -> Any:  # noqa: ANN401  untrusted JSON
-    if not is_good(value):
-        raise ValueError(f"unexpected value {value!r}")
-    return value
+def _unexpected(value: object) -> ValueError:
+    return ValueError(f"unexpected value {value!r}")
 
 
 def _optional(read: Callable[[Any], _T], value: Any) -> _T | None:  # noqa: ANN401  untrusted JSON
     return None if value is None else read(value)
 
 
+def _one_of(values: Sequence[_T], value: Any) -> _T:  # noqa: ANN401  untrusted JSON
+    if value not in values:
+        raise _unexpected(value)
+    found: _T = value
+    return found
+
+
 def _matching(pattern: re.Pattern[str], value: object) -> str:
-    return str(_checked(value, lambda found: isinstance(found, str) and pattern.fullmatch(found) is not None))
+    if not isinstance(value, str) or pattern.fullmatch(value) is None:
+        raise _unexpected(value)
+    return value
 
 
 def _list(value: object) -> list[Any]:
-    return list(_checked(value, lambda found: isinstance(found, list)))
+    if not isinstance(value, list):
+        raise _unexpected(value)
+    return value
 
 
 def _string(value: object) -> str:
-    return str(_checked(value, lambda found: isinstance(found, str)))
+    if not isinstance(value, str):
+        raise _unexpected(value)
+    return value
 
 
-def _count(value: object) -> int:
-    return int(_checked(value, lambda found: type(found) is int and 0 <= found < 2**63))
+def _count(value: Any) -> int:  # noqa: ANN401  untrusted JSON
+    if type(value) is not int or not 0 <= value < _END:
+        raise _unexpected(value)
+    return value
 
 
-def _time(value: object) -> float:
-    return float(_checked(value, lambda found: type(found) in (int, float) and 0 <= found < 2**53))
+def _time(value: Any) -> float:  # noqa: ANN401  untrusted JSON
+    if type(value) not in (int, float) or not 0 <= value < _END_OF_TIME:
+        raise _unexpected(value)
+    return float(value)
 
 
 def _range(value: Any) -> tuple[int, int]:  # noqa: ANN401  untrusted JSON
     first, end = value
-    return _count(first), _checked(_count(end), lambda found: found >= first)
+    if type(first) is not int or type(end) is not int or not 0 <= first <= end < _END:
+        raise _unexpected(value)
+    return first, end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import os
 import random
 import secrets
@@ -281,7 +282,7 @@ class Storage:
                 return []
             pages = obstore.list(store, prefix, offset=after, chunk_size=_PAGE_OBJECTS)
             found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
-            metas = sorted(found, key=lambda meta: meta["path"])
+            metas = sorted(found, key=operator.itemgetter("path"))
             return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in metas]
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:

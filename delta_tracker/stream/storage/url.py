@@ -44,6 +44,7 @@ _CLIENT_OPTIONS = frozenset(
 _OPTION_PREFIX = re.compile(r"^(aws|google|azure)_")
 # Control characters, backslashes, and #, with which obstore marks a file that is still being written.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\#]")
+_NO_PARTS = frozenset(("", ".", ".."))
 _MAX_NAME_BYTES = 1024
 
 
@@ -96,7 +97,7 @@ def check_name(argument: str, name: object) -> None:
     if (
         not isinstance(name, str)
         or _FORBIDDEN.search(name)
-        or any(part in ("", ".", "..") for part in name.split("/"))
+        or not _NO_PARTS.isdisjoint(name.split("/"))
         or len(name.encode(errors="replace")) > _MAX_NAME_BYTES
     ):
         raise InvalidArgumentError(
