@@ -23,9 +23,7 @@ def url(tmp_path: Path) -> str:
 @pytest.mark.parametrize("bag", [False, True])
 def test_every_sharding_serves_every_sharding(two_ranks: RankPool, url: str, bag: bool, kernels: list[str]) -> None:
     shardings = _EBC if bag else _EC
-    answers = two_ranks.run(
-        f"{_CASES}:sharded", timeout_seconds=120, url=url, shardings=shardings, bag=bag, kernels=kernels
-    )
+    answers = two_ranks.run(f"{_CASES}:sharded", url=url, shardings=shardings, bag=bag, kernels=kernels)
     for answer in answers:
         assert answer["tables"] == len(shardings) ** 2
         assert len(shardings) <= answer["held"] < answer["tables"]  # a table-wise one is not held on the other rank
@@ -41,7 +39,6 @@ def test_grids_serve_grids_and_others(four_ranks: RankPool, url: str) -> None:
     shardings = ["grid:0,1", "row", "column:0,1,2,3", "table_row:1"]
     four_ranks.run(
         f"{_CASES}:sharded",
-        timeout_seconds=120,
         url=url,
         shardings=shardings,
         bag=True,
@@ -92,11 +89,7 @@ def test_four_trainers_serve_two_predictors(four_ranks: RankPool, two_ranks: Ran
     directory = str(tmp_path)
     cases = "tests.predictor.two_jobs_cases"
     with ThreadPoolExecutor() as threads:
-        ends = threads.submit(
-            two_ranks.run, f"{cases}:predictor", timeout_seconds=120, directory=directory, shardings=served
-        )
-        trainers = four_ranks.run(
-            f"{cases}:trainer", timeout_seconds=120, directory=directory, shardings=trained, num_batches=24
-        )
+        ends = threads.submit(two_ranks.run, f"{cases}:predictor", directory=directory, shardings=served)
+        trainers = four_ranks.run(f"{cases}:trainer", directory=directory, shardings=trained, num_batches=24)
         assert set(trainers) == set(ends.result())
     assert trainers[0] > 5

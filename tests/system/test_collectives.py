@@ -16,9 +16,7 @@ def test_no_collective_of_a_thread_is_missed(two_ranks: RankPool) -> None:
 
 
 def test_no_thread_but_the_publishers_starts_a_collective(two_ranks: RankPool, tmp_path: Path) -> None:
-    for threads in two_ranks.run(
-        "tests.system.collectives_cases:whole_library", root=str(tmp_path), timeout_seconds=150
-    ):
+    for threads in two_ranks.run("tests.system.collectives_cases:whole_library", root=str(tmp_path)):
         own = {group: names for group, names in threads.items() if "messages" in group}
         assert list(own.values()) == [["publisher-ranks_0"]]
         others = {name for group, names in threads.items() if group not in own for name in names}

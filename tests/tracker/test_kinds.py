@@ -96,7 +96,7 @@ def test_pruning_is_refused(two_ranks: RankPool) -> None:
 def test_random_kinds_are_tracked_exactly_or_refused(two_ranks: RankPool) -> None:
     refused, tracked = [], []
     seeds = list(range(_NUM_RANDOM))
-    for outcomes in zip(*two_ranks.run(f"{_CASES}:random_kinds", timeout_seconds=180, seeds=seeds), strict=True):
+    for outcomes in zip(*two_ranks.run(f"{_CASES}:random_kinds", seeds=seeds), strict=True):
         assert len({"refused" in each for each in outcomes}) == 1, f"one rank refuses and another does not: {outcomes}"
         kind, must = outcomes[0]["kind"], outcomes[0]["must"]
         if "refused" in outcomes[0]:
