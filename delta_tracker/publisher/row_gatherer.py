@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, IdForm
@@ -63,12 +64,13 @@ class Gatherer:
 
         They stay as they are until the next call.
         """
-        return [
-            self._gather(fqn, shard, columns, view, delta[fqn].ids)
-            for fqn, shard in self._shards()
-            if len(delta[fqn]) and fqn not in without
-            for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True)
-        ]
+        with one_cut():
+            return [
+                self._gather(fqn, shard, columns, view, delta[fqn].ids)
+                for fqn, shard in self._shards()
+                if len(delta[fqn]) and fqn not in without
+                for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True)
+            ]
 
     @torch.no_grad()
     def whole(self, tables: frozenset[str], *, now: bool) -> list[BlockRows]:
@@ -79,14 +81,15 @@ class Gatherer:
             now: copy them now; otherwise each chunk is copied when it is asked for, from what the rows are then.
         """
         blocks = []
-        for fqn, shard in self._shards():
-            if fqn not in tables or shard.num_rows == 0:
-                continue
-            encoding = self._encodings[fqn]
-            for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True):
-                block = Block(fqn, _row_range(shard), columns, shard.num_rows, "all", encoding)
-                copied = BlockRows(block, None, partial(_copy, view, encoding))
-                blocks.append(_copied(copied) if now else copied)
+        with one_cut():
+            for fqn, shard in self._shards():
+                if fqn not in tables or shard.num_rows == 0:
+                    continue
+                encoding = self._encodings[fqn]
+                for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True):
+                    block = Block(fqn, _row_range(shard), columns, shard.num_rows, "all", encoding)
+                    copied = BlockRows(block, None, partial(_copy, view, encoding))
+                    blocks.append(_copied(copied) if now else copied)
         return blocks
 
     def _shards(self) -> Iterator[tuple[str, ShardSpec]]:

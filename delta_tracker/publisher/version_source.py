@@ -15,6 +15,7 @@ from delta_tracker.publisher.coordinator import Draft, StreamWriter
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS, Kind, Manifest, Part
@@ -120,6 +121,10 @@ class Cutter:
             kind: what it is to be.
             copied: of a snapshot, the part that holds what :meth:`copy` gave, if there was anything.
         """
+        with one_cut():
+            return self._cut(kind, copied)
+
+    def _cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
         tracker = self._tracker
         if kind == "snapshot":
             # What changed while it was copied; tables without a fused optimizer are copied whole only now, because a

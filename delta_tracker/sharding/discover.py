@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import (
@@ -227,19 +227,25 @@ def _kernels(
                 is_fused=compute_kernels <= torchrec.fused_kernels,
             )
             strange = compute_kernels - torchrec.fused_kernels - torchrec.dense_kernels
-            blocks = []
-            for slot, (fqn, config) in enumerate(zip(tracked, configs, strict=True)):
-                if fqn is None:
-                    continue
-                if strange:
-                    raise UnsupportedTableError(fqn, f"its kernel is {sorted(strange)}, neither fused nor dense")
-                blocks.append((fqn, _place(kernel, slot, fqn, config)))
-            yield kernel, blocks
+            first = next((fqn for fqn in tracked if fqn is not None), None)
+            if first is None:
+                yield kernel, []
+                continue
+            if strange:
+                raise UnsupportedTableError(first, f"its kernel is {sorted(strange)}, neither fused nor dense")
+            weights = emb_module.split_embedding_weights()  # of all tables: once for each kernel
+            yield (
+                kernel,
+                [
+                    (fqn, _place(kernel, slot, fqn, config, weight))
+                    for slot, (fqn, config, weight) in enumerate(zip(tracked, configs, weights, strict=True))
+                    if fqn is not None
+                ],
+            )
 
 
-def _place(kernel: Kernel, slot: int, fqn: str, config: Any) -> _Place:  # noqa: ANN401  a torchrec table config
+def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> _Place:  # noqa: ANN401  of torchrec
     """Where a table stands in a kernel; without metadata the kernel holds all of it, as every rank does."""
-    weight = kernel.module.split_embedding_weights()[slot]
     metadata = config.local_metadata
     block = (
         (0, 0, config.num_embeddings, config.embedding_dim)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget, write_rows
 from delta_tracker.sharding.discover import LocalShard, discover
+from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.versions import Quantised, Torchrec, load_quantised, load_torchrec
 from delta_tracker.sharding.weights import column_views
 
@@ -83,10 +84,12 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
         shards = discover(module).shards
     except UnsupportedTableError as error:
         raise InvalidArgumentError("model", error.table, f"Change its sharding plan: {error.reason}") from error
+    with one_cut():
+        views = {fqn: column_views(shard) for fqn, shard in shards.items()}
     for fqn, shard in shards.items():
         spec = shard.spec
         rows = spec.row_offset, spec.row_offset + spec.num_rows
-        regions = [Region(rows, columns, view) for columns, view in zip(spec.columns, column_views(shard), strict=True)]
+        regions = [Region(rows, columns, view) for columns, view in zip(spec.columns, views[fqn], strict=True)]
         table = spec.table
         yield fqn, TensorTarget(table.num_rows, table.dim, table.dtype, regions, written=_forget_cached(shard))
 

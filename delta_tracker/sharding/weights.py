@@ -13,16 +13,17 @@ from torch import Tensor
 from delta_tracker.buffers import new_rows
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.kernel_memory import memory_of, one_cut
 from delta_tracker.sharding.versions import weight_slots
 
 
 def column_views(shard: LocalShard) -> list[Tensor]:
-    """Live views ``[R, columns]``, one for each column range of the shard, in order; caches are flushed first."""
-    views = []
-    for kernel, slot in shard.places:
-        kernel.module.flush()
-        views.append(kernel.module.split_embedding_weights()[slot].detach())
-    return views
+    """Return live views ``[R, columns]``, one for each column range of the shard, in order; caches are flushed first.
+
+    Reading many shards takes a :func:`~delta_tracker.sharding.kernel_memory.one_cut` around it.
+    """
+    with one_cut():
+        return [memory_of(kernel).weights[slot] for kernel, slot in shard.places]
 
 
 def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
@@ -110,12 +111,12 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
 
 def num_optimizer_states(shard: LocalShard) -> int:
     """How many states the fused optimizer keeps of a row: 0 for SGD, and where the kernel is not fused."""
-    return min((len(_optimizer_tensors(shard, place)) for place in range(len(shard.places))), default=0)
+    return min(map(len, _optimizer_states(shard)), default=0)
 
 
 def has_rowwise_state(shard: LocalShard) -> bool:
     """Whether the first optimizer state is one number for each row and column range."""
-    return all(_optimizer_tensors(shard, place)[0].dim() == 1 for place in range(len(shard.places)))
+    return all(states[0].dim() == 1 for states in _optimizer_states(shard))
 
 
 def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
@@ -129,21 +130,16 @@ def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
         For each state, in the optimizer's order, ``[N, D]``, or ``[N, S]`` where it keeps one number for each row and
         column range; nothing where :func:`num_optimizer_states` is 0.
     """
-    places = [_optimizer_tensors(shard, place) for place in range(len(shard.places))]
     return tuple(
         _side_by_side([(state if state.dim() > 1 else state.unsqueeze(1)).index_select(0, ids) for state in states])
-        for states in zip(*places, strict=True)
+        for states in zip(*_optimizer_states(shard), strict=True)
     )
 
 
-def _optimizer_tensors(shard: LocalShard, place: int) -> list[Tensor]:
-    """Live optimizer states of one column range, each ``[R]`` or ``[R, columns]``."""
-    kernel, slot = shard.places[place]
-    if not kernel.is_fused:
-        return []
-    kernel.module.flush()
-    states = kernel.module.emb_module.split_optimizer_states()
-    return [state.detach() for state in states[slot]] if states else []
+def _optimizer_states(shard: LocalShard) -> list[list[Tensor]]:
+    """Return the live states of each column range, in order, each ``[R]`` or ``[R, columns]``."""
+    with one_cut():
+        return [memory_of(kernel).optimizer_states[slot] for kernel, slot in shard.places]
 
 
 def _side_by_side(pieces: Sequence[Tensor]) -> Tensor:

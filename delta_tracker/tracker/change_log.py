@@ -12,6 +12,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
 from delta_tracker.rows import ChangedRows, merge_first
+from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.tracker.consumer_lag import LagClock
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.tracker.gauges import forget_consumer, tell_lag, tell_pending, tell_received
@@ -186,7 +187,7 @@ class ChangeLog:
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Rows of tables were looked up, and that counts."""
-        with self.lock:
+        with self.lock, one_cut():
             self._notice_before_capture(ids)
             for fqn, table_ids in ids.items():
                 self._count(fqn, table_ids)
@@ -194,7 +195,7 @@ class ChangeLog:
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         """Rows of tables are about to be written, under a key that no open batch has."""
-        with self.lock:
+        with self.lock, one_cut():
             self._close_ended()
             self._notice_before_capture(ids)
             self._open[key] = tuple(ids)
@@ -251,7 +252,7 @@ class ChangeLog:
 
     def state(self) -> LogState:
         """What every consumer has not received, sealed and open rows included. Waits for the device; moves nothing."""
-        with self.lock:
+        with self.lock, one_cut():
             self.notice_writes(self._stores)
             for store in self._stores.values():
                 store.catch_up()
@@ -272,7 +273,7 @@ class ChangeLog:
         Args:
             state: of exactly this log's consumers; a ``history`` of None makes all rows changed for whoever rewinds.
         """
-        with self.lock:
+        with self.lock, one_cut():
             assert set(state.consumers) == set(self._consumers.names), "checked by the caller"
             self._num_batches = state.num_batches
             for store in self._stores.values():
@@ -480,10 +481,11 @@ class ChangeLog:
         self._close_ended()
         self.notice_writes(self._stores)
         self._position += 1
-        for store in self._stores.values():
-            store.cut(self._position)
-            if store.has_open:  # these rows were marked again
-                self._lag.recorded(self._position)
+        with one_cut():
+            for store in self._stores.values():
+                store.cut(self._position)
+                if store.has_open:  # these rows were marked again
+                    self._lag.recorded(self._position)
 
     def _place_at_end(self, consumer: str) -> None:
         self._cut()

@@ -15,6 +15,7 @@ from delta_tracker.buffers import new_rows
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
 from delta_tracker.tracker.change_log import ChangeLog, Reading
 from delta_tracker.tracker.modes import Capture
@@ -63,7 +64,7 @@ class DeltaReader:
         """
         self._model.check_attached()
         self.check(top_k, with_optimizer=with_optimizer)
-        with self._log.lock:
+        with self._log.lock, one_cut():
             reading = self._log.read(consumer, with_states=with_states or top_k is not None)
             try:
                 delta = self._delta(

@@ -8,6 +8,7 @@ from torch import nn
 
 from delta_tracker.errors import DetachedError, InvalidArgumentError
 from delta_tracker.sharding.discover import Discovery, LocalShard, discover
+from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.refusals import refuse_unseen_writes
 from delta_tracker.tracker.modes import Capture
 
@@ -52,8 +53,9 @@ class TrackedModel:
         """
         found = discover(self.module, self._skips)
         refuse_unseen_writes(self.module, found)
-        for shard in found.shards.values():
-            self._capture.check(shard)
+        with one_cut():
+            for shard in found.shards.values():
+                self._capture.check(shard)
         return found
 
     def take(self, found: Discovery) -> None:

@@ -14,6 +14,7 @@ from delta_tracker.buffers import MEMORY
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_hooks import KernelHook, KeyedIds, Watcher
+from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.write_hooks import watch_writes
 from delta_tracker.tracker.change_log import ChangeLog
@@ -101,7 +102,7 @@ class ModelDeltaTracker:
         self._capture = CAPTURES[mode]
         self._model = TrackedModel(model, fqns_to_skip, self._capture)
         self._log = ChangeLog(
-            {fqn: self._make_store(fqn) for fqn in self._model.shards},
+            self._make_stores(self._model.shards),
             [self.DEFAULT_CONSUMER] if consumers is None else consumers,
             delete_on_read=delete_on_read,
             auto_compact=auto_compact,
@@ -511,7 +512,7 @@ class ModelDeltaTracker:
         ]
         self._remove_hooks()
         self._model.take(found)
-        self._log.replace({fqn: self._make_store(fqn) for fqn in moved})
+        self._log.replace(self._make_stores(moved))
         for fqn in unseen:
             self._log.mark(fqn, None, is_written=True)
         self._hooks = self._attach()
@@ -542,6 +543,10 @@ class ModelDeltaTracker:
         for hook in self._hooks:
             hook.remove()
         self._num_past_errors, self._hooks = self.num_hook_errors, []
+
+    def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:
+        with one_cut():
+            return {fqn: self._make_store(fqn) for fqn in fqns}
 
     def _make_store(self, fqn: str) -> SegmentStore:
         return make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine)
