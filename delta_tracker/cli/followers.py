@@ -17,7 +17,7 @@ State = Literal["live", "silent"]
 
 
 @dataclass(frozen=True, slots=True)
-class Follower:
+class FollowerView:
     """A predictor, as its last heartbeat and the head of the log show it.
 
     Args:
@@ -57,7 +57,7 @@ class Follower:
         }
 
 
-def read_followers(storage: Storage, head: Manifest, now: float) -> tuple[list[Follower], int]:
+def read_followers(storage: Storage, head: Manifest, now: float) -> tuple[list[FollowerView], int]:
     """The predictors that were heard of within the last hour, by name, and how many others once left a heartbeat.
 
     Args:
@@ -74,7 +74,7 @@ def read_followers(storage: Storage, head: Manifest, now: float) -> tuple[list[F
     return heard, len(found) - len(heard)
 
 
-def _follower(beat: Heartbeat, head: Manifest, seconds_ago: float) -> Follower:
+def _follower(beat: Heartbeat, head: Manifest, seconds_ago: float) -> FollowerView:
     is_here = beat.stream == head.stream and beat.version is not None
     lag = max(0, head.version - beat.version) if is_here and beat.version is not None else None
-    return Follower(beat, "live" if seconds_ago <= SILENT_SECONDS else "silent", seconds_ago, lag)
+    return FollowerView(beat, "live" if seconds_ago <= SILENT_SECONDS else "silent", seconds_ago, lag)

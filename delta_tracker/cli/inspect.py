@@ -10,7 +10,7 @@ from rich.text import Text
 
 from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.entries import Entry
-from delta_tracker.cli.followers import Follower
+from delta_tracker.cli.followers import FollowerView
 from delta_tracker.cli.output import cell, table
 from delta_tracker.cli.survey import Survey, count_kinds, survey
 from delta_tracker.cli.text import count, duration, moment, several, size
@@ -147,7 +147,7 @@ def _predictors(found: Survey) -> Table | Text:
     return table(heads, (_predictor(found, follower) for follower in found.followers))
 
 
-def _predictor(found: Survey, follower: Follower) -> tuple[object, ...]:
+def _predictor(found: Survey, follower: FollowerView) -> tuple[object, ...]:
     beat, seconds = follower.beat, found.behind_seconds(follower)
     behind = "elsewhere" if follower.behind is None else count(follower.behind)
     return (

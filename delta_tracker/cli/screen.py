@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from delta_tracker.cli.entries import Entry
-from delta_tracker.cli.followers import Follower
+from delta_tracker.cli.followers import FollowerView
 from delta_tracker.cli.output import cell
 from delta_tracker.cli.text import count, duration, size
 from delta_tracker.cli.watch import View
@@ -169,11 +169,11 @@ def _table(*columns: str) -> Table:
     return made
 
 
-def _urgency(follower: Follower) -> tuple[bool, bool, float]:
+def _urgency(follower: FollowerView) -> tuple[bool, bool, float]:
     return _is_held(follower), follower.state != "live", follower.behind or 0
 
 
-def _is_held(follower: Follower) -> bool:
+def _is_held(follower: FollowerView) -> bool:
     return follower.beat.error is not None
 
 

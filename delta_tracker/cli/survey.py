@@ -10,7 +10,7 @@ from itertools import groupby
 
 from delta_tracker.cli.command import Stream
 from delta_tracker.cli.entries import Amount, Entry, read_all
-from delta_tracker.cli.followers import Follower, read_followers
+from delta_tracker.cli.followers import FollowerView, read_followers
 from delta_tracker.cli.text import plain
 from delta_tracker.errors import MalformedError, NoSnapshotError
 from delta_tracker.stream.cursor import StreamCursor
@@ -84,7 +84,7 @@ class Survey:
     num_parts: int
     part_bytes: int
     start: Start | None
-    followers: Sequence[Follower]
+    followers: Sequence[FollowerView]
     num_gone: int
     findings: Sequence[str]
 
@@ -102,7 +102,7 @@ class Survey:
         for generation, entries in groupby(self.entries, key=lambda entry: entry.generation):
             yield generation, list(entries)
 
-    def behind_seconds(self, follower: Follower) -> float | None:
+    def behind_seconds(self, follower: FollowerView) -> float | None:
         """Age of the oldest version that a predictor has not applied, 0 if there is none; None if nobody can tell."""
         held = follower.beat.version
         if follower.lag_versions is None or held is None:

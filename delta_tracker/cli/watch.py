@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from delta_tracker.cli.entries import Amount, Entry
-from delta_tracker.cli.followers import Follower
+from delta_tracker.cli.followers import FollowerView
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.types import TableSpec
@@ -157,7 +157,7 @@ class View:
     url: str
     now: float
     watch: Watch
-    followers: list[Follower] = field(default_factory=list)
+    followers: list[FollowerView] = field(default_factory=list)
     num_gone: int = 0
     problem: str | None = None
 

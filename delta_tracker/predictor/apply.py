@@ -15,6 +15,7 @@ from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Placement, place
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed
 from delta_tracker.row_target import RowTarget, obstacle_of
+from delta_tracker.sharding.presence import has_sharded
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 
@@ -141,8 +142,7 @@ def _tensors(model: Model) -> dict[str, Tensor]:
     """Every tensor of a model that a dense one could be written into."""
     if not isinstance(model, nn.Module):
         return {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    if any(kind.__module__.startswith("torchrec.distributed.") for kind in kinds):
+    if has_sharded(model):
         from delta_tracker.sharding.dense import dense_tensors  # noqa: PLC0415  it needs torchrec
 
         return dense_tensors(model, model)

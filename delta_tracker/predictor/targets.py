@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, TableMismatchError
 from delta_tracker.row_target import RowTarget, TensorTarget
+from delta_tracker.sharding.presence import has_fbgemm_tables
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.types import ShardSpec
 
 _MATRIX_DIMS = 2
 _COMPILED = "_orig_mod."
-# The rest of TorchRec holds its tables in nn.Embedding and nn.EmbeddingBag, and works without fbgemm.
-_WITH_FBGEMM = ("torchrec.distributed.", "torchrec.quant.")
 
 
 def find_targets(
@@ -54,7 +53,7 @@ def find_targets(
 
 
 def _modules_tables(model: nn.Module) -> Iterable[tuple[str, Tensor | RowTarget]]:
-    if any(kind.__module__.startswith(_WITH_FBGEMM) for each in model.modules() for kind in type(each).__mro__):
+    if has_fbgemm_tables(model):
         from delta_tracker.sharding.inference_tables import model_tables  # noqa: PLC0415  it needs torchrec
 
         return model_tables(model)

@@ -18,7 +18,7 @@ from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.write_hooks import watch_writes
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.part import Part
+from delta_tracker.tracker.checkpoint.part import RankHeader
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, Strategy, TrackerCheckpoint
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
@@ -478,7 +478,7 @@ class ModelDeltaTracker:
         """
         self._checkpoint.load_state_dict(state)
 
-    def plan_load(self, parts: list[Part]) -> Resharding:
+    def plan_load(self, parts: list[RankHeader]) -> Resharding:
         """What :meth:`load_state_dict` would take out of which part.
 
         Args:

@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.stream.format.encoding import Encoding, bound, decode_rows, encode_rows, pack_ids, unpack_ids
+from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows, pack_ids, unpack_ids
+from tests.stream.bounds import bound
 
 _FBGEMM = torch.ops.fbgemm
 _TABLE_DTYPES = [torch.float32, torch.float16, torch.bfloat16]

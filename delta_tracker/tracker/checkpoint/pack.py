@@ -14,7 +14,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
-from delta_tracker.tracker.checkpoint.part import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY, Part
+from delta_tracker.tracker.checkpoint.part import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY, RankHeader
 from delta_tracker.tracker.log_state import LogState
 from delta_tracker.types import ShardSpec
 
@@ -75,7 +75,7 @@ def pack(
     return _encode(header, rows, counters)
 
 
-def replace_counters(part: Part, saved: Mapping[str, Tensor], counters: Counters) -> dict[str, Tensor]:
+def replace_counters(part: RankHeader, saved: Mapping[str, Tensor], counters: Counters) -> dict[str, Tensor]:
     """The same part with other counters.
 
     Args:

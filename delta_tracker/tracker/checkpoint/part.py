@@ -3,7 +3,7 @@
 Every key starts with ``rank{rank}of{world_size}/``, so that no two ranks share one: ``torch.distributed.checkpoint``
 silently keeps a single copy of what several ranks save under the same key. Behind that stand
 
-- ``header``: ``[B]`` uint8, the JSON that :class:`Part` is made of;
+- ``header``: ``[B]`` uint8, the JSON that :class:`RankHeader` is made of;
 - ``rows/{table}``: ``[B]`` uint8, the table's rows in all sets, piece behind piece as the header lists them, each
   filled up to 8 bytes; one tensor per table, because DCP's plan has an entry for every tensor. A set is a consumer, by
   its place in the header, or ``history``. Its pieces are
@@ -109,7 +109,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class RankHeader:
     """The header of one rank's saved state.
 
     Args:
@@ -204,7 +204,7 @@ class Part:
         return {**self.counters[name], **found}
 
 
-def parse(key: str, header: Tensor) -> Part:
+def parse(key: str, header: Tensor) -> RankHeader:
     """Read the header under ``key``.
 
     Raises:
@@ -224,8 +224,8 @@ def parse(key: str, header: Tensor) -> Part:
     return part
 
 
-def _part(found: Mapping[str, Any]) -> Part:
-    return Part(
+def _part(found: Mapping[str, Any]) -> RankHeader:
+    return RankHeader(
         rank=_whole(found["rank"]),
         world_size=_whole(found["world_size"]),
         mode=str(found["mode"]),
@@ -249,7 +249,7 @@ def _part(found: Mapping[str, Any]) -> Part:
     )
 
 
-def check_alike(parts: Sequence[Part]) -> None:
+def check_alike(parts: Sequence[RankHeader]) -> None:
     """Refuse parts that were not saved together.
 
     Raises:

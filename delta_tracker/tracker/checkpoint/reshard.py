@@ -20,7 +20,7 @@ from delta_tracker.buffers import new_rows
 from delta_tracker.errors import MalformedStateError, PartialStateError, StateMismatchError
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.discover import LocalShard
-from delta_tracker.tracker.checkpoint.part import HISTORY, Layout, Part
+from delta_tracker.tracker.checkpoint.part import HISTORY, Layout, RankHeader
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.types import ShardSpec
@@ -30,7 +30,7 @@ from delta_tracker.types import ShardSpec
 class _Source:
     """A saved part that shares rows and columns with a shard of this rank, and which numbers of a state they share."""
 
-    part: Part
+    part: RankHeader
     saved_places: Tensor
     places: Tensor
 
@@ -51,7 +51,12 @@ class Resharding:
     """
 
     def __init__(
-        self, parts: Sequence[Part], shards: Mapping[str, LocalShard], capture: Capture, rank: int, world_size: int
+        self,
+        parts: Sequence[RankHeader],
+        shards: Mapping[str, LocalShard],
+        capture: Capture,
+        rank: int,
+        world_size: int,
     ) -> None:
         self._parts = sorted(parts, key=lambda part: part.rank)
         self._shards = shards
@@ -168,7 +173,7 @@ def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
     return ChangedRows(inside.ids - spec.row_offset, inside.states, inside.known, inside.ages)
 
 
-def _check_states(part: Part, fqn: str, rows: ChangedRows, held: Tensor, places: Tensor) -> None:
+def _check_states(part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, places: Tensor) -> None:
     if rows.states is None or rows.known is None:
         raise MalformedStateError(part.prefix, f"rows of {fqn!r} have no old states")
     if rows.states.dtype != held.dtype:

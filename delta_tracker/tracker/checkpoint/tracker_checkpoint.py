@@ -19,7 +19,7 @@ from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.counters import Mergeable, as_mergeable, loaders
 from delta_tracker.tracker.checkpoint.gather import gather_parts
 from delta_tracker.tracker.checkpoint.pack import pack, replace_counters
-from delta_tracker.tracker.checkpoint.part import HEADER, Part, check_alike, check_tables, parse
+from delta_tracker.tracker.checkpoint.part import HEADER, RankHeader, check_alike, check_tables, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.tracker.tracked_model import TrackedModel
@@ -149,7 +149,7 @@ class TrackerCheckpoint:
             self._positions = {name: self._log.position(name) for name in self._log.consumers}
         self._annotations, self._restored = dict(plan.annotations), Restored.STATE
 
-    def plan_load(self, parts: list[Part]) -> Resharding:
+    def plan_load(self, parts: list[RankHeader]) -> Resharding:
         """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
         check_alike(parts)
         first = parts[0]
@@ -167,7 +167,7 @@ class TrackerCheckpoint:
         return Resharding(parts, self._model.shards, self._capture, rank, world_size)
 
 
-def _parts(state: Mapping[str, Tensor]) -> list[Part]:
+def _parts(state: Mapping[str, Tensor]) -> list[RankHeader]:
     """The headers of a state.
 
     Raises:
@@ -179,7 +179,7 @@ def _parts(state: Mapping[str, Tensor]) -> list[Part]:
     return parts
 
 
-def _counted(name: str, parts: Sequence[Part], tensors: Mapping[str, Tensor]) -> list[Mapping[str, object]]:
+def _counted(name: str, parts: Sequence[RankHeader], tensors: Mapping[str, Tensor]) -> list[Mapping[str, object]]:
     """What the parts say of a counter."""
     return [fields for part in parts if (fields := part.counter(name, tensors)) is not None]
 

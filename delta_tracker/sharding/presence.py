@@ -1,0 +1,24 @@
+"""Which models hold modules of TorchRec, by the names of their classes: imports neither torchrec nor fbgemm."""
+
+from __future__ import annotations
+
+from torch import nn
+
+# The rest of TorchRec holds its tables in nn.Embedding and nn.EmbeddingBag, and works without fbgemm.
+_SHARDED = "torchrec.distributed."
+_QUANTISED = "torchrec.quant."
+
+
+def has_sharded(model: nn.Module) -> bool:
+    """Return whether a module of the model is sharded by TorchRec."""
+    return _has(model, (_SHARDED,))
+
+
+def has_fbgemm_tables(model: nn.Module) -> bool:
+    """Return whether a module of the model is sharded or quantised by TorchRec, so that FBGEMM holds its tables."""
+    return _has(model, (_SHARDED, _QUANTISED))
+
+
+def _has(model: nn.Module, prefixes: tuple[str, ...]) -> bool:
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return any(kind.__module__.startswith(prefixes) for kind in kinds)
