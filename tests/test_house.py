@@ -58,6 +58,18 @@ def test_only_sharding_knows_torchrec(name: str) -> None:
     assert not {module for module in _imports(_MODULES[name]) if module.split(".")[0] in ("torchrec", "fbgemm_gpu")}
 
 
+@pytest.mark.parametrize("name", [name for name in sorted(_MODULES) if not name.startswith("monitor.")])
+def test_the_core_is_given_its_monitor(name: str) -> None:
+    """Only the monitor's own modules know that of the program; the others get a recorder, which is bound to one."""
+    names = {
+        alias.name
+        for node in ast.walk(ast.parse(_MODULES[name].read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("delta_tracker.monitor")
+        for alias in node.names
+    }
+    assert not names & {"MONITOR", "metrics"}
+
+
 def test_no_modules_import_each_other() -> None:
     imports = {name: _imports(path) for name, path in _MODULES.items()}
     graph = TopologicalSorter({f"delta_tracker.{name}": found for name, found in imports.items()})

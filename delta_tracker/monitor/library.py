@@ -51,15 +51,25 @@ def _seconds(name: str, text: str, *labels: str) -> Definition:
 DEFINITIONS: dict[str, Definition] = {
     # Volume
     "lookups": _counter(
-        "lookups", "Ids looked up for an update of a fused table, repeats included.", "table", is_logical=True
+        "lookups",
+        "Ids looked up for an update of a fused table, repeats included.",
+        "tracker",
+        "table",
+        is_logical=True,
     ),
     "touched_rows": _counter(
-        "touched_rows", "Changed rows that a consumer received.", "table", "consumer", is_logical=True
+        "touched_rows", "Changed rows that a consumer received.", "tracker", "table", "consumer", is_logical=True
     ),
     "pending_rows": _gauge(
-        "pending_rows", "Changed rows, of tables on the CPU, that a consumer has not received.", "table", "consumer"
+        "pending_rows",
+        "Changed rows, of tables on the CPU, that a consumer has not received.",
+        "tracker",
+        "table",
+        "consumer",
     ),
-    "pending_ratio": _gauge("pending_ratio", "Pending rows over all rows.", "table", "consumer", unit="ratio"),
+    "pending_ratio": _gauge(
+        "pending_ratio", "Pending rows over all rows.", "tracker", "table", "consumer", unit="ratio"
+    ),
     "published_rows": _counter("published_rows", "Rows in committed versions.", "publisher", "table", is_logical=True),
     "published_bytes": _counter(
         "published_bytes", "Bytes of committed parts.", "publisher", "kind", unit="bytes", is_logical=True
@@ -68,21 +78,21 @@ DEFINITIONS: dict[str, Definition] = {
     "applied_rows": _counter("applied_rows", "Rows written into a predictor's model.", "predictor", "table"),
     "applied_versions": _counter("applied_versions", "Versions that a predictor applied.", "predictor", "kind"),
     # Cost
-    "record_seconds": _seconds("record_seconds", "Host time of a hook that records a batch."),
+    "record_seconds": _seconds("record_seconds", "Host time of a hook that records a batch.", "tracker"),
     "read_seconds": _seconds("read_seconds", "Time to read a delta from the tracker.", "publisher", "consumer"),
     "encode_seconds": _seconds("encode_seconds", "Time to encode a rank's part.", "publisher"),
     "write_seconds": _seconds("write_seconds", "Time to write a rank's part to the store.", "publisher"),
     "commit_seconds": _seconds("commit_seconds", "Time from the last part to the committed manifest.", "publisher"),
     "apply_seconds": _seconds("apply_seconds", "Time to apply a version to a predictor's model.", "predictor"),
-    "state_bytes": _gauge("state_bytes", "Memory that the tracker holds.", "kind", unit="bytes"),
+    "state_bytes": _gauge("state_bytes", "Memory that the tracker holds.", "tracker", "kind", unit="bytes"),
     # Freshness
     "published_version": _gauge("published_version", "The newest version that this publisher committed.", "publisher"),
     "applied_version": _gauge("applied_version", "The newest version that this predictor applied.", "predictor"),
     "consumer_lag_batches": _gauge(
-        "consumer_lag_batches", "Batches since a consumer's last committed read.", "consumer"
+        "consumer_lag_batches", "Batches since a consumer's last committed read.", "tracker", "consumer"
     ),
     "consumer_lag_seconds": _gauge(
-        "consumer_lag_seconds", "Seconds since a consumer's last committed read.", "consumer", unit="seconds"
+        "consumer_lag_seconds", "Seconds since a consumer's last committed read.", "tracker", "consumer", unit="seconds"
     ),
     "predictor_lag_versions": _gauge(
         "predictor_lag_versions", "Versions this predictor is behind the stream's head.", "predictor"
@@ -103,7 +113,7 @@ DEFINITIONS: dict[str, Definition] = {
         "heartbeat_age_seconds", "Seconds since a predictor's last heartbeat.", "predictor", unit="seconds"
     ),
     "oldest_pending_seconds": _gauge(
-        "oldest_pending_seconds", "Age of the oldest pending row.", "consumer", unit="seconds"
+        "oldest_pending_seconds", "Age of the oldest pending row.", "tracker", "consumer", unit="seconds"
     ),
     # Health
     "resyncs": _counter("resyncs", "Times that a predictor went around a fault of its stream.", "predictor", "reason"),
@@ -113,7 +123,7 @@ DEFINITIONS: dict[str, Definition] = {
     "fences": _counter("fences", "Times that a newer publisher fenced this one.", "publisher"),
     "refused_parts": _counter("refused_parts", "Parts that were refused.", "predictor", "reason"),
     "publish_failures": _counter("publish_failures", "Versions that could not be published.", "publisher", "reason"),
-    "hook_errors": _counter("hook_errors", "Faults inside hooks; each was contained.", "table"),
+    "hook_errors": _counter("hook_errors", "Faults inside hooks; each was contained.", "tracker", "table"),
     # The monitor itself
     "dropped_events": _counter("dropped_events", "Events not delivered.", "reason"),
     "outlet_errors": _counter("outlet_errors", "Sinks, handlers and callbacks that raised or blocked.", "outlet"),

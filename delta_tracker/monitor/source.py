@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
 
 from delta_tracker.monitor.stat import Kind, Stat
 
 Readings = float | Mapping[str | tuple[str, ...], float] | None
 """A number; one for each label value (or tuple of them); or None for no data."""
-
-
-_T = TypeVar("_T")
 
 
 class Source(ABC):
@@ -80,44 +75,3 @@ class Passive(Source):
         self._totals[values] = reading
         # A total that fell was started anew, from 0.
         return reading - before if reading >= before else reading
-
-
-class Owned(Source, Generic[_T]):
-    """Reads figures of an object for as long as the object lives; a forked child has none.
-
-    Args:
-        name: names it where it fails.
-        owner: the object, which is not kept alive.
-        record: records what there is to record of it.
-        forget: called once when the object is gone, so that its last figures are not taken for those of now.
-    """
-
-    def __init__(self, name: str, owner: _T, record: Callable[[_T], None], forget: Callable[[], None]) -> None:
-        self.name = f"{name} {id(owner):#x}"
-        self._owner: Callable[[], _T | None] = weakref.ref(owner)
-        self._record = record
-        self._forget: Callable[[], None] | None = forget
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the object is gone."""
-        return self._owner() is None
-
-    def read(self, *, is_last: bool) -> None:
-        """Record the figures of the object, if it lives."""
-        del is_last
-        owner = self._owner()
-        if owner is not None:
-            self._record(owner)
-        else:
-            self.end()
-
-    def end(self) -> None:
-        """Forget the figures of an object that is gone."""
-        forget, self._forget = self._forget, None
-        if forget is not None:
-            forget()
-
-    def after_fork(self) -> None:
-        """Let go of the object: another thread of the parent may have held its locks."""
-        self._owner = lambda: None

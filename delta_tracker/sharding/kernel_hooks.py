@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from delta_tracker.monitor.default import metrics
+from delta_tracker.monitor.recorder import Recorder
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -80,13 +80,17 @@ class Watcher:
         tables: FQNs of the tables that it tells of.
         listener: who is told.
         keys: source of keys, shared by all hooks of a listener.
+        recorder: records faults, and how long recording takes.
     """
 
-    def __init__(self, tables: Sequence[str], listener: UpdateListener, keys: itertools.count[int]) -> None:
+    def __init__(
+        self, tables: Sequence[str], listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
+    ) -> None:
         self._tables = tables
         self._listener = listener
         self._keys = keys
-        self._faults = [metrics.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
+        self._faults = [recorder.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
+        self._timer = recorder.record_seconds.timer()
         self.num_errors = 0
 
     def remove(self) -> None:
@@ -95,7 +99,7 @@ class Watcher:
 
     def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         def opened() -> bool:
-            with metrics.record_seconds.time():
+            with self._timer():
                 self._listener.opened(key, ids)
             return True
 
@@ -126,16 +130,25 @@ class KernelHook(Watcher):
         kernel: what to watch.
         listener: who is told.
         keys: source of keys, shared by all hooks of a listener.
+        recorder: records faults, lookups, and how long recording takes.
         lookups: tell of every lookup too, also of those that update nothing.
     """
 
-    def __init__(self, kernel: Kernel, listener: UpdateListener, keys: itertools.count[int], *, lookups: bool) -> None:
-        super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], listener, keys)
+    def __init__(
+        self,
+        kernel: Kernel,
+        listener: UpdateListener,
+        keys: itertools.count[int],
+        recorder: Recorder,
+        *,
+        lookups: bool,
+    ) -> None:
+        super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], listener, keys, recorder)
         self._kernel = kernel
         self._lookups = lookups
         # Lookups of tables that are compared are not looked at, so there is no number of them, not even 0.
         is_counted = kernel.is_fused or lookups
-        self._counts = {fqn: metrics.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
+        self._counts = {fqn: recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
         self._unproven = next(keys)
         self._index_type = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
         self._handle: RemovableHandle = kernel.module.register_forward_hook(self._after_lookup)

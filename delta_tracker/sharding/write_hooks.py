@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
 
@@ -35,12 +36,18 @@ class LoadHook(Watcher):
         tables: FQNs of the tables that count as rewritten.
         listener: who is told.
         keys: source of keys, shared by all hooks of a listener.
+        recorder: records faults, and how long recording takes.
     """
 
     def __init__(
-        self, module: nn.Module, tables: Sequence[str], listener: UpdateListener, keys: itertools.count[int]
+        self,
+        module: nn.Module,
+        tables: Sequence[str],
+        listener: UpdateListener,
+        keys: itertools.count[int],
+        recorder: Recorder,
     ) -> None:
-        super().__init__(tables, listener, keys)
+        super().__init__(tables, listener, keys, recorder)
         self._handle: RemovableHandle = module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
             self._after_load
         )
@@ -65,6 +72,7 @@ class EvictionHook(Watcher):
         tables: FQNs of the tables to tell of.
         listener: who is told.
         keys: source of keys, shared by all hooks of a listener.
+        recorder: records faults, and how long recording takes.
     """
 
     def __init__(
@@ -73,8 +81,9 @@ class EvictionHook(Watcher):
         tables: Sequence[str],
         listener: UpdateListener,
         keys: itertools.count[int],
+        recorder: Recorder,
     ) -> None:
-        super().__init__(tables, listener, keys)
+        super().__init__(tables, listener, keys, recorder)
         self._module = module
         if not isinstance(module._evict, _Evictions):  # noqa: SLF001
             module._evict = _Evictions(module._evict)  # noqa: SLF001
@@ -124,7 +133,7 @@ class _Evictions:
 
 
 def watch_writes(
-    model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int]
+    model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
 ) -> list[Watcher]:
     """Watch all writes to tracked tables that autograd does not tell of.
 
@@ -135,15 +144,16 @@ def watch_writes(
         found: its tracked tables.
         listener: who is told.
         keys: source of keys, shared by all hooks of a listener.
+        recorder: records faults, and how long recording takes.
     """
     hooks: list[Watcher] = []
     tables_of: dict[nn.Module, list[str]] = {}
     for module_fqn, module in found.modules.items():
         prefix = f"{module_fqn}." if module_fqn else ""
         tables_of[module] = [fqn for fqn, shard in found.shards.items() if fqn.startswith(prefix) and shard.is_fused]
-        hooks.append(LoadHook(module, tables_of[module], listener, keys))
+        hooks.append(LoadHook(module, tables_of[module], listener, keys, recorder))
     for module in model.modules():
         inner = getattr(module, "_embedding_module", None)
         if isinstance(inner, nn.Module) and inner in tables_of and callable(getattr(module, "_evict", None)):
-            hooks.append(EvictionHook(module, tables_of[inner], listener, keys))
+            hooks.append(EvictionHook(module, tables_of[inner], listener, keys, recorder))
     return hooks

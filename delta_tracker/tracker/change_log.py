@@ -13,9 +13,8 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_memory import one_cut
-from delta_tracker.tracker.consumer_lag import LagClock
+from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
-from delta_tracker.tracker.gauges import forget_consumer, tell_lag, tell_pending, tell_received
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta, Memory
@@ -44,6 +43,19 @@ class Reading:
     shared: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far behind a consumer is.
+
+    Args:
+        lag: since its last committed read.
+        pending: table FQN to pending rows; empty where they were not counted.
+    """
+
+    lag: Lag
+    pending: Mapping[str, int]
+
+
 class ChangeLog:
     """Serialises what the hooks record and what the consumers read; every method takes :attr:`lock` itself.
 
@@ -53,6 +65,8 @@ class ChangeLog:
         delete_on_read: forget what every consumer has committed.
         auto_compact: do so, and merge, at every :meth:`step`; otherwise after every read.
         max_bytes: how much the log may hold; above it the consumer that stands furthest back is given up.
+        received: called with each committed read, except those that a publisher makes for the time of a snapshot; the
+            lock is held.
     """
 
     def __init__(
@@ -63,6 +77,7 @@ class ChangeLog:
         delete_on_read: bool,
         auto_compact: bool = False,
         max_bytes: int | None,
+        received: Callable[[Delta], None] | None = None,
     ) -> None:
         if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
             raise InvalidArgumentError("max_bytes", max_bytes, "Pass a whole number of 1 or more, or None")
@@ -72,6 +87,7 @@ class ChangeLog:
         self._delete_on_read = delete_on_read
         self._auto_compact = auto_compact
         self._max_bytes = max_bytes
+        self._received = received
         self._position = 0
         self._num_batches = 0
         self._open: dict[int, tuple[str, ...]] = {}  # key to tables
@@ -134,21 +150,27 @@ class ChangeLog:
                 for fqn, store in self._stores.items()
             }
 
-    def tell(self, *, counts: bool) -> None:
-        """Report the lag of all consumers to the monitor, with ``counts`` also their pending rows.
+    def standings(self, *, counts: bool) -> dict[str, Standing]:
+        """Return how far behind each consumer is, without those that a publisher adds for the time of a snapshot.
 
-        Counting waits for the device. Consumers that a publisher adds for the time of a snapshot are not reported.
+        Args:
+            counts: count the pending rows, which waits for the device. Without it they are known only of a consumer
+                whose changes were given up: all rows.
         """
         with self.lock:
+            found: dict[str, Standing] = {}
             for name in self._consumers.names:
                 if self._consumers.is_transient(name):
                     continue
-                tell_lag(name, self._lag.lag(name, self._num_batches - self._consumers.start(name)[1]))
-                if self._consumers.is_behind(name):  # nothing less than all rows brings it up to date
-                    tell_pending(name, {fqn: store.num_rows for fqn, store in self._stores.items()}, self._stores)
+                pending: Mapping[str, int] = {}
+                if self._consumers.is_behind(name):
+                    pending = {fqn: store.num_rows for fqn, store in self._stores.items()}
                 elif counts:
                     # Without notice_writes(): another thread's hook may be between a write and its acknowledgement.
-                    tell_pending(name, self._num_pending(name), self._stores)
+                    pending = self._num_pending(name)
+                lag = self._lag.lag(name, self._num_batches - self._consumers.start(name)[1])
+                found[name] = Standing(lag, pending)
+            return found
 
     def resolve(self, consumer: str | None) -> str:
         """Return the name of a consumer that nobody has reserved; None means the only one.
@@ -394,7 +416,6 @@ class ChangeLog:
         with self.lock:
             self._consumers.remove(consumer)
             self._lag.removed(consumer)
-            forget_consumer(consumer, self._stores)
             self.compact()
 
     def clear(self, consumer: str) -> None:
@@ -447,8 +468,8 @@ class ChangeLog:
     def _commit(self, delta: Delta) -> None:
         self._consumers.commit(delta)
         self._lag.committed(delta.consumer, delta.stop, leaves_out=bool(delta.kept))
-        if not self._consumers.is_transient(delta.consumer):
-            tell_received(delta.consumer, delta)
+        if self._received is not None and not self._consumers.is_transient(delta.consumer):
+            self._received(delta)
 
     def _after_read(self) -> None:
         # Every sixteenth read also under auto_compact: nobody need call step().

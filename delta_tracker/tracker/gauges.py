@@ -1,97 +1,80 @@
-"""What the monitor learns about a tracker: its memory, and each consumer's pending rows and lag."""
+"""What a tracker records: its memory, and what each consumer received, has pending and how far it is behind."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sized
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from delta_tracker.monitor.default import MONITOR, metrics
-from delta_tracker.monitor.source import Owned
-from delta_tracker.tracker.consumer_lag import Lag
+from delta_tracker.monitor.recorder import Recorder
 
 if TYPE_CHECKING:
-    from delta_tracker.tracker.change_log import ChangeLog
+    from delta_tracker.tracker.change_log import ChangeLog, Standing
     from delta_tracker.tracker.tracked_model import TrackedModel
+    from delta_tracker.types import Delta
 
 # Below the time after which the monitor takes a source for one that hangs.
 _PATIENCE_SECONDS = 1
 _KINDS = ("log", "copy", "carried")
 
 
-class HasRows(Protocol):
-    """A store."""
-
-    num_rows: int
-
-
 class TrackerGauges:
-    """Sets a tracker's gauges, once per collection of the monitor, for as long as this object lives.
+    """Sets a tracker's gauges and counts the rows that its consumers received.
 
     Args:
-        log: the tracker's log.
-        model: the tracked model.
+        recorder: records for the tracker.
     """
 
-    def __init__(self, log: ChangeLog, model: TrackedModel) -> None:
-        self._log = log
-        self._model = model
-        self._told: dict[str, tuple[str, ...]] = {}  # the consumers, with the tables, whose gauges are set
-        MONITOR.add_source(Owned("delta_tracker", self, TrackerGauges.record, partial(_forget, self._told)))
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._shown: frozenset[str] = frozenset()  # the consumers that have gauges
 
-    def record(self) -> None:
+    def received(self, delta: Delta) -> None:
+        """Count the rows of a committed read."""
+        for fqn, rows in delta.items():
+            self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer).add(len(rows))
+
+    def show(self, log: ChangeLog, model: TrackedModel) -> None:
         """Set the gauges. Called in the monitor's thread.
 
         Rows on a device are not counted here, because the holder of the log's lock would wait for the device, and the
         next hook for the lock; how long rows are pending is reported of them too. While a read has the lock for long,
         as one with top-k may that waits for other ranks, the gauges stay what they were.
+
+        Args:
+            log: the tracker's log.
+            model: the tracked model.
         """
-        log = self._log
         if not log.lock.acquire(timeout=_PATIENCE_SECONDS):
             return
         try:
             memory = log.memory()
-            for kind in _KINDS:
-                metrics.state_bytes.set(getattr(memory, f"{kind}_bytes"), kind=kind)
-            log.tell(counts=all(shard.device.type == "cpu" for shard in self._model.shards.values()))
-            self._told.clear()
-            self._told.update(dict.fromkeys(log.consumers, tuple(log.stores)))
+            standings = log.standings(counts=all(shard.device.type == "cpu" for shard in model.shards.values()))
+            num_rows = {fqn: store.num_rows for fqn, store in log.stores.items()}
         finally:
             log.lock.release()
+        for kind in _KINDS:
+            self._recorder.state_bytes.set(getattr(memory, f"{kind}_bytes"), kind=kind)
+        for consumer, standing in standings.items():
+            self._show_consumer(consumer, standing, num_rows)
+        for consumer in self._shown - standings.keys():
+            self._remove_consumer(consumer)
+        self._shown = frozenset(standings)
 
+    def _show_consumer(self, consumer: str, standing: Standing, num_rows: dict[str, int]) -> None:
+        recorder, lag = self._recorder, standing.lag
+        recorder.consumer_lag_batches.set(lag.batches, consumer=consumer)
+        recorder.consumer_lag_seconds.set(lag.seconds, consumer=consumer)
+        recorder.oldest_pending_seconds.set(lag.oldest_pending or 0, consumer=consumer)
+        for fqn, pending in standing.pending.items():
+            recorder.pending_rows.set(pending, table=fqn, consumer=consumer)
+            recorder.pending_ratio.set(pending / max(1, num_rows[fqn]), table=fqn, consumer=consumer)
 
-def _forget(told: Mapping[str, Collection[str]]) -> None:
-    """Remove the gauges of a tracker that is gone."""
-    for kind in _KINDS:
-        metrics.state_bytes.remove(kind=kind)
-    for consumer, fqns in told.items():
-        forget_consumer(consumer, fqns)
-
-
-def tell_pending(consumer: str, num_pending: Mapping[str, int], stores: Mapping[str, HasRows]) -> None:
-    """So many rows of each table are pending for a consumer, of those that this rank's stores have."""
-    for fqn, pending in num_pending.items():
-        metrics.pending_rows.set(pending, table=fqn, consumer=consumer)
-        metrics.pending_ratio.set(pending / max(1, stores[fqn].num_rows), table=fqn, consumer=consumer)
-
-
-def tell_received(consumer: str, rows: Mapping[str, Sized]) -> None:
-    """A consumer's read was committed: it has these rows of each table."""
-    for fqn, received in rows.items():
-        metrics.touched_rows.cell(table=fqn, consumer=consumer).add(len(received))
-
-
-def tell_lag(consumer: str, lag: Lag) -> None:
-    """A consumer is so far behind."""
-    metrics.consumer_lag_batches.set(lag.batches, consumer=consumer)
-    metrics.consumer_lag_seconds.set(lag.seconds, consumer=consumer)
-    metrics.oldest_pending_seconds.set(lag.oldest_pending or 0, consumer=consumer)
-
-
-def forget_consumer(consumer: str, fqns: Iterable[str]) -> None:
-    """A consumer is gone: nobody is behind any more."""
-    for gauge in (metrics.consumer_lag_batches, metrics.consumer_lag_seconds, metrics.oldest_pending_seconds):
-        gauge.remove(consumer=consumer)
-    for gauge in (metrics.pending_rows, metrics.pending_ratio):
-        for fqn in fqns:
-            gauge.remove(table=fqn, consumer=consumer)
+    def _remove_consumer(self, consumer: str) -> None:
+        recorder = self._recorder
+        for gauge in (
+            recorder.consumer_lag_batches,
+            recorder.consumer_lag_seconds,
+            recorder.oldest_pending_seconds,
+            recorder.pending_rows,
+            recorder.pending_ratio,
+        ):
+            gauge.remove(consumer=consumer)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from delta_tracker.buffers import MEMORY
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.monitor import Monitor
+from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_hooks import KernelHook, KeyedIds, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
@@ -67,6 +69,9 @@ class ModelDeltaTracker:
         max_bytes: how much the log may hold on this rank. Above it the consumer that stands furthest back is given
             up, and its next read raises :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no bound.
         engine: which kernels keep the rows, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        monitor: where this tracker records its metrics; None for ``delta_tracker.monitor.MONITOR``.
+        name: the label ``tracker`` of these metrics; ``"tracker"`` if None. A name that another tracker of this process
+            has is followed by ``-2``, ``-3``, ...
 
     Raises:
         NoShardedModuleError: if the model has nothing to track.
@@ -91,6 +96,8 @@ class ModelDeltaTracker:
         record: Record = "updates",
         max_bytes: int | None = None,
         engine: str | None = None,
+        monitor: Monitor | None = None,
+        name: str | None = None,
     ) -> None:
         if not isinstance(mode, TrackingMode):
             raise InvalidArgumentError("mode", mode, f"Pass one of {[str(known) for known in TrackingMode]}")
@@ -101,20 +108,23 @@ class ModelDeltaTracker:
         self._engine = engine
         self._capture = CAPTURES[mode]
         self._model = TrackedModel(model, fqns_to_skip, self._capture)
+        self._metrics = Recorder("tracker", self, name=name, monitor=monitor)
+        self._gauges = TrackerGauges(self._metrics)
         self._log = ChangeLog(
             self._make_stores(self._model.shards),
             [self.DEFAULT_CONSUMER] if consumers is None else consumers,
             delete_on_read=delete_on_read,
             auto_compact=auto_compact,
             max_bytes=max_bytes,
+            received=self._gauges.received,
         )
         self._reader = DeltaReader(self._log, self._model, self._capture)
         self._recorder = LookupRecorder(self._log, self._model, mode)
-        self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture)
+        self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
         self._keys = itertools.count()
         self._num_past_errors = 0
         self._hooks = self._attach()
-        self._gauges = TrackerGauges(self._log, self._model)
+        self._metrics.watch(ModelDeltaTracker._show_gauges)
 
     # What is tracked
 
@@ -535,8 +545,8 @@ class ModelDeltaTracker:
         self._model.is_attached = True
         model, found, lookups = self._model.module, self._model.found, self._records_lookups
         return [
-            *(KernelHook(kernel, self._log, self._keys, lookups=lookups) for kernel in found.kernels),
-            *watch_writes(model, found, self._log, self._keys),
+            *(KernelHook(kernel, self._log, self._keys, self._metrics, lookups=lookups) for kernel in found.kernels),
+            *watch_writes(model, found, self._log, self._keys, self._metrics),
         ]
 
     def _remove_hooks(self) -> None:
@@ -547,6 +557,9 @@ class ModelDeltaTracker:
     def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:
         with one_cut():
             return {fqn: self._make_store(fqn) for fqn in fqns}
+
+    def _show_gauges(self) -> None:
+        self._gauges.show(self._log, self._model)
 
     def _make_store(self, fqn: str) -> SegmentStore:
         return make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine)

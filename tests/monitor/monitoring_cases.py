@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from datetime import timedelta
 from typing import Any
@@ -13,16 +12,15 @@ import torchmetrics
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
-from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
-from delta_tracker.monitor import MONITOR, Kind, Monitor
+from delta_tracker import ModelDeltaTracker, TrackingMode
+from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.device.across_ranks import merge_ranks
 from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean
 from delta_tracker.monitor.device.syncs import SyncError, find_syncs
 from delta_tracker.monitor.device.torchmetric import TorchMetric
 from delta_tracker.monitor.state import KEY, load, state_dict
 from delta_tracker.sharding.kernel_hooks import Watcher
-from delta_tracker.tracker import gauges
-from tests.models import Spec, Table, batch, shard
+from tests.models import Spec, batch, shard
 from tests.system.collectives import watch_collectives
 
 
@@ -199,137 +197,3 @@ def save_counters(rank: int, world_size: int, path: str) -> float:
     dcp.save({KEY: state_dict(rank, monitor)}, checkpoint_id=path)
     load(dcp.FileSystemReader(path), rank, world_size, monitor)
     return sum(each.figures.total for each in monitor.collect().totals if each.definition.name == "rows")
-
-
-class Figures:
-    """What the monitor holds of the library's own metrics."""
-
-    def __init__(self) -> None:
-        self._before = self._now()
-
-    def grown(self, name: str, **labels: str) -> float:
-        """By how much a counter grew, or how many samples a histogram got, since this was made."""
-        key = name, tuple(labels.items())
-        return self._now().get(key, (0, 0))[0] - self._before.get(key, (0, 0))[0]
-
-    def last(self, name: str, **labels: str) -> float:
-        """The newest reading of a gauge."""
-        return self._now()[name, tuple(labels.items())][1]
-
-    def has(self, name: str, **labels: str) -> bool:
-        return (name, tuple(labels.items())) in self._now()
-
-    @staticmethod
-    def _now() -> dict[tuple[str, tuple[tuple[str, str], ...]], tuple[float, float]]:
-        found = {}
-        for each in MONITOR.collect().totals:
-            is_counter = each.definition.kind is Kind.COUNTER
-            name = each.definition.name.removeprefix("delta_tracker_")
-            grown = each.figures.total if is_counter else each.figures.count
-            found[name, tuple(each.labels)] = grown, each.figures.last
-        return found
-
-
-def _check_a_copys_consumer(tracker: ModelDeltaTracker, figures: Figures) -> None:
-    """A consumer that a publisher adds for the time of a snapshot has no gauges."""
-    with tracker.reserve("a") as handle, handle.begin_copy() as copy:
-        assert copy.name in tracker.consumers
-        assert not figures.has("consumer_lag_seconds", consumer=copy.name)
-        assert not any(figures.has("pending_rows", table=fqn, consumer=copy.name) for fqn in tracker.tables)
-    assert copy.name not in tracker.consumers
-
-
-def tracker_figures(rank: int, world_size: int) -> dict[str, Any]:
-    """What a tracker tells, beside what is true; the sums over ranks are the caller's to check."""
-    spec = Spec.every_sharding(world_size)
-    model = shard(spec)
-    figures = Figures()
-    tracker = ModelDeltaTracker(model, ["a", "b"], mode=TrackingMode.EMBEDDING)
-    generator = torch.Generator().manual_seed(rank)
-    looked_up = dict.fromkeys(spec.features, 0)
-    for _ in range(3):
-        features = batch(spec, generator)
-        model(features).backward()
-        with torch.no_grad():
-            model(features)
-        tracker.step()
-        for name, length in zip(features.keys(), features.length_per_key(), strict=True):
-            looked_up[name] += length
-    pending = {name: tracker.num_pending(name) for name in ("a", "b")}
-    for name, counts in pending.items():
-        for fqn, count in counts.items():
-            labels = {"table": fqn, "consumer": name}
-            assert figures.last("pending_rows", **labels) == count
-            assert figures.last("pending_ratio", **labels) == count / max(1, tracker.shards[fqn].num_rows)
-        assert figures.last("consumer_lag_batches", consumer=name) == 3
-        assert (
-            0
-            < figures.last("oldest_pending_seconds", consumer=name)
-            < figures.last("consumer_lag_seconds", consumer=name)
-        )
-    for kind in ("log", "copy", "carried"):
-        assert figures.last("state_bytes", kind=kind) == getattr(tracker.memory(), f"{kind}_bytes")
-    assert figures.grown("record_seconds") >= 3
-    delta = tracker.get_delta("a", commit=False)
-    assert figures.last("consumer_lag_batches", consumer="a") == 3, "a read moves nothing"
-    tracker.commit(delta)
-    for fqn, count in pending["a"].items():
-        assert figures.grown("touched_rows", table=fqn, consumer="a") == count
-        assert figures.last("pending_rows", table=fqn, consumer="a") == 0
-        assert figures.last("pending_rows", table=fqn, consumer="b") == count
-    assert figures.last("consumer_lag_batches", consumer="a") == 0
-    assert figures.last("oldest_pending_seconds", consumer="a") == 0
-    _check_a_copys_consumer(tracker, figures)
-    tracker.remove_consumer("b")
-    assert not figures.has("consumer_lag_seconds", consumer="b")
-    assert not any(figures.has("pending_rows", table=fqn, consumer="b") for fqn in tracker.tables)
-
-    fqns = list(tracker.tables)
-    tables = {name: f"ec.embeddings.{name}" for name in ("row", "first", "last", "shared")}
-    counted = {name: figures.grown("lookups", table=fqn) for name, fqn in tables.items()}
-    for hook in tracker._hooks:
-        hook._ids_by_table = mock.Mock(side_effect=RuntimeError("boom"))
-    model(batch(spec, generator)).backward()
-    faults = sum(figures.grown("hook_errors", table=fqn) > 0 for fqn in tracker.tables)
-    tracker.detach()
-    num_sources = len(MONITOR.registry.sources)
-    assert figures.has("consumer_lag_seconds", consumer="a")
-    del tracker, hook
-    gc.collect()
-    assert not figures.has("consumer_lag_seconds", consumer="a"), "nobody is behind any more"
-    assert not figures.has("state_bytes", kind="log")
-    assert not any(figures.has("pending_rows", table=fqn, consumer="a") for fqn in fqns)
-    assert sum(source.is_over for source in MONITOR.registry.sources) >= 1
-    ModelDeltaTracker(model).detach()
-    assert len(MONITOR.registry.sources) <= num_sources
-    return {"looked up": looked_up, "counted": counted, "faults": faults}
-
-
-def figures_during_a_read(rank: int, world_size: int) -> dict[str, float]:
-    """Collect while a read chooses its rows: nobody waits for it, and no fault is counted."""
-    model = shard(Spec([Table("t", 6, "row")]))
-    tracker = ModelDeltaTracker(model)
-    tracker.mark_changed("ec.embeddings.t")
-    figures = Figures()
-
-    def collect(fqn: str, rows: Any) -> torch.Tensor:
-        thread = threading.Thread(target=MONITOR.collect)
-        thread.start()
-        thread.join()
-        return torch.ones(len(rows))
-
-    with mock.patch.object(gauges, "_PATIENCE_SECONDS", 0.01):
-        tracker.get_delta(top_k=TopK(rows=2, score=collect))
-    answer = {"left out": figures.last("pending_rows", table="ec.embeddings.t", consumer="default")}
-    answer["errors"] = sum(cell.collect_total() for cell in MONITOR.metrics.outlet_errors.cells)
-    tracker.detach()
-    return answer
-
-
-def compared_lookups(rank: int, world_size: int) -> list[bool]:
-    """Whether there is a number of lookups of a table that is compared: nobody counts them."""
-    model = shard(Spec([Table("compared", 6, "row", kernel="dense")], bag=True))
-    (fqn,) = ModelDeltaTracker(model).tables
-    known = [Figures().has("lookups", table=fqn)]
-    ModelDeltaTracker(model, record="lookups")
-    return [*known, Figures().has("lookups", table=fqn)]

@@ -163,13 +163,13 @@ def test_a_trackers_checkpoint_can_carry_them() -> None:
 
 def test_the_librarys_own_counters_are_restored_before_they_first_count() -> None:
     saved, loaded = Monitor(), Monitor()
-    saved.metrics.touched_rows.cell(table="user", consumer="a").add(3)
+    saved.metrics.touched_rows.cell(tracker="t", table="user", consumer="a").add(3)
     saved.metrics.published_rows.cell(publisher="p", table="user").add(2)
     target = LogicalCounters(loaded)
     target.load_state_dict(target.merge([LogicalCounters(saved).state_dict()]))
     assert totals(loaded) == totals(saved)
-    loaded.metrics.touched_rows.cell(table="user", consumer="a").add(1)
-    assert totals(loaded)["delta_tracker_touched_rows"] == [(["user", "a"], 4)]
+    loaded.metrics.touched_rows.cell(tracker="t", table="user", consumer="a").add(1)
+    assert totals(loaded)["delta_tracker_touched_rows"] == [(["t", "user", "a"], 4)]
 
 
 def test_cells_that_there_is_no_room_for_any_more_are_added_up() -> None:

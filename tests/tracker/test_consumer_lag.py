@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from delta_tracker import Delta
-from delta_tracker.tracker import change_log
 from delta_tracker.tracker import consumer_lag as module
-from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.change_log import ChangeLog, Standing
 from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import ShadowStore
@@ -106,12 +105,9 @@ def test_a_row_under_way_at_a_read_is_pending_again_from_then_on(clock: list[flo
     assert log._lag.lag("a", 0).oldest_pending == 2
 
 
-def test_a_consumer_that_was_given_up_lags_since_its_last_read(clock: list[float], monkeypatch) -> None:
-    """It is told as a consumer for which all is pending, not as one that has just read everything."""
+def test_a_consumer_that_was_given_up_lags_since_its_last_read(clock: list[float]) -> None:
+    """It is shown as a consumer for which all is pending, not as one that has just read everything."""
     log = ChangeLog({"t": SegmentStore(1 << 12)}, ["a", "b"], delete_on_read=True, max_bytes=800)
-    told = {}
-    monkeypatch.setattr(change_log, "tell_pending", lambda name, pending, _: told.update({name: dict(pending)}))
-    monkeypatch.setattr(change_log, "tell_lag", lambda name, lag: told.update({f"{name} lag": lag}))
     for _ in range(20):
         clock[0] += 1
         log.mark("t", torch.arange(9))
@@ -122,10 +118,11 @@ def test_a_consumer_that_was_given_up_lags_since_its_last_read(clock: list[float
             break
     assert log.is_behind("a")
     clock[0] += 1
-    log.tell(counts=True)
-    assert told["a"] == {"t": 1 << 12}
-    assert told["b"] == {"t": 0}
-    assert told["a lag"] == Lag(batches=log.num_batches, seconds=clock[0], oldest_pending=clock[0] - 1)
+    shown = log.standings(counts=True)
+    lag = Lag(batches=log.num_batches, seconds=clock[0], oldest_pending=clock[0] - 1)
+    assert shown["a"] == Standing(lag, {"t": 1 << 12})
+    assert shown["b"].pending == {"t": 0}
+    assert log.standings(counts=False)["b"].pending == {}, "what is not counted is not shown as 0"
     log.restore(log.state())
     clock[0] += 1
     assert log._lag.lag("a", 0).oldest_pending == 1

@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
 from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
-from delta_tracker.monitor.default import MONITOR
+from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.counters import Mergeable, as_mergeable, loaders
 from delta_tracker.tracker.checkpoint.gather import gather_parts
@@ -47,13 +47,17 @@ class TrackerCheckpoint:
         model: the shards that the log is about.
         mode: the tracking mode, which a saved state must share.
         capture: the mode's strategy.
+        monitor: gets an event where a checkpoint has no state.
     """
 
-    def __init__(self, log: ChangeLog, model: TrackedModel, mode: TrackingMode, capture: Capture) -> None:
+    def __init__(
+        self, log: ChangeLog, model: TrackedModel, mode: TrackingMode, capture: Capture, monitor: Monitor
+    ) -> None:
         self._log = log
         self._model = model
         self._mode = mode
         self._capture = capture
+        self._monitor = monitor
         self._counters: dict[str, Mergeable] = {}
         self._annotations: dict[str, object] = {}
         self._positions: dict[str, int] = {}  # where the last load put each consumer
@@ -130,7 +134,7 @@ class TrackerCheckpoint:
             self._log.mark_everything()
             self._annotations, self._restored = {}, Restored.NOTHING
             _logger.warning("The checkpoint has no tracker state: every row counts as changed, for every consumer.")
-            MONITOR.log("delta_tracker.restored_nothing", "every row counts as changed, for every consumer")
+            self._monitor.log("delta_tracker.restored_nothing", "every row counts as changed, for every consumer")
             return
         plan = self.plan_load(_parts(state))
         tensors = {}

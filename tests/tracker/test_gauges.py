@@ -6,12 +6,12 @@ from tests.ranks import RankPool
 
 
 def test_a_collection_during_a_long_read_waits_for_it_a_moment_only(one_rank: RankPool) -> None:
-    (answer,) = one_rank.run("tests.monitor.monitoring_cases:figures_during_a_read")
+    (answer,) = one_rank.run("tests.tracker.gauges_cases:figures_during_a_read")
     assert answer == {"left out": 4, "errors": 0}
 
 
 def test_a_tracker_tells_what_it_sees_and_holds(two_ranks: RankPool) -> None:
-    answers = two_ranks.run("tests.monitor.monitoring_cases:tracker_figures")
+    answers = two_ranks.run("tests.tracker.gauges_cases:figures_of_a_tracker")
     looked_up = {
         name: sum(answer["looked up"][name] for answer in answers) for name in ("row", "first", "second", "last")
     }
@@ -26,4 +26,8 @@ def test_a_tracker_tells_what_it_sees_and_holds(two_ranks: RankPool) -> None:
 
 
 def test_lookups_that_nobody_counts_are_not_told_as_zero(one_rank: RankPool) -> None:
-    assert one_rank.run("tests.monitor.monitoring_cases:compared_lookups") == [[False, True]]
+    assert one_rank.run("tests.tracker.gauges_cases:compared_lookups") == [[False, True]]
+
+
+def test_two_trackers_show_two_sets_of_figures(one_rank: RankPool) -> None:
+    one_rank.run("tests.tracker.gauges_cases:two_trackers")
