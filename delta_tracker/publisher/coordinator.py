@@ -59,16 +59,14 @@ class StreamWriter:
 
     def __init__(self, timeout: timedelta, recorder: Recorder) -> None:
         self._ranks = Ranks(timeout)
+        self.rank = self._ranks.rank
         self._write_timer = recorder.write_seconds.timer()
         self._commit_timer = recorder.commit_seconds.timer()
         self._claim: Claim | None = None
+        self._tables: Mapping[str, TableSpec] = {}
+        self._tables_text = "no tables"
         self._storage: Storage
         self.head: Manifest
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._ranks.rank
 
     @property
     def storage(self) -> Storage:
@@ -97,7 +95,7 @@ class StreamWriter:
             PublishError: if a rank stands elsewhere.
             RankLostError: if a rank dies meanwhile.
         """
-        orders = self.exchange("order", lambda: {"kind": kind, **_place(batch, tables)})
+        orders = self.exchange("order", lambda: {"kind": kind, **self._place(batch, tables)})
         check_alike(orders, "cut", "tables")
         agreed: Kind = "snapshot" if any(each["kind"] == "snapshot" for each in orders) else orders[0]["kind"]
         return agreed
@@ -129,26 +127,24 @@ class StreamWriter:
             StorageError: if this rank could not write.
             RankLostError: if a rank dies meanwhile.
         """
-        drafts: list[Draft] = []
-        votes = self.exchange("part", lambda: self._vote(prepare, drafts))
+        written: list[tuple[Draft, list[Part]]] = []
+
+        def write() -> dict[str, Any]:
+            draft = prepare()
+            parts = [*draft.parts]
+            if draft.rows or draft.dense:
+                parts.append(self.write_part(draft.rows, draft.dense))
+            written.append((draft, parts))
+            return {
+                "parts": [asdict(part) for part in parts] if self.rank else [],  # rank 0 has its own
+                "pending_rows": draft.pending_rows,
+                **self._place(draft.batches[1], draft.tables),
+            }
+
+        votes = self.exchange("part", write)
         check_alike(votes, "cut", "tables")
-        (draft,) = drafts
-        entry = Manifest(
-            stream=self.head.stream,
-            generation=self.head.generation,
-            writer=self.head.writer,
-            version=self.head.version + 1,
-            kind=draft.kind,
-            batches=draft.batches,
-            cut=draft.cut,
-            created=time.time(),
-            pending_rows=sum(vote["pending_rows"] for vote in votes),
-            tables=dict(draft.tables),
-            dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.dense.items()},
-            parts=tuple(parse_part(part) for vote in votes for part in vote["parts"]),
-        )
         with self._commit_timer():
-            self.head = self._from_rank_0("commit", lambda: self._commit(entry))
+            self.head = self._from_rank_0("commit", lambda: self._commit(*written[0], votes))
         return self.head
 
     def exchange(self, phase: str, action: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -186,10 +182,10 @@ class StreamWriter:
         self._storage = open_storage(url, create=True)
         return {}
 
-    def _take_stream(self) -> Manifest:
+    def _take_stream(self) -> Claim:
         self._storage.probe()
         self._claim = StreamLog(self._storage).claim()
-        return self._claim.head
+        return self._claim
 
     def _check_same_store(self) -> dict[str, Any]:
         """Every rank must see rank 0's claim: parts that land in another place would be missing for good."""
@@ -200,33 +196,43 @@ class StreamWriter:
             )
         return {}
 
-    def _vote(self, prepare: Callable[[], Draft], drafts: list[Draft]) -> dict[str, Any]:
-        draft = prepare()
-        drafts.append(draft)
-        parts = [*draft.parts]
-        if draft.rows or draft.dense:
-            parts.append(self.write_part(draft.rows, draft.dense))
-        return {
-            "parts": [asdict(part) for part in parts],
-            "pending_rows": draft.pending_rows,
-            **_place(draft.batches[1], draft.tables),
-        }
-
-    def _commit(self, entry: Manifest) -> Manifest:
+    def _commit(self, draft: Draft, own: Sequence[Part], votes: Sequence[Mapping[str, Any]]) -> Claim:
+        """Commit a version on rank 0, from its draft, its parts and what all ranks voted."""
         assert self._claim is not None, "only rank 0 commits"
-        return self._claim.commit(entry)
+        others = [parse_part(part) for vote in votes[1:] for part in vote["parts"]]
+        entry = Manifest(
+            stream=self.head.stream,
+            generation=self.head.generation,
+            writer=self.head.writer,
+            version=self.head.version + 1,
+            kind=draft.kind,
+            batches=draft.batches,
+            cut=draft.cut,
+            created=time.time(),
+            pending_rows=sum([vote["pending_rows"] for vote in votes]),
+            tables=dict(draft.tables),
+            dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.dense.items()},
+            parts=(*own, *others),
+        )
+        self._claim.commit(entry)
+        return self._claim
 
-    def _from_rank_0(self, phase: str, action: Callable[[], Manifest]) -> Manifest:
-        """The entry that rank 0 gets from ``action``, on every rank; or its error, on every rank."""
-        answers = self.exchange(phase, lambda: {"entry": action().to_json().decode()} if self.rank == 0 else {})
+    def _from_rank_0(self, phase: str, action: Callable[[], Claim]) -> Manifest:
+        """Return the head of the claim that ``action`` returns on rank 0, on every rank; or raise its error there.
+
+        Rank 0 has the entry; the other ranks parse the bytes that are in the log.
+        """
+        answers = self.exchange(phase, lambda: {"entry": action().data.decode()} if self.rank == 0 else {})
+        if self._claim is not None:
+            return self._claim.head
         return parse_manifest("entry of rank 0", answers[0]["entry"].encode())
 
-
-def _place(batch: int, tables: Mapping[str, TableSpec]) -> dict[str, str]:
-    return {
-        "cut": f"batch {batch}",
-        "tables": f"the tables {sorted(f'{table} {fqn}' for fqn, table in tables.items())}",
-    }
+    def _place(self, batch: int, tables: Mapping[str, TableSpec]) -> dict[str, str]:
+        """Return where this rank is, to be compared with the other ranks."""
+        if tables != self._tables:
+            self._tables = dict(tables)
+            self._tables_text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in tables.items())}"
+        return {"cut": f"batch {batch}", "tables": self._tables_text}
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str) -> None:

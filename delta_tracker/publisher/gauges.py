@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from delta_tracker.errors import FencedError, PublishError, RankLostError, StorageError
+from delta_tracker.monitor.cell import Cell
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Kind, Manifest
 
 _FAILURES = (FencedError, PublishError, RankLostError, StorageError)
 
@@ -20,6 +21,8 @@ class PublisherGauges:
     def __init__(self, recorder: Recorder, *, counts_versions: bool) -> None:
         self._recorder = recorder
         self._counts_versions = counts_versions
+        self._version_cells: dict[Kind, tuple[Cell, Cell]] = {}
+        self._row_cells: dict[str, Cell] = {}
 
     def begin(self, version: int) -> None:
         """Show that the publisher works, so that an alert sees its first fault, and a stream that never moves.
@@ -38,10 +41,20 @@ class PublisherGauges:
         """Count a committed version."""
         if not self._counts_versions:
             return
-        self._recorder.published_versions.cell(kind=manifest.kind).add(1)
-        self._recorder.published_bytes.cell(kind=manifest.kind).add(manifest.num_bytes)
+        kind = manifest.kind
+        if kind not in self._version_cells:
+            recorder = self._recorder
+            self._version_cells[kind] = (
+                recorder.published_versions.cell(kind=kind),
+                recorder.published_bytes.cell(kind=kind),
+            )
+        versions, num_bytes = self._version_cells[kind]
+        versions.add(1)
+        num_bytes.add(manifest.num_bytes)
         for fqn, num_rows in manifest.rows_by_table.items():
-            self._recorder.published_rows.cell(table=fqn).add(num_rows)
+            if fqn not in self._row_cells:
+                self._row_cells[fqn] = self._recorder.published_rows.cell(table=fqn)
+            self._row_cells[fqn].add(num_rows)
         self._recorder.published_version.set(manifest.version)
 
     def failed(self, error: Exception) -> None:

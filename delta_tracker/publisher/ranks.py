@@ -42,11 +42,10 @@ class Ranks:
         """
         if self._lost is not None:
             raise self._lost
-        text = json.dumps(message)
         if self._group is None:
-            return [json.loads(text)]
+            return [message]
         try:
-            return self._thread.submit(self._all_gather, self._group, text).result()
+            return self._thread.submit(self._all_gather, self._group, json.dumps(message)).result()
         except RankLostError as error:
             self._lost = error
             raise

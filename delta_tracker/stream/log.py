@@ -215,12 +215,12 @@ class StreamLog:
             )
             claimed = self._append(entry)
             if claimed is not None:
-                return Claim(self, claimed)
+                return Claim(self, *claimed)
             back_off(refused + 1)
         raise StorageError(self.storage.url, f"others took {name}, the last of {_CLAIM_ATTEMPTS} names to claim")
 
-    def _append(self, draft: Manifest) -> Manifest | None:
-        """Make ``draft`` the entry of its version; None if another one is, or was.
+    def _append(self, draft: Manifest) -> tuple[Manifest, bytes] | None:
+        """Make ``draft`` the entry of its version. Return the entry and its bytes; None if another one is, or was.
 
         Raises:
             MalformedError: if no reader would accept it, so that it would end the stream; nothing was created.
@@ -230,7 +230,7 @@ class StreamLog:
         entry = parse_manifest(name, data)
         if not self._create(name, data):
             return None
-        return entry if self._confirm(entry) else None
+        return (entry, data) if self._confirm(entry) else None
 
     def _confirm(self, entry: Manifest) -> bool:
         """Return whether an entry that was just seen to be there is part of the log. Delete it if it is not.
@@ -242,8 +242,8 @@ class StreamLog:
         an entry that retention keeps.
         """
         if entry.kind != "claim" and entry.parent is not None:
-            parent = self.read(entry.parent.version)
-            if parent is not None and parent.xxh3 == entry.parent.xxh3:
+            parent = self.storage.read(entry_name(entry.parent.version), max_bytes=_MAX_ENTRY_BYTES)
+            if parent is not None and xxhash.xxh3_128_hexdigest(parent.data) == entry.parent.xxh3:
                 return True
         if self.is_committed(entry):
             return True
@@ -277,17 +277,29 @@ class StreamLog:
 
 
 class Claim:
-    """The right to write to a stream, until a newer generation takes it."""
+    """The right to write to a stream, until a newer generation takes it.
 
-    def __init__(self, log: StreamLog, entry: Manifest) -> None:
+    Args:
+        log: the stream.
+        entry: the claim.
+        data: its bytes.
+    """
+
+    def __init__(self, log: StreamLog, entry: Manifest, data: bytes) -> None:
         self._log = log
         self._head = entry
+        self._data = data
         self._fenced: FencedError | None = None
 
     @property
     def head(self) -> Manifest:
         """The newest entry that this claim has written."""
         return self._head
+
+    @property
+    def data(self) -> bytes:
+        """The bytes of what :meth:`commit` returned last, or of the claim, as they are in the log."""
+        return self._data
 
     def commit(self, entry: Manifest) -> Manifest:
         """Append a version. Its place in the stream, and the time of its creation, are filled in.
@@ -319,8 +331,8 @@ class Claim:
             )
             committed = self._log._append(draft)  # noqa: SLF001  the two classes are one protocol
             if committed is not None:
-                self._head = committed
-                return committed
+                self._head, self._data = committed
+                return self._head
             taken = self._log.read(version)
             if taken is None or taken.writer != head.writer or not self._log._confirm(taken):  # noqa: SLF001  as above
                 is_other = taken is not None and taken.writer != head.writer

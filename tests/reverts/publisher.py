@@ -36,8 +36,8 @@ REVERTS = [
         edits={
             "delta_tracker/publisher/ranks.py": [
                 (
-                    "self._thread.submit(self._all_gather, self._group, text).result()",
-                    "self._all_gather(self._group, text)",
+                    "self._thread.submit(self._all_gather, self._group, json.dumps(message)).result()",
+                    "self._all_gather(self._group, json.dumps(message))",
                 ),
             ],
         },
