@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -25,11 +27,76 @@ _LAYERS = [
     ["publisher"],
     ["integrations", "cli"],
 ]
+# These test TorchRec's modules, or compare with FBGEMM's bytes.
+_TESTS_OF_TORCHREC = {"predictor.test_quantised", "predictor.test_targets", "stream.test_encoding"}
+# What these test is a program, a fork, a signal, the end of a process, or a server.
+_TESTS_OF_PROCESSES = {
+    *("cli.test_cli", "cli.test_cli_versions", "cli.test_top", "predictor.test_forking"),
+    *("monitor.test_deliveries", "monitor.test_events", "monitor.test_forks", "monitor.test_safety"),
+    *("contract.test_notify", "contract.test_storage", "stream.test_s3"),
+    "stream.test_fuzz",  # its memory is capped
+    # what is imported, which only a new process shows
+    *("contract.test_row_sets", "monitor.test_bridges", "monitor.test_recorder", "monitor.test_sinks"),
+    *("predictor.test_predictor", "predictor.test_targets", "test_house", "test_readme", "test_reverts"),
+}
+_RANKS = {"one_rank", "two_ranks", "four_ranks"}  # fixtures: who asks for them tests TorchRec
+
 _MODULES = {
     ".".join(path.relative_to(_PACKAGE).with_suffix("").parts): path
     for path in sorted(_PACKAGE.rglob("*.py"))
     if path.name != "__init__.py"
 }
+
+
+_FILES = {
+    ".".join(path.relative_to(_ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in ("delta_tracker", "tests", "benchmarks", "examples")
+    for path in sorted((_ROOT / package).rglob("*.py"))
+}
+_TESTS = [
+    name.removeprefix("tests.")
+    for name in _FILES
+    if name.startswith("tests.") and name.rpartition(".")[2].startswith("test_")
+]
+
+
+def _outside_functions(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run when a module is imported."""
+    for node in nodes:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for field in ("body", "orelse", "handlers", "finalbody"):
+                yield from _outside_functions(getattr(node, field, []))
+
+
+@cache
+def _loads(name: str) -> frozenset[str]:
+    """Return the names that a module of ours imports when it is imported, with those of the packages above it."""
+    found = {name.rpartition(".")[0]} - {""}
+    for node in _outside_functions(ast.parse(_FILES[name].read_text()).body) if name in _FILES else ():
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            homes = delta_tracker._HOMES if node.module == "delta_tracker" else {}
+            found |= {node.module or "", *(homes.get(each, f"{node.module}.{each}") for each in names)}
+    return frozenset(found)
+
+
+def _all_loads(name: str) -> set[str]:
+    """Return all modules that a test file brings with it."""
+    found, waiting = {name}, [name]
+    while waiting:
+        new = _loads(waiting.pop()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _tests_on_ranks(name: str) -> bool:
+    """Return whether a test of the file asks for ranks."""
+    functions = [node for node in ast.walk(ast.parse(_FILES[name].read_text())) if isinstance(node, ast.FunctionDef)]
+    return any(argument.arg in _RANKS for function in functions for argument in function.args.args)
 
 
 def _imports(path: Path) -> set[str]:
@@ -68,6 +135,17 @@ def test_the_core_is_given_its_monitor(name: str) -> None:
         for alias in node.names
     }
     assert not names & {"MONITOR", "metrics"}
+
+
+@pytest.mark.parametrize("name", [name for name in _TESTS if name.partition(".")[0] not in ("system", "integrations")])
+def test_only_tests_of_torchrec_import_it_or_start_processes(name: str) -> None:
+    if _tests_on_ranks(f"tests.{name}"):
+        return
+    loads = _all_loads(f"tests.{name}")
+    assert (name in _TESTS_OF_TORCHREC) == bool({"torchrec", "fbgemm_gpu"} & {each.split(".")[0] for each in loads})
+    ours = [_FILES[each].read_text() for each in loads if each.startswith("tests.") and each in _FILES]
+    starts = {"subprocess", "multiprocessing"} & loads or any("os.fork()" in text for text in ours)
+    assert (name in _TESTS_OF_PROCESSES) == bool(starts)
 
 
 def test_no_modules_import_each_other() -> None:
