@@ -57,7 +57,10 @@ class Standing:
 
 
 class ChangeLog:
-    """Serialises what the hooks record and what the consumers read; every method takes :attr:`lock` itself.
+    """Serialise what the hooks record and what the consumers read.
+
+    Every method and property takes :attr:`lock` itself, so that all of them may be called from any thread, except
+    :meth:`ended`, which needs none. The lock is reentrant: hold it around calls that have to see one state.
 
     Args:
         stores: table FQN to its store.
@@ -99,18 +102,21 @@ class ChangeLog:
 
     @property
     def stores(self) -> Mapping[str, SegmentStore]:
-        """Table FQN to store."""
-        return self._stores
+        """Table FQN to store, as they are now."""
+        with self.lock:
+            return dict(self._stores)
 
     @property
     def consumers(self) -> tuple[str, ...]:
         """Names of the consumers."""
-        return self._consumers.names
+        with self.lock:
+            return self._consumers.names
 
     @property
     def num_batches(self) -> int:
         """How often :meth:`step` was called."""
-        return self._num_batches
+        with self.lock:
+            return self._num_batches
 
     @property
     def log_bytes(self) -> int:
@@ -121,7 +127,8 @@ class ChangeLog:
     @property
     def carried_bytes(self) -> int:
         """Bytes of the rows that the consumers' reads left out."""
-        return self._consumers.num_bytes
+        with self.lock:
+            return self._consumers.num_bytes
 
     def memory(self) -> Memory:
         """Return the bytes that the log holds, and the stores' copies of their shards."""
@@ -131,8 +138,9 @@ class ChangeLog:
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
-        """Table FQN to how many rows were recorded as changed so far, repeats included. Costs nothing."""
-        return self._num_recorded
+        """Table FQN to how many rows were recorded as changed up to now, repeats included. Waits for no device."""
+        with self.lock:
+            return dict(self._num_recorded)
 
     def num_pending(self, consumer: str | None) -> dict[str, int]:
         """Table FQN to how many rows are pending for a consumer. Waits for the device."""
@@ -201,11 +209,13 @@ class ChangeLog:
 
     def position(self, consumer: str) -> int:
         """Where a consumer's cursor stands; every committed read moves it."""
-        return self._consumers.start(consumer)[0]
+        with self.lock:
+            return self._consumers.start(consumer)[0]
 
     def is_behind(self, consumer: str | None) -> bool:
         """Whether the changes of a consumer were given up."""
-        return self._consumers.is_behind(self._consumers.resolve(consumer))
+        with self.lock:
+            return self._consumers.is_behind(self._consumers.resolve(consumer))
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Rows of tables were looked up, and that counts."""
@@ -412,10 +422,15 @@ class ChangeLog:
                 self._consumers.reserve(consumer, holder, is_transient=True)
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer, and what only it needed."""
+        """Remove a consumer, and what only it needed.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer.
+        """
         with self.lock:
-            self._consumers.remove(consumer)
-            self._lag.removed(consumer)
+            name = self._consumers.resolve(consumer)
+            self._consumers.remove(name)
+            self._lag.removed(name)
             self.compact()
 
     def clear(self, consumer: str) -> None:

@@ -1,0 +1,216 @@
+"""The log of changes from several threads at once."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+
+from delta_tracker import Delta
+from delta_tracker.errors import DeltaTrackerError
+from delta_tracker.tracker.change_log import ChangeLog, Reading
+from delta_tracker.tracker.store.segments import SegmentStore
+
+_NUM_ROWS = 512
+
+
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    """Threads take turns as often as Python can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _log(consumers: list[str]) -> ChangeLog:
+    stores = {fqn: SegmentStore(_NUM_ROWS, engine="torch") for fqn in ("t", "u")}
+    return ChangeLog(stores, consumers, delete_on_read=True, max_bytes=None)
+
+
+def _delta(reading: Reading, *, leaves_out: bool = False) -> Delta:
+    left_out = {fqn: rows.take(rows.ids % 3 == 0) for fqn, rows in reading.rows.items()} if leaves_out else {}
+    start, stop, batches = reading.start, reading.stop, reading.batches
+    return Delta({}, consumer=reading.consumer, start=start, stop=stop, batches=batches, left_out=left_out)
+
+
+def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], object]]:
+    """One call for each public name of the log."""
+    ids = torch.tensor(generator.sample(range(_NUM_ROWS), 5))
+    key, name = generator.randrange(1 << 40), f"extra {generator.randrange(3)}"
+
+    def read_and(end: Callable[[Delta], None]) -> None:
+        with log.lock:
+            end(_delta(log.read("other"), leaves_out=generator.random() < 0.5))
+
+    def sealed(delta: Delta) -> Delta:
+        log.seal(delta, commit=False)
+        return delta
+
+    def read_and_discard() -> None:
+        with log.lock:
+            log.read("other")
+            log.discard()
+
+    return {
+        "abort": lambda: read_and(lambda delta: log.abort(sealed(delta))),
+        "acknowledge_writes": lambda: log.acknowledge_writes(["t"]),
+        "add": lambda: log.add(name),
+        "applied": lambda: log.applied(key, ["t"]),
+        "carried_bytes": lambda: log.carried_bytes,
+        "clear": lambda: log.clear("other"),
+        "commit": lambda: read_and(lambda delta: log.commit(sealed(delta))),
+        "compact": log.compact,
+        "consumers": lambda: log.consumers,
+        "discard": read_and_discard,
+        "distrust": lambda: log.distrust("other", "t", ids),
+        "ended": lambda: log.ended(key),
+        "is_behind": lambda: log.is_behind("other"),
+        "log_bytes": lambda: log.log_bytes,
+        "looked_up": lambda: log.looked_up({"t": ids}),
+        "mark": lambda: log.mark("t", ids),
+        "mark_everything": log.mark_everything,
+        "memory": log.memory,
+        "notice_writes": lambda: log.notice_writes(["t"]),
+        "num_batches": lambda: log.num_batches,
+        "num_pending": lambda: log.num_pending("other"),
+        "num_recorded": lambda: log.num_recorded,
+        "opened": lambda: log.opened(key, {"t": ids}),
+        "position": lambda: log.position("other"),
+        "read": read_and_discard,
+        "release": lambda: log.release("other"),
+        "remove": lambda: log.remove(log.resolve(name)),
+        "replace": lambda: log.replace({f"new {generator.randrange(3)}": SegmentStore(_NUM_ROWS, engine="torch")}),
+        "reserve": lambda: log.reserve("other", "a test"),
+        "resolve": lambda: log.resolve("reader"),
+        "restore": lambda: log.restore(log.state()),
+        "rewind": lambda: log.rewind("other"),
+        "seal": lambda: read_and(lambda delta: log.seal(delta, commit=True)),
+        "standings": lambda: log.standings(counts=True),
+        "state": log.state,
+        "step": log.step,
+        "stores": lambda: sum(store.num_rows for store in log.stores.values()),
+    }
+
+
+class _CountedLock:
+    """A lock that knows how often it was taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.num_taken = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.num_taken += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_NAMES = [
+    name
+    for name, each in inspect.getmembers(ChangeLog)
+    if not name.startswith("_") and (inspect.isfunction(each) or isinstance(each, property))
+]
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_every_method_takes_the_lock(name: str) -> None:
+    log = _log(["reader", "other"])
+    calls = _calls(log, random.Random(0))
+    assert name in calls, "a new method: add a call of it"
+    if name in ("commit", "abort", "seal", "discard"):  # those calls hold the lock themselves: count the method's
+        delta = _delta(log.read("other"))
+        log.seal(delta, commit=False)
+        argument = {"seal": {"commit": False}}.get(name, {})
+        calls[name] = lambda: getattr(log, name)(*([] if name == "discard" else [delta]), **argument)
+    if name == "read":
+        calls[name] = lambda: log.read("other")
+    if name == "remove":
+        log.add("gone")
+        calls[name] = lambda: log.remove("gone")
+    if name == "restore":
+        state = log.state()
+        calls[name] = lambda: log.restore(state)
+    lock = log.lock = _CountedLock()
+    try:
+        calls[name]()
+    except DeltaTrackerError:
+        assert name == "rewind", "a log that forgets cannot rewind"
+    assert (lock.num_taken > 0) == (name != "ended")
+
+
+class _Threads:
+    """Threads that use one log at once, until the one that marks rows is done."""
+
+    def __init__(self) -> None:
+        self.log = _log(["reader", "other", *(f"idle {number}" for number in range(20))])
+        self.errors: list[Exception] = []
+        self.marked: set[int] = set()
+        self.received: set[int] = set()
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        everything = [name for name in _NAMES if name not in ("mark_everything", "restore")]  # they mark all rows
+        changing = ["add", "remove"]
+        asking = ["carried_bytes"] * 20 + ["stores", "num_recorded", "consumers", "memory"]
+        works: list[Callable[[], None]] = [
+            *(
+                partial(self._call, random.Random(seed), names)
+                for seed, names in enumerate([everything, changing, changing, asking])
+            ),
+            self._read,
+        ]
+        threads = [threading.Thread(target=self._until_stopped, args=[work]) for work in works]
+        for thread in threads:
+            thread.start()
+        try:
+            self._mark()
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+        self._read()
+
+    def _until_stopped(self, work: Callable[[], None]) -> None:
+        try:
+            while not self._stop.is_set():
+                work()
+        except Exception as error:  # noqa: BLE001  the test raises it
+            self.errors.append(error)
+
+    def _call(self, draw: random.Random, names: list[str]) -> None:
+        for name in draw.sample(names, len(names)):
+            with suppress(DeltaTrackerError):  # there is such a consumer already, or none, or it is reserved
+                _calls(self.log, draw)[name]()
+
+    def _mark(self) -> None:
+        draw = random.Random(9)
+        for _ in range(5000):
+            row = draw.randrange(_NUM_ROWS)
+            self.log.mark("u", torch.tensor([row]))
+            self.marked.add(row)
+
+    def _read(self) -> None:
+        with self.log.lock:
+            reading = self.log.read("reader")
+            self.log.seal(_delta(reading), commit=True)
+        self.received.update(reading.rows["u"].ids.tolist())
+
+
+@pytest.mark.usefixtures("frequent_switches")
+def test_all_methods_at_once_lose_no_row() -> None:
+    threads = _Threads()
+    threads.run()
+    assert not threads.errors
+    assert threads.received == threads.marked
