@@ -22,7 +22,7 @@ demo: $(VENV)/.installed  ## train on MovieLens while a predictor follows; write
 	@$(BIN)/python -m examples.movielens
 
 test: $(VENV)/.installed  ## run the tests
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional package were installed
 	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest -n 2 tests/monitor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,36 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 
 # A shell that starts the tests in the background has them ignore it, and so would every program that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# They begin first, so that two workers, which take whole files, end together. The slowest stands first.
+_SLOWEST = [
+    "system/test_fault_sweep.py",
+    "system/test_crash.py",
+    "system/test_benchmarks.py",
+    "system/test_examples.py",
+    "system/test_faults.py",
+    "tracker/test_checkpoint.py",
+    "system/test_hosts.py",
+    "stream/test_upkeep_faults.py",
+    "system/test_demo.py",
+    "system/test_killed.py",
+    "monitor/test_device.py",
+    "publisher/test_publisher.py",
+    "publisher/test_background.py",
+    "predictor/test_forking.py",
+    "stream/test_sleepers.py",
+    "stream/test_fuzz.py",
+    "stream/test_transfer_random.py",
+    "system/test_soak.py",
+    "publisher/test_building.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slowest files first."""
+    order = {Path(__file__).parent / name: number for number, name in enumerate(_SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session")
