@@ -1,6 +1,8 @@
-"""Stats and events that training does not feel.
+"""Stats and events that do not slow training down.
 
-The functions here are the methods of one :class:`Monitor`, the program's.
+The functions here are the methods of one :class:`Monitor`, the program's. Open ``monitor.py`` first. ``recorder.py`` is
+what a tracker, a publisher or a predictor records with, ``library.py`` lists the metrics that they record. The package
+imports only ``errors`` and ``forking``.
 """
 
 from delta_tracker.monitor.default import MONITOR, metrics

@@ -202,10 +202,6 @@ class LibraryMetrics:
         setattr(self, name, stat)
         return stat
 
-    def define_all(self) -> None:
-        """Register every one, as whoever lists or draws them wants it."""
-        self.define(PREFIX + name for name in DEFINITIONS)
-
     def define(self, names: Iterable[str]) -> None:
         """Register those that have one of these full names, as whoever restores them wants it; others are left out."""
         for name in names:

@@ -27,7 +27,7 @@ def _filled() -> Monitor:
     """A monitor in which every metric of the library has data of two windows."""
     clock = ManualClock()
     monitor = Monitor(clock)
-    monitor.metrics.define_all()
+    monitor.metrics.define(f"{PREFIX}{name}" for name in DEFINITIONS)
     stats = monitor.find(f"{PREFIX}*")
     cells = [stat.cell(**{label: f"some_{label}" for label in stat.definition.labels}) for stat in stats]
     for _ in range(2):
