@@ -1,4 +1,4 @@
-"""Memory for the rows that reads return, used again when nobody holds them any more."""
+"""Memory on the CPU for rows and parts, which is reused once nothing refers to it any more."""
 
 from __future__ import annotations
 
@@ -28,26 +28,29 @@ class _Buffer:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds the memory."""
+        """Whether no array refers to the memory."""
         return self.loan is None or self.loan() is None
 
 
-class RowMemory:
-    """Lends memory on the CPU, and lends it again once it is free.
+class BufferPool:
+    """Buffers on the CPU that are reused.
 
     New memory costs more than to copy rows into it: the first touch of 256 MB takes 17 ms of processor time in huge
-    pages and 110 to 180 in small ones, the copy 15. A borrower gives nothing back: memory is free when the array that
-    was lent is gone, which every view and tensor of it holds. What is lent is never set. For several threads, for
-    signal handlers and forked processes: who finds it busy gets new memory.
+    pages and 110 to 180 in small ones, the copy 15. Nothing has to be returned: a buffer is free when the array that
+    :meth:`lend` returned is gone, which every view and tensor of it keeps alive; a weak reference shows that. For
+    several threads, signal handlers and forked processes: :meth:`lend` never waits for the pool, but allocates new
+    memory while another thread uses it.
 
-    Memory: 1 GiB of free memory at most; what is in use has up to half as much again as was asked for. What was passed
-    over in four requests for each buffer goes back to the system, which is four reads where all reads are alike.
+    Memory: ``max_bytes`` of free buffers at most; a buffer in use has up to half as much again as was asked for. A
+    buffer that is not reused in four requests for each buffer of the pool is freed, which is four reads where all reads
+    are alike.
 
     Args:
-        max_bytes: how much free memory is kept at most.
+        max_bytes: how many bytes of free buffers are kept at most.
+        min_bytes: smaller memory is not taken from the pool.
 
     Example:
-        >>> memory = RowMemory()
+        >>> memory = BufferPool()
         >>> rows = memory.lend(8 << 20)
         >>> rows.shape
         (8388608,)
@@ -56,20 +59,21 @@ class RowMemory:
         True
     """
 
-    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = _MAX_BYTES, *, min_bytes: int = _LARGE_BYTES) -> None:
         self._max_bytes = max_bytes
+        self._min_bytes = min_bytes
         self._lock = threading.Lock()
         self._buffers: list[_Buffer] = []
         self._num_requests = 0
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are kept and nobody uses."""
+        """Bytes of free buffers."""
         return sum(buffer.memory.nbytes for buffer in self._buffers if buffer.is_free)
 
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
-        """An array of bytes that nobody else has, at an address that suits every dtype."""
-        if num_bytes < _LARGE_BYTES or not self._lock.acquire(blocking=False):
+        """Return an array of bytes that nothing else refers to, at an address that suits every dtype; uninitialised."""
+        if num_bytes < self._min_bytes or not self._lock.acquire(blocking=False):
             return np.empty(num_bytes, dtype=np.uint8)
         try:
             self._num_requests += 1
@@ -118,14 +122,14 @@ class RowMemory:
         self._buffers = kept
 
 
-MEMORY = RowMemory()
+MEMORY = BufferPool()
 """This process's."""
 
 
 def new_rows(num_rows: int, like: Tensor) -> Tensor:
     """Memory for rows, ``[num_rows, ...]``, with the dtype, device and other dimensions of ``like``; not set.
 
-    Large memory on the CPU is this process's :class:`RowMemory`.
+    Large memory on the CPU is this process's :class:`BufferPool`.
     """
     num_bytes = num_rows * math.prod(like.shape[1:]) * like.element_size()
     if like.device.type != "cpu" or num_bytes < _LARGE_BYTES:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from delta_tracker.buffers import MEMORY, RowMemory, new_rows
+from delta_tracker.buffers import MEMORY, BufferPool, new_rows
 
 _LARGE = 5 << 20
 
@@ -23,7 +23,7 @@ def _place(array: NDArray[np.uint8]) -> int:
 
 
 def test_memory_is_lent_again_once_nobody_holds_it() -> None:
-    memory = RowMemory()
+    memory = BufferPool()
     first = memory.lend(_LARGE)
     place = _place(first)
     view = first[100:200][::2]
@@ -42,7 +42,7 @@ def test_memory_is_lent_again_once_nobody_holds_it() -> None:
 
 
 def test_a_debugger_that_keeps_frames_makes_no_memory_free() -> None:
-    memory, frames = RowMemory(), []
+    memory, frames = BufferPool(), []
 
     def keep(frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call":
@@ -56,7 +56,7 @@ def test_a_debugger_that_keeps_frames_makes_no_memory_free() -> None:
 
 
 def test_what_two_hold_at_a_time_never_overlaps() -> None:
-    memory = RowMemory()
+    memory = BufferPool()
     held = [memory.lend(_LARGE) for _ in range(5)]
     for number, each in enumerate(held):
         each[:] = number
@@ -64,7 +64,7 @@ def test_what_two_hold_at_a_time_never_overlaps() -> None:
 
 
 def test_memory_that_is_not_asked_for_any_more_goes_back() -> None:
-    memory = RowMemory()
+    memory = BufferPool()
     memory.lend(40 * _LARGE)
     for _ in range(8):
         memory.lend(_LARGE)
@@ -74,7 +74,7 @@ def test_memory_that_is_not_asked_for_any_more_goes_back() -> None:
 
 
 def test_reads_of_many_tables_keep_all_of_their_memory() -> None:
-    memory = RowMemory()
+    memory = BufferPool()
     sizes = [_LARGE * 2**number for number in range(6)]
     places = []
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_reads_of_many_tables_keep_all_of_their_memory() -> None:
 
 
 def test_no_more_free_memory_is_kept_than_may_be() -> None:
-    memory = RowMemory(max_bytes=3 * _LARGE)
+    memory = BufferPool(max_bytes=3 * _LARGE)
     held = [memory.lend(_LARGE) for _ in range(4)]
     assert len(set(map(_place, held))) == 4
     assert memory.free_bytes == 0
@@ -96,7 +96,7 @@ def test_no_more_free_memory_is_kept_than_may_be() -> None:
 
 
 def test_what_is_held_for_long_leaves_the_memory_of_reads_alone() -> None:
-    memory = RowMemory(max_bytes=20 * _LARGE)
+    memory = BufferPool(max_bytes=20 * _LARGE)
     states = [memory.lend(_LARGE) for _ in range(60)]
     places = set()
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_what_is_held_for_long_leaves_the_memory_of_reads_alone() -> None:
 
 
 def test_who_finds_it_busy_gets_new_memory() -> None:
-    memory = RowMemory()
+    memory = BufferPool()
     with memory._lock:  # as a signal handler does that interrupts a request, and a process that was forked in one
         assert len(memory.lend(_LARGE)) == _LARGE
         memory.give_back()
@@ -114,7 +114,7 @@ def test_who_finds_it_busy_gets_new_memory() -> None:
 
 
 def test_threads_never_get_the_same_memory() -> None:
-    memory, held, shared = RowMemory(), set[int](), []
+    memory, held, shared = BufferPool(), set[int](), []
     guard = threading.Lock()
 
     def work() -> None:

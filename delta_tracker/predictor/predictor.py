@@ -36,10 +36,10 @@ from delta_tracker.predictor.status import Served, Status
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.heartbeat import Pulse
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.notify.notifier import Notifier
-from delta_tracker.stream.storage.part_buffer import PartBuffer
 from delta_tracker.stream.storage.storage import Storage, open_storage
 
 _logger = logging.getLogger(__name__)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from delta_tracker.buffers import BufferPool
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows
@@ -44,7 +46,7 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
 class Gatherer:
     """Gathers a tracker's rows, on the training thread, into memory that it uses again and again.
 
-    Memory: the largest delta so far, as it is stored.
+    Memory: about the largest of the last deltas, as it is stored.
 
     Args:
         tracker: whose rows.
@@ -56,13 +58,13 @@ class Gatherer:
         self._tracker = tracker
         self._encodings = encodings
         self._writes_replicas = writes_replicas
-        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._pool = BufferPool(sys.maxsize)
 
     @torch.no_grad()
     def changed(self, delta: Delta, *, without: frozenset[str] = frozenset()) -> list[BlockRows]:
         """The rows of a delta as they are now, one block for each column range; those of some tables left out.
 
-        They stay as they are until the next call.
+        They are copies; their memory is reused once they are gone.
         """
         with one_cut():
             return [
@@ -89,7 +91,7 @@ class Gatherer:
                 for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True):
                     block = Block(fqn, _row_range(shard), columns, shard.num_rows, "all", encoding)
                     copied = BlockRows(block, None, partial(_copy, view, encoding))
-                    blocks.append(_copied(copied) if now else copied)
+                    blocks.append(self._copied(copied) if now else copied)
         return blocks
 
     def _shards(self) -> Iterator[tuple[str, ShardSpec]]:
@@ -102,7 +104,7 @@ class Gatherer:
         encoding = self._encodings[fqn]
         form: IdForm = "gaps" if encoding.is_quantized else "list"
         block = Block(fqn, _row_range(shard), columns, len(ids), form, encoding)
-        stored = self._buffer((fqn, columns[0]), block)
+        stored = self._memory(block)
         step = _chunk_rows(view)
         for begin in range(0, len(ids), step):
             chunk = ids[begin : begin + step]
@@ -115,29 +117,24 @@ class Gatherer:
                 out.copy_(encode_rows(view.index_select(0, chunk), encoding))
         return BlockRows.of(block, ids.cpu() + shard.row_offset, stored)
 
-    def _buffer(self, key: tuple[str, int], block: Block) -> Tensor:
-        """Memory for a block's rows, on the CPU, kept from call to call: fresh pages cost more than the gather."""
-        num_bytes = block.num_rows * block.row_bytes
-        held = self._buffers.get(key)
-        if held is None or len(held) < num_bytes:
-            held = self._buffers[key] = torch.empty(num_bytes, dtype=torch.uint8)
-        return held[:num_bytes].view(block.encoding.dtype).view(block.num_rows, -1)
+    def _copied(self, rows: BlockRows) -> BlockRows:
+        """Return the same rows, copied now, chunk by chunk."""
+        stored, begin = self._memory(rows.block), 0
+        for chunk in rows.chunks():
+            stored[begin : begin + len(chunk)] = chunk
+            begin += len(chunk)
+        return BlockRows.of(rows.block, rows.ids, stored)
+
+    def _memory(self, block: Block) -> Tensor:
+        """Return memory on the CPU for a block's rows. New memory would cost more than the gather."""
+        stored = torch.from_numpy(self._pool.lend(block.num_rows * block.row_bytes))
+        return stored.view(block.encoding.dtype).view(block.num_rows, -1)
 
 
 @torch.no_grad()
 def _copy(view: Tensor, encoding: Encoding, begin: int, end: int) -> Tensor:
     # A copy even where nothing is to be encoded: training may write to the rows between their hash and the disk.
     return encode_rows(view[begin:end].clone(), encoding).cpu()
-
-
-def _copied(rows: BlockRows) -> BlockRows:
-    """Return the same rows, copied now, chunk by chunk."""
-    block, begin = rows.block, 0
-    stored = torch.empty(block.num_rows, block.encoding.width(block.num_columns), dtype=block.encoding.dtype)
-    for chunk in rows.chunks():
-        stored[begin : begin + len(chunk)] = chunk
-        begin += len(chunk)
-    return BlockRows.of(block, rows.ids, stored)
 
 
 def _row_range(shard: ShardSpec) -> tuple[int, int]:

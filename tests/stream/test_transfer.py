@@ -18,9 +18,9 @@ from delta_tracker.errors import CorruptPartError, StorageError
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
+from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
-from delta_tracker.stream.storage.part_buffer import PartBuffer
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.predictor.serving import eventually

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
+from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.format.part_reader import MEMORY_BYTES, dense_of, read_parts
-from delta_tracker.stream.storage.part_buffer import PartBuffer
 from delta_tracker.stream.storage.storage import Storage
 
 

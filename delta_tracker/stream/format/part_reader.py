@@ -19,9 +19,9 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import unpack_ids
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part
 from delta_tracker.stream.format.parse import load_json, reason_of
+from delta_tracker.stream.format.part_buffer import PartBuffer, PartSource
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, dense_key
 from delta_tracker.stream.interruption import Interrupted, check
-from delta_tracker.stream.storage.part_buffer import PartBuffer, PartSource
 from delta_tracker.stream.storage.storage import Storage, Transfer
 
 if TYPE_CHECKING:
