@@ -177,6 +177,16 @@ def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
     )
 
 
+def lookups_of(collection: Any) -> list[Any]:
+    """Return the lookups of a sharded collection on this rank, without a wrapper around them; TorchRec names no way."""
+    return [getattr(lookup, "module", lookup) for lookup in collection._lookups]
+
+
+def kernels_of(collection: Any) -> list[Any]:
+    """Return the kernels of a sharded collection on this rank."""
+    return [kernel for lookup in lookups_of(collection) for kernel in lookup._emb_modules]
+
+
 def is_dense(spec: Spec, table: Table) -> bool:
     """Whether a table's optimizer is an ordinary one."""
     return table.sharding == "data" or (table.kernel or spec.kernel) == "dense"

@@ -11,15 +11,14 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
-from tests.models import Spec, Table, batch, shard
+from tests.models import Spec, Table, batch, kernels_of, shard
 
 _FLUSH, _SPLIT = "flush", "split_embedding_weights"
 
 
 def _kernels(model: DistributedModelParallel) -> list[Any]:
     """The kernels of the model's collection on this rank, without the replicated ones."""
-    lookups = [getattr(lookup, "module", lookup) for lookup in model.module.ec._lookups]
-    return [kernel for lookup in lookups for kernel in lookup._emb_modules]
+    return kernels_of(model.module.ec)
 
 
 @contextmanager

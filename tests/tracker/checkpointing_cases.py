@@ -48,6 +48,11 @@ def train(spec: Spec, model: Any, generator: torch.Generator, num_batches: int) 
         ordinary.step()
 
 
+def log_state(tracker: ModelDeltaTracker) -> LogState:
+    """Return what is saved of the log, before it is packed into the tensors of a checkpoint."""
+    return tracker._log.state()
+
+
 def dump(tracker: ModelDeltaTracker, state: LogState, file: Path) -> None:
     """What is pending on this rank, with global ids, and the rows that it holds."""
     held: dict[str, Any] = {"num_batches": state.num_batches}
@@ -165,13 +170,13 @@ def saving(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: st
     train(made, model, generator, 1)
     with tracker.reserve("b") as handle:
         handle.annotate({"rank": rank, "stream": "00ff"})
-    before = tracker._log.state()
+    before = log_state(tracker)
     dump(tracker, before, Path(path) / f"saved-{rank}of{world_size}.pt")
     tensors = {name for name, _ in model.state_dict().items()}
     assert tensors == {name for name in tensors if name.startswith(("ec.", "dense."))}, "no tracker tensor in it"
     exchanged = save(model, tracker, path, how)
-    assert same(before, tracker._log.state())
-    assert same(tracker._log.state(), before)
+    assert same(before, log_state(tracker))
+    assert same(log_state(tracker), before)
     tracker.commit(sealed)
     tracker.detach()
     pending = [sum(len(rows) for rows in consumer.rows.values()) for consumer in before.consumers.values()]
@@ -190,7 +195,7 @@ def loading(
     )
     assert tracker.restored is Restored.STATE
     assert tracker.annotations == {"b": {"rank": 0, "stream": "00ff"}}
-    restored = tracker._log.state()
+    restored = log_state(tracker)
     dump(tracker, restored, Path(path) / f"loaded-{rank}of{world_size}.pt")
     exchanged = {}
     if again is not None:
@@ -247,7 +252,7 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
     with tracker.reserve("a") as handle:
         handle.annotate("before")
         messages = {"note": attempt(lambda: handle.annotate({1, 2}))}
-    before = tracker._log.state()
+    before = log_state(tracker)
     states = {
         "version": _renamed(whole, '"version": 1', '"version": 99'),
         "mode": _renamed(whole, '"embedding"', '"id_only"'),
@@ -271,8 +276,8 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
     messages["counters"] = attempt(lambda: _with_counter(model).load_state_dict(whole))
     messages["noted consumer"] = attempt(lambda: tracker.reserve("x"))
     messages["strategy"] = attempt(lambda: tracker.state_dict(strategy="both"))
-    assert same(before, tracker._log.state())
-    assert same(tracker._log.state(), before)
+    assert same(before, log_state(tracker))
+    assert same(log_state(tracker), before)
     assert tracker.annotations == {"a": "before"}
     assert tracker.restored is None
     tracker.load_state_dict(mine)  # its own part alone covers its shards
@@ -362,9 +367,9 @@ def one_rank_cannot(rank: int, world_size: int, path: str) -> list[str]:
         file.write_bytes(pickle.dumps(metadata))
     dist.barrier()
     state = {"model": model, "tracker": SavedTracker(tracker, f"{path}/checkpoint")}
-    before = tracker._log.state()
+    before = log_state(tracker)
     messages = [attempt(lambda: dcp.load(state, checkpoint_id=f"{path}/checkpoint")) for _ in range(2)]
-    assert same(before, tracker._log.state())
+    assert same(before, log_state(tracker))
     tracker.detach()
     return messages
 
@@ -439,7 +444,7 @@ def counting(rank: int, world_size: int, path: str, strategy: str, held: list[li
     assert bool(state) == (strategy == "local" or rank == 0)
     if state:
         torch.save(state, f"{path}/counted-{rank}.pt")
-    dump(tracker, tracker._log.state(), Path(path) / f"saved-{rank}of{world_size}.pt")
+    dump(tracker, log_state(tracker), Path(path) / f"saved-{rank}of{world_size}.pt")
     if strategy == "local":
         dcp.save({"model": model, "tracker": tracker}, checkpoint_id=f"{path}/checkpoint")
     else:
@@ -467,7 +472,7 @@ def counted(rank: int, world_size: int, path: str, how: str) -> dict[str, Any]:
         for file in sorted(Path(path).glob("counted-*.pt")):
             state |= torch.load(file, weights_only=True)
         tracker.load_state_dict(state)
-    dump(tracker, tracker._log.state(), Path(path) / f"loaded-{rank}of{world_size}.pt")
+    dump(tracker, log_state(tracker), Path(path) / f"loaded-{rank}of{world_size}.pt")
     answer = {
         "sum": counters["sum"].sum_value.item(),
         "mean": [counters["mean"].mean_value.item(), counters["mean"].weight.item()],

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker, TrackingMode
 from delta_tracker.sharding.kernel_hooks import _lookup_node
-from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+from tests.models import Spec, Table, batch, kernels_of, lookups_of, ordinary_optimizer, shard
 from tests.tracker.tracking_cases import _Copy, differing, rows_of
 
 
@@ -158,7 +158,7 @@ def raising(rank: int, world_size: int, where: str) -> list[int]:
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model) as tracker:
         copy = _Copy(tracker, "default")
-        (kernel,) = (kernel for lookup in model.module.ec._lookups for kernel in lookup._emb_modules)
+        (kernel,) = kernels_of(model.module.ec)
         early = torch.ones(1, requires_grad=True) * 2  # older than the lookup, so its backward is later
         hook = kernel.register_forward_hook(
             lambda module, args, output: (
@@ -346,8 +346,7 @@ def chained(rank: int, world_size: int, order: list[str]) -> None:
     spec = _spec(world_size, bag=False)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
-    lookups = model.module.ec._lookups
-    kernels = [kernel for lookup in lookups for kernel in lookup._emb_modules]
+    lookups, kernels = lookups_of(model.module.ec), kernels_of(model.module.ec)
     calls = dict.fromkeys(("before", "after", "slot"), 0)
 
     def hook(name: str) -> Callable[..., Any]:

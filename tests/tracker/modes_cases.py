@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
-from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+from tests.models import Spec, Table, batch, kernels_of, ordinary_optimizer, shard
 from tests.publisher.publishing_cases import attempt
 from tests.tracker.tracking_cases import differing, rows_of
 
@@ -122,13 +122,12 @@ def momentum(rank: int, world_size: int, mode: str, optimizer: str) -> str:
 def _sums(model: Any) -> dict[tuple[str, int], torch.Tensor]:
     """FQN and first column to the optimizer's first state ``[R, ...]``, found by the kernels' configs."""
     found = {}
-    for lookup in model.module.ec._lookups:
-        for kernel in lookup._emb_modules:
-            for config, states in zip(
-                kernel.config.embedding_tables, kernel.emb_module.split_optimizer_states(), strict=True
-            ):
-                key = f"ec.embeddings.{config.name}", config.local_metadata.shard_offsets[1]
-                found[key] = states[0].detach().clone().reshape(states[0].shape[0], -1)
+    for kernel in kernels_of(model.module.ec):
+        for config, states in zip(
+            kernel.config.embedding_tables, kernel.emb_module.split_optimizer_states(), strict=True
+        ):
+            key = f"ec.embeddings.{config.name}", config.local_metadata.shard_offsets[1]
+            found[key] = states[0].detach().clone().reshape(states[0].shape[0], -1)
     return found
 
 

@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import Delta, DeltaRows, ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError
-from tests.models import Spec, Table, batch, shard, with_kernel
+from tests.models import Spec, Table, batch, kernels_of, shard, with_kernel
 
 
 def rows_of(tracker: ModelDeltaTracker) -> dict[str, torch.Tensor]:
@@ -430,7 +430,7 @@ def detach_in_flight(rank: int, world_size: int) -> None:
     assert second.get_delta().num_rows
     assert second.num_hook_errors == 0
     second.detach()
-    hooks = [module._forward_hooks for lookup in model.module.ec._lookups for module in lookup._emb_modules]
+    hooks = [kernel._forward_hooks for kernel in kernels_of(model.module.ec)]
     assert not any(hooks)
 
 
