@@ -16,6 +16,7 @@ from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.tracker.log_state import LogState, PendingState
+from delta_tracker.tracker.profiling import profiler_range
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta, Memory
 
@@ -93,6 +94,7 @@ class ChangeLog:
         self._received = received
         self._position = 0
         self._num_batches = 0
+        self._num_compacted = 0
         self._open: dict[int, tuple[str, ...]] = {}  # key to tables
         self._ended: deque[int] = deque()
         self._num_recorded = dict.fromkeys(self._stores, 0)
@@ -117,6 +119,18 @@ class ChangeLog:
         """How often :meth:`step` was called."""
         with self.lock:
             return self._num_batches
+
+    @property
+    def num_compacted(self) -> int:
+        """:attr:`num_batches` at the last :meth:`compact`; 0 before the first."""
+        with self.lock:
+            return self._num_compacted
+
+    @property
+    def batches(self) -> dict[str, int]:
+        """Consumer to :attr:`num_batches` at its last committed read."""
+        with self.lock:
+            return {name: self._consumers.start(name)[1] for name in self._consumers.names}
 
     @property
     def log_bytes(self) -> int:
@@ -219,7 +233,7 @@ class ChangeLog:
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Rows of tables were looked up, and that counts."""
-        with self.lock, one_cut():
+        with self.lock, one_cut(), profiler_range("delta_tracker: record"):
             self._notice_before_capture(ids)
             for fqn, table_ids in ids.items():
                 self._count(fqn, table_ids)
@@ -227,7 +241,7 @@ class ChangeLog:
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         """Rows of tables are about to be written, under a key that no open batch has."""
-        with self.lock, one_cut():
+        with self.lock, one_cut(), profiler_range("delta_tracker: record"):
             self._close_ended()
             self._notice_before_capture(ids)
             self._open[key] = tuple(ids)
@@ -252,7 +266,7 @@ class ChangeLog:
 
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
         """As :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`."""
-        with self.lock:
+        with self.lock, profiler_range("delta_tracker: record"):
             if states is None and not is_written:
                 self._notice_before_capture([fqn])
             self._count(fqn, ids)
@@ -453,7 +467,8 @@ class ChangeLog:
 
     def compact(self) -> None:
         """Drop what every consumer has committed and merge what no cursor tells apart."""
-        with self.lock:
+        with self.lock, profiler_range("delta_tracker: compact"):
+            self._num_compacted = self._num_batches
             oldest = self._consumers.oldest
             for store in self._stores.values():
                 if self._delete_on_read:

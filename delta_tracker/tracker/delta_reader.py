@@ -19,6 +19,7 @@ from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
 from delta_tracker.tracker.change_log import ChangeLog, Reading
 from delta_tracker.tracker.modes import Capture
+from delta_tracker.tracker.profiling import profiler_range
 from delta_tracker.tracker.top_k import AllRanks, Candidates, TopK, choose
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, DeltaRows
@@ -64,7 +65,7 @@ class DeltaReader:
         """
         self._model.check_attached()
         self.check(top_k, with_optimizer=with_optimizer)
-        with self._log.lock, one_cut():
+        with self._log.lock, one_cut(), profiler_range("delta_tracker: read"):
             reading = self._log.read(consumer, with_states=with_states or top_k is not None)
             try:
                 delta = self._delta(

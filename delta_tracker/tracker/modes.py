@@ -5,6 +5,8 @@ Letters: ``N`` rows, ``D`` columns of the shard, ``S`` column ranges of the shar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -19,7 +21,7 @@ from delta_tracker.sharding.weights import (
     read_optimizer,
     read_rows,
 )
-from delta_tracker.types import TrackingMode
+from delta_tracker.types import EmbdUpdateMode, TrackingMode
 
 
 class Capture(Protocol):
@@ -153,3 +155,17 @@ CAPTURES: dict[TrackingMode, Capture] = {
     TrackingMode.MOMENTUM_DIFF: MomentumDiffCapture(),
     TrackingMode.ROWWISE_ADAGRAD: MomentumDiffCapture(),
 }
+
+UPDATE_MODE_MAP: Mapping[TrackingMode, EmbdUpdateMode] = MappingProxyType(
+    {
+        TrackingMode.ID_ONLY: EmbdUpdateMode.NONE,
+        TrackingMode.EMBEDDING: EmbdUpdateMode.FIRST,
+        TrackingMode.MOMENTUM_LAST: EmbdUpdateMode.LAST,
+        TrackingMode.MOMENTUM_DIFF: EmbdUpdateMode.FIRST,
+        TrackingMode.ROWWISE_ADAGRAD: EmbdUpdateMode.FIRST,
+    }
+)
+"""Which of a row's states since the last committed read each mode goes by: none, the first, or the last.
+
+A ``DeltaStore(UPDATE_MODE_MAP[mode])`` to which every lookup is appended keeps the states of that mode.
+"""

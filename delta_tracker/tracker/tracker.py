@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
@@ -17,6 +18,7 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_hooks import KernelHook, KeyedIds, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.versions import load_torchrec
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.write_hooks import watch_writes
 from delta_tracker.tracker.change_log import ChangeLog
@@ -27,14 +29,28 @@ from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.gauges import TrackerGauges
 from delta_tracker.tracker.lookup_recorder import LookupRecorder
-from delta_tracker.tracker.modes import CAPTURES
+from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
 from delta_tracker.tracker.store.make_store import make_store
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
 
+__all__ = ["UPDATE_MODE_MAP", "ModelDeltaTracker", "Record"]
+
+_logger = logging.getLogger(__name__)
+
 Record = Literal["updates", "lookups"]
+
+
+def __getattr__(name: str) -> object:
+    """Return the sharded module classes ``SUPPORTED_MODULES`` that a tracker follows; subclasses count too.
+
+    They are TorchRec's, which is imported when the name is used first.
+    """
+    if name == "SUPPORTED_MODULES":
+        return tuple(load_torchrec().collections)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class ModelDeltaTracker:
@@ -124,6 +140,7 @@ class ModelDeltaTracker:
         self._keys = itertools.count()
         self._num_past_errors = 0
         self._hooks = self._attach()
+        self._log_tables()
         self._metrics.watch(ModelDeltaTracker._show_gauges)
 
     # What is tracked
@@ -158,6 +175,11 @@ class ModelDeltaTracker:
         """Faults inside hooks since the start; each was contained and made its tables count as wholly changed."""
         return self._num_past_errors + sum(hook.num_errors for hook in self._hooks)
 
+    @property
+    def tracked_modules(self) -> Mapping[str, nn.Module]:
+        """FQN to sharded embedding module, as :meth:`get_tracked_modules`."""
+        return MappingProxyType(self._model.found.modules)
+
     def get_tracked_modules(self) -> dict[str, nn.Module]:
         """FQN to sharded embedding module."""
         return dict(self._model.found.modules)
@@ -166,12 +188,44 @@ class ModelDeltaTracker:
         """Table FQN to the names of the features that are looked up in it."""
         return {fqn: list(names) for fqn, names in self._model.found.features.items()}
 
+    @property
+    def feature_to_fqn(self) -> dict[str, str]:
+        """Feature name to the FQN of the table that it is looked up in, the first one if there are several."""
+        found: dict[str, str] = {}
+        for fqn, names in self._model.found.features.items():
+            for name in names:
+                found.setdefault(name, fqn)
+        return found
+
+    @property
+    def store(self) -> Mapping[str, SegmentStore]:
+        """Table FQN to the store of its changed rows, as they are now. Read it between two batches; do not write."""
+        return MappingProxyType(self._log.stores)
+
     # Training
 
     @property
     def num_batches(self) -> int:
         """How often :meth:`step` was called."""
         return self._log.num_batches
+
+    @property
+    def curr_batch_idx(self) -> int:
+        """The index of the present batch: how often :meth:`step` was called, as :attr:`num_batches`."""
+        return self._log.num_batches
+
+    @property
+    def curr_compact_index(self) -> int:
+        """:attr:`curr_batch_idx` at the last compaction; 0 before the first."""
+        return self._log.num_compacted
+
+    @property
+    def per_consumer_batch_idx(self) -> dict[str, int]:
+        """Consumer to :attr:`curr_batch_idx` at its last committed read: its next delta's ``batches`` begin there.
+
+        0 for a consumer of the constructor that has not read.
+        """
+        return self._log.batches
 
     def step(self) -> None:
         """Count one batch. It orders the log for people; no update is lost if nobody calls it."""
@@ -322,11 +376,33 @@ class ModelDeltaTracker:
         """
         return self._log.num_pending(consumer)
 
-    def compact(self) -> None:
-        """Drop what every consumer has committed and merge what no cursor tells apart."""
-        self._log.compact()
+    def compact(self, start_idx: int = 0, end_idx: int | None = None) -> None:
+        """Drop what every consumer has committed and merge what no cursor tells apart.
 
-    trigger_compaction = compact  # the seed interface's name
+        Reads give the same rows before and after. The log keeps no batches apart, so what of a range has been compacted
+        already is not compacted again, and any other range compacts all of the log.
+
+        Args:
+            start_idx: the first batch of the range.
+            end_idx: the batch behind the range, at most ``curr_batch_idx + 1``; None for all up to now, which always
+                compacts.
+
+        Raises:
+            InvalidArgumentError: for a range that is empty, begins before 0 or ends behind the present batch.
+        """
+        if end_idx is None:
+            end, is_done = self._log.num_batches + 1, False
+        else:
+            end, is_done = end_idx, end_idx <= self._log.num_compacted
+        if not 0 <= start_idx < end <= self._log.num_batches + 1:
+            remedy = f"Pass 0 <= start_idx < end_idx <= {self._log.num_batches + 1}"
+            raise InvalidArgumentError("start_idx, end_idx", (start_idx, end_idx), remedy)
+        if not is_done:
+            self._log.compact()
+
+    def trigger_compaction(self) -> None:
+        """Compact the whole log: :meth:`compact` without a range."""
+        self._log.compact()
 
     # Reading
 
@@ -540,6 +616,11 @@ class ModelDeltaTracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
+
+    def _log_tables(self) -> None:
+        for fqn, table in self._model.found.tables.items():
+            features = self._model.found.features.get(fqn, [])
+            _logger.info("tracking table %s (%s) in mode %s, features %s", fqn, table, self._mode.value, features)
 
     def _attach(self) -> list[Watcher]:
         self._model.is_attached = True
