@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import weakref
 from dataclasses import dataclass
@@ -22,14 +23,11 @@ _ROUNDS = 4
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    memory: NDArray[np.uint8]
-    loan: weakref.ref[NDArray[np.uint8]] | None = None
-    last_request: int = 0
+    """Memory, and the array of it that was lent last, which is gone if the memory is free."""
 
-    @property
-    def is_free(self) -> bool:
-        """Whether no array refers to the memory."""
-        return self.loan is None or self.loan() is None
+    memory: NDArray[np.uint8]
+    loan: weakref.ref[NDArray[np.uint8]]
+    last_request: int
 
 
 class BufferPool:
@@ -69,7 +67,7 @@ class BufferPool:
     @property
     def free_bytes(self) -> int:
         """Bytes of free buffers."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers if buffer.is_free)
+        return sum(buffer.memory.nbytes for buffer in self._buffers if buffer.loan() is None)
 
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return an array of bytes that nothing else refers to, at an address that suits every dtype; uninitialised."""
@@ -78,19 +76,21 @@ class BufferPool:
         try:
             self._num_requests += 1
             self._trim()
-            fitting = [
-                each for each in self._buffers if num_bytes <= each.memory.nbytes <= num_bytes * 3 // 2 and each.is_free
-            ]
-            if fitting:
-                buffer = min(fitting, key=lambda each: each.memory.nbytes)
-            else:  # with room for some more rows next time; what is not touched is not provided
-                buffer = _Buffer(np.empty(num_bytes + num_bytes // 8, dtype=np.uint8))
-                self._buffers.append(buffer)
+            best: _Buffer | None = None
+            for each in self._buffers:
+                is_fitting = num_bytes <= each.memory.nbytes <= num_bytes * 3 // 2 and each.loan() is None
+                if is_fitting and (best is None or each.memory.nbytes < best.memory.nbytes):
+                    best = each
+            # New memory has room for some more rows next time; what is not touched is not provided.
+            memory = np.empty(num_bytes + num_bytes // 8, dtype=np.uint8) if best is None else best.memory
             # Not a slice: the views of that would hold the buffer itself, and nothing would tell that they exist.
-            loan = np.frombuffer(buffer.memory.data[:num_bytes], dtype=np.uint8)
-            buffer.loan = weakref.ref(loan, self._returned)
-            buffer.last_request = self._num_requests
-            return loan
+            array = np.frombuffer(memory.data[:num_bytes], dtype=np.uint8)
+            loan = weakref.ref(array, self._returned)
+            if best is None:
+                self._buffers.append(_Buffer(memory, loan, self._num_requests))
+            else:
+                best.loan, best.last_request = loan, self._num_requests
+            return array
         finally:
             self._lock.release()
 
@@ -98,7 +98,7 @@ class BufferPool:
         """Let the system have all that is free; nothing while somebody borrows, for whom it would have to wait."""
         if self._lock.acquire(blocking=False):
             try:
-                self._buffers = [each for each in self._buffers if not each.is_free]
+                self._buffers = [each for each in self._buffers if each.loan() is not None]
             finally:
                 self._lock.release()
 
@@ -113,8 +113,8 @@ class BufferPool:
         """Keep no more free memory than is wanted."""
         oldest = self._num_requests - _ROUNDS * len(self._buffers)
         room, kept = self._max_bytes, []
-        for buffer in sorted(self._buffers, key=lambda each: -each.last_request):
-            if buffer.is_free:
+        for buffer in sorted(self._buffers, key=operator.attrgetter("last_request"), reverse=True):
+            if buffer.loan() is None:
                 room -= buffer.memory.nbytes
                 if room < 0 or buffer.last_request <= oldest:
                     continue

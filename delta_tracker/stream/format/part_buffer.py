@@ -57,6 +57,6 @@ class PartBuffer:
 
     def lend(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Return an array of each of these sizes in bytes, aligned for every dtype; uninitialised."""
-        ends = [0, *itertools.accumulate(size + -size % _ALIGNMENT for size in sizes)]
+        ends = [0, *itertools.accumulate([size + -size % _ALIGNMENT for size in sizes])]
         memory = self._pool.lend(ends[-1])
         return [memory[begin : begin + size] for begin, size in zip(ends, sizes, strict=False)]
