@@ -1,4 +1,4 @@
-"""Learn from autograd when rows are about to be written and when they are.
+"""The post-lookup hook: it runs after each kernel's lookup and watches for the update of the rows.
 
 A fused optimizer writes rows inside the backward of the kernel's autograd node. So the node's pre-hook is the last
 moment before the write, and its post-hook proves the write. A forward under ``no_grad`` has no node, an output that
@@ -66,6 +66,9 @@ class UpdateListener(Protocol):
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
         """Rows of a table changed; with ``is_written`` nobody knows what they held before."""
 
+    def output_launched(self) -> None:
+        """A collection has launched its output distribution. Must not block."""
+
     def notice_writes(self, fqns: Iterable[str]) -> None:
         """Look for in-place writes to the weights of tables that nothing has reported."""
 
@@ -123,15 +126,17 @@ class Watcher:
             return otherwise
 
 
-class KernelHook(Watcher):
-    """Watches the lookups of one kernel.
+class PostLookupHook(Watcher):
+    """Runs after each lookup of one kernel: watches for the update of its rows, and may report the lookup itself.
+
+    It is a module hook, not TorchRec's post-lookup slot: a managed-collision module does not call that slot.
 
     Args:
-        kernel: what to watch.
-        listener: who is told.
+        kernel: the kernel to watch.
+        listener: receives the updates and lookups.
         keys: source of keys, shared by all hooks of a listener.
         recorder: records faults, lookups, and how long recording takes.
-        lookups: tell of every lookup too, also of those that update nothing.
+        lookups: report every lookup too, also those that update nothing.
     """
 
     def __init__(
@@ -151,14 +156,14 @@ class KernelHook(Watcher):
         self._counts = {fqn: recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
         self._unproven = next(keys)
         self._index_type = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
-        self._handle: RemovableHandle = kernel.module.register_forward_hook(self._after_lookup)
+        self._handle: RemovableHandle = kernel.module.register_forward_hook(self._post_lookup)
 
     def remove(self) -> None:
         """Stop watching; backward passes of lookups made before go unseen."""
         self._handle.remove()
         super().remove()
 
-    def _after_lookup(self, module: object, args: tuple[Any, ...], output: Tensor) -> None:
+    def _post_lookup(self, module: object, args: tuple[Any, ...], output: Tensor) -> None:
         del module
         updates = output.requires_grad and self._kernel.is_fused
         if not updates and not self._lookups:
@@ -233,6 +238,9 @@ class _Deaf:
         """Ignore it."""
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
+        """Ignore it."""
+
+    def output_launched(self) -> None:
         """Ignore it."""
 
     def notice_writes(self, fqns: Iterable[str]) -> None:

@@ -67,7 +67,7 @@ class ChangeLog:
         stores: table FQN to its store.
         consumers: names of the readers.
         delete_on_read: forget what every consumer has committed.
-        auto_compact: do so, and merge, at every :meth:`step`; otherwise after every read.
+        auto_compact: do so, and merge, at :meth:`output_launched`; otherwise after every read.
         max_bytes: how much the log may hold; above it the consumer that stands furthest back is given up.
         received: called with each committed read, except those that a publisher makes for the time of a snapshot; the
             lock is held.
@@ -90,6 +90,8 @@ class ChangeLog:
         self._consumers = ConsumerPositions(consumers)
         self._delete_on_read = delete_on_read
         self._auto_compact = auto_compact
+        self._is_compact = True  # nothing was read since the log was compacted
+        self._is_reading = False  # between a read and its seal no cursor keeps the cut
         self._max_bytes = max_bytes
         self._received = received
         self._position = 0
@@ -360,7 +362,24 @@ class ChangeLog:
             self._close_ended()
             self.notice_writes(self._stores)
             self._num_batches += 1
-            self._tidy(*([self.compact] if self._auto_compact else []), self._shed)
+            self._tidy(self._shed)
+
+    def output_launched(self) -> None:
+        """Compact after an output distribution was launched, with ``auto_compact``. Neither blocks nor waits.
+
+        Does nothing if nothing was read since the last time, or while another thread holds the lock.
+        """
+        if self._auto_compact and not self._is_compact and self.lock.acquire(blocking=False):
+            try:
+                if self._compacts_after_odist and not self._is_reading:
+                    self._tidy(self.compact)
+            finally:
+                self.lock.release()
+
+    @property
+    def _compacts_after_odist(self) -> bool:
+        """Whether :meth:`output_launched` compacts. Where that waits for the device, reads do, which wait anyway."""
+        return self._auto_compact and not any(store.compact_waits for store in self._stores.values())
 
     def read(self, consumer: str, *, with_states: bool = True) -> Reading:
         """Cut the log and collect what ``consumer`` has not received. Nothing moves before :meth:`seal`.
@@ -379,6 +398,7 @@ class ChangeLog:
             if self._consumers.is_behind(consumer):
                 raise NeedsSnapshotError(consumer, self._max_bytes)
             start, first_batch = self._consumers.start(consumer)
+            self._is_reading = True
             try:
                 self._cut()
                 carried = self._consumers.carried(consumer)
@@ -393,11 +413,13 @@ class ChangeLog:
     def discard(self) -> None:
         """Remove the cut of a :meth:`read` that failed; the consumer's earlier uncommitted read stays valid."""
         with self.lock:
+            self._is_reading = False
             self._tidy(self.compact)
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
         """Make ``delta`` its consumer's uncommitted read, or commit it at once."""
         with self.lock:
+            self._is_reading = False
             replaces = self._consumers.seal(delta)
             if commit:
                 self._commit(delta)
@@ -478,6 +500,7 @@ class ChangeLog:
             for store in crowded:
                 store.compact(pinned)
             self._lag.compact(pinned, forgets=self._delete_on_read)
+            self._is_compact = True
 
     def _changed_since(
         self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None, *, with_states: bool = True
@@ -502,8 +525,9 @@ class ChangeLog:
             self._received(delta)
 
     def _after_read(self) -> None:
-        # Every sixteenth read also under auto_compact: nobody need call step().
-        compacts = not self._auto_compact or self._position % 16 == 0
+        self._is_compact = False
+        # Every sixteenth read also under auto_compact: the model may be idle.
+        compacts = not self._compacts_after_odist or self._position % 16 == 0
         self._tidy(*([self.compact] if compacts else []), self._shed)
 
     def _tidy(self, *tasks: Callable[[], None]) -> None:
@@ -532,6 +556,7 @@ class ChangeLog:
         self._close_ended()
         self.notice_writes(self._stores)
         self._position += 1
+        self._is_compact = False
         with one_cut():
             for store in self._stores.values():
                 store.cut(self._position)

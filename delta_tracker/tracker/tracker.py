@@ -16,8 +16,9 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import LocalShard
-from delta_tracker.sharding.kernel_hooks import KernelHook, KeyedIds, Watcher
+from delta_tracker.sharding.kernel_hooks import KeyedIds, PostLookupHook, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.odist_hook import watch_output_dists
 from delta_tracker.sharding.versions import load_torchrec
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.write_hooks import watch_writes
@@ -78,7 +79,9 @@ class ModelDeltaTracker:
         consumers: names of the independent readers; one named ``"default"`` if not given.
         delete_on_read: forget rows once every consumer has committed a read of them. False keeps them all, so that
             :meth:`rewind` can take a consumer back to the start; it costs at most one set of rows more.
-        auto_compact: merge the log, and forget what was read, at every :meth:`step`; otherwise at every read.
+        auto_compact: merge the log, and drop rows that every consumer has committed, in the post-odist hook: after a
+            collection has launched its output distribution, overlapped with the communication. Otherwise at every
+            read. Old states on a GPU are merged at reads in either case, because merging them waits for the device.
         mode: what is kept of a changed row.
         fqns_to_skip: tables to leave alone, each by its FQN, the FQN of a module above it, or one component of it.
         record: ``"updates"``; or ``"lookups"`` to count every lookup as a change too, as TorchRec's tracker does.
@@ -626,7 +629,11 @@ class ModelDeltaTracker:
         self._model.is_attached = True
         model, found, lookups = self._model.module, self._model.found, self._records_lookups
         return [
-            *(KernelHook(kernel, self._log, self._keys, self._metrics, lookups=lookups) for kernel in found.kernels),
+            *(
+                PostLookupHook(kernel, self._log, self._keys, self._metrics, lookups=lookups)
+                for kernel in found.kernels
+            ),
+            *watch_output_dists(model, found, self._log, self._keys, self._metrics),
             *watch_writes(model, found, self._log, self._keys, self._metrics),
         ]
 

@@ -247,6 +247,11 @@ class SegmentStore:
             self._recycle(merged)
         return found
 
+    @property
+    def compact_waits(self) -> bool:
+        """Whether :meth:`compact` waits for the device: to merge old states that are there."""
+        return self._pads and self.keeps_states
+
     def compact(self, pinned: Collection[int]) -> None:
         """Merge neighbouring segments unless a position in ``pinned`` lies on their boundary."""
         if len(self._segments) > 1:

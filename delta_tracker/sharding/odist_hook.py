@@ -1,0 +1,132 @@
+"""Run work after a sharded collection has launched its output distribution, overlapped with the communication.
+
+TorchRec has a slot for one function there. :class:`OdistSlot` shares it between trackers and with its previous holder.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.sharding.discover import Discovery
+from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+class OdistSlot:
+    """Function in TorchRec's post-odist slot of one collection: calls the previous holder, then all trackers' hooks.
+
+    Without hooks it only calls the previous holder, so that it may stay wherever another function has kept it.
+
+    Args:
+        previous: the function that held the slot; None if it was empty.
+    """
+
+    def __init__(self, previous: Callable[..., None] | None) -> None:
+        self.previous = previous
+        self.hooks: list[Callable[[], None]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  what torchrec passes
+        """Call the previous holder with the arguments, then the hooks, which do not raise."""
+        if self.previous is not None:
+            self.previous(*args, **kwargs)
+        for hook in tuple(self.hooks):
+            hook()
+
+
+class PostOdistHook(Watcher):
+    """Report that a collection has launched an output distribution, once for each of its sharding types.
+
+    Uses TorchRec's slot where the collection has it and calls it; otherwise module hooks. A managed-collision module
+    distributes the output of its collection itself, without the slot.
+
+    Args:
+        module: the collection.
+        tables: FQNs of its tables.
+        listener: its ``output_launched`` is called. It must neither block nor wait for the device.
+        keys: source of keys, shared by all hooks of a listener.
+        recorder: records faults.
+        has_slot: whether the collection calls the slot.
+    """
+
+    def __init__(
+        self,
+        module: Any,  # noqa: ANN401  a class of torchrec's
+        tables: Sequence[str],
+        listener: UpdateListener,
+        keys: itertools.count[int],
+        recorder: Recorder,
+        *,
+        has_slot: bool,
+    ) -> None:
+        super().__init__(tables, listener, keys, recorder)
+        self._module = module
+        self._slot: OdistSlot | None = None
+        self._handles: list[RemovableHandle] = []
+        if has_slot:
+            self._slot = self._shared_slot()
+            self._slot.hooks.append(self._launched)
+        else:
+            self._handles = [dist.register_forward_hook(self._after_dist) for dist in module._output_dists]  # noqa: SLF001
+
+    def remove(self) -> None:
+        """Stop reporting. The last hook to leave the slot gives it back to its previous holder.
+
+        If another function has taken the slot since, it keeps it.
+        """
+        for handle in self._handles:
+            handle.remove()
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.hooks.remove(self._launched)
+            if not slot.hooks and self._module.post_odist_tracker_fn is slot:
+                self._module.post_odist_tracker_fn = slot.previous
+        super().remove()
+
+    def _shared_slot(self) -> OdistSlot:
+        """Return the function in the slot if it is an :class:`OdistSlot`; otherwise register one."""
+        held = self._module.post_odist_tracker_fn
+        if isinstance(held, OdistSlot):
+            return held
+        slot = OdistSlot(held)
+        self._module.post_odist_tracker_fn = None  # torchrec warns when it overwrites a function; this one is kept
+        self._module.register_post_odist_tracker_fn(slot)
+        return slot
+
+    def _after_dist(self, *_: object) -> None:
+        self._launched()
+
+    def _launched(self) -> None:
+        self._contained(self._listener.output_launched, otherwise=None)
+
+
+def watch_output_dists(
+    model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
+) -> list[Watcher]:
+    """Return a post-odist hook on every sharded collection.
+
+    Args:
+        model: the model in which ``found`` was discovered.
+        found: its collections and tracked tables.
+        listener: see :class:`PostOdistHook`.
+        keys: source of keys, shared by all hooks of a listener.
+        recorder: records faults.
+    """
+    bypassed = {getattr(module, "_embedding_module", None) for module in model.modules()}
+    return [
+        PostOdistHook(
+            module,
+            [table for table in found.tables if table.startswith(f"{fqn}." if fqn else "")],
+            listener,
+            keys,
+            recorder,
+            has_slot=hasattr(module, "register_post_odist_tracker_fn") and module not in bypassed,
+        )
+        for fqn, module in found.modules.items()
+    ]
