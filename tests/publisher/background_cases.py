@@ -254,8 +254,14 @@ def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:
         for _ in range(120):
             trainer.step(publisher)
         publisher.flush()
-        trainer.remember()
-        last = publisher.publish()
+        log = StreamLog(Storage(url))
+        deadline = time.monotonic() + _PATIENCE
+        is_old = torch.ones(1)
+        while is_old.item():  # a pass of retention may take longer than all of these batches
+            trainer.remember()
+            last = publisher.publish()
+            is_old.fill_(1 in log.versions() and time.monotonic() < deadline)
+            dist.broadcast(is_old, 0)
         dist.barrier()
         deadline = time.monotonic() + _PATIENCE
         while predictor.version != last.version and time.monotonic() < deadline:
@@ -267,7 +273,6 @@ def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:
         late = empty_model(trainer.tracker)
         assert Predictor(late, url).sync() == last.version
         trainer.assert_equal(last, late)
-        log = StreamLog(Storage(url))
         beats = read_heartbeats(log.storage)
         return {"versions": log.versions(), "merged": len(log.merged()), "beats": [beat.name for beat in beats]}
 
