@@ -140,7 +140,7 @@ class _Trainer:
             tables=self._specs,
             rows=[self._rows(fqn, None if kind == "snapshot" else changed[fqn]) for fqn in self.tables],
         )
-        self.versions.append(self._writer.commit(lambda: draft))
+        self.versions.append(self._writer.commit(draft))
         self._published = self._batch
         return self.versions[-1].version
 

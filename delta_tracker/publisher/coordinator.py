@@ -112,11 +112,11 @@ class StreamWriter:
             self._storage.put(name, writer.buffers())
         return writer.part
 
-    def commit(self, prepare: Callable[[], Draft]) -> Manifest:
+    def commit(self, draft: Draft | Exception) -> Manifest:
         """Write what every rank has of a version, then create its entry.
 
         Args:
-            prepare: gives this rank's draft; what it raises is this rank's failure.
+            draft: what this rank has, or why it has nothing; the other ranks then raise a PublishError.
 
         Returns:
             The committed entry, the same on every rank.
@@ -127,14 +127,14 @@ class StreamWriter:
             StorageError: if this rank could not write.
             RankLostError: if a rank dies meanwhile.
         """
-        written: list[tuple[Draft, list[Part]]] = []
+        parts: list[Part] = []
 
         def write() -> dict[str, Any]:
-            draft = prepare()
-            parts = [*draft.parts]
+            if isinstance(draft, Exception):
+                raise draft
+            parts.extend(draft.parts)
             if draft.rows or draft.dense:
                 parts.append(self.write_part(draft.rows, draft.dense))
-            written.append((draft, parts))
             return {
                 "parts": [asdict(part) for part in parts] if self.rank else [],  # rank 0 has its own
                 "pending_rows": draft.pending_rows,
@@ -143,8 +143,9 @@ class StreamWriter:
 
         votes = self.exchange("part", write)
         check_alike(votes, "cut", "tables")
+        assert not isinstance(draft, Exception), "raised by the exchange"
         with self._commit_timer():
-            self.head = self._from_rank_0("commit", lambda: self._commit(*written[0], votes))
+            self.head = self._from_rank_0("commit", lambda: self._commit(draft, parts, votes))
         return self.head
 
     def exchange(self, phase: str, action: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:

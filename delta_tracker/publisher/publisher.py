@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -19,11 +18,12 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Draft, StreamWriter, check_alike
+from delta_tracker.publisher.flight import Flight, Stage, Votes
 from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.ranks import CALL, Flags
 from delta_tracker.publisher.row_gatherer import EncodingChoice
 from delta_tracker.publisher.version_source import Cutter
-from delta_tracker.stream.format.manifest import Kind, Manifest, Part
+from delta_tracker.stream.format.manifest import Kind, Manifest
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
 from delta_tracker.stream.notify.notifier import Hints, Notifier
@@ -33,16 +33,6 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A version on its way. A snapshot's rows are copied first; then it is cut, written and committed as any other."""
-
-    kind: Kind
-    job: Future[Any]
-    is_copying: bool
-    read: Delta | None = None
 
 
 class Publisher:
@@ -116,7 +106,7 @@ class Publisher:
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._upkeep: Upkeep | None = None
         self._cutter: Cutter | None = None
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._error: Exception | None = None
         self._num_versions = 0
         self._is_open = False
@@ -210,8 +200,8 @@ class Publisher:
         try:
             agreed = self._flags.result()
             if agreed is not None:
-                self._advance(*map(bool, agreed))
-            self._flags.start(self._wishes(self._pace))
+                self._advance(Votes(*map(bool, agreed)))
+            self._flags.start(self._votes(self._pace))
         except RankLostError as error:
             self._fail(error)
 
@@ -302,34 +292,37 @@ class Publisher:
             raise self._error
         return self._writer.head
 
-    def _wishes(self, pace: Pace) -> list[bool]:
-        """What this rank tells for the next batch: begin a version, make it a snapshot, wait for what is under way."""
+    def _votes(self, pace: Pace) -> Votes:
+        """Return what this rank votes for the next batch."""
         if self._flight is not None:
-            return [False, False, not self._flight.job.done()]
+            return Votes(is_working=not self._flight.job.done())
         assert self._cadence is not None, "there is a pace"
         every = self._cadence.snapshot_every
         wants_snapshot = self._checked_cutter().needs_snapshot or (
             every is not None and self._num_versions % every == 0
         )
-        return [pace.is_due(is_clock=self._writer.rank == 0), wants_snapshot, False]
+        return Votes(is_due=pace.is_due(is_clock=self._writer.rank == 0), wants_snapshot=wants_snapshot)
 
-    def _advance(self, is_due: bool, wants_snapshot: bool, is_under_way: bool) -> None:  # noqa: FBT001  as told
+    def _advance(self, votes: Votes) -> None:
+        """Change the state as all ranks have voted."""
         if self._flight is None:
-            if is_due:
-                self._begin("snapshot" if wants_snapshot else "delta")
-        elif not is_under_way:
-            self._go_on(self._flight)
+            if votes.is_due:
+                self._begin("snapshot" if votes.wants_snapshot else "delta")
+        elif not votes.is_working:
+            self._leave(self._flight)
 
     def _land(self) -> None:
         """Wait until nothing is under way."""
         while self._flight is not None:
-            self._go_on(self._flight)
+            self._leave(self._flight)
 
-    def _go_on(self, flight: _Flight) -> None:
-        if flight.is_copying:
-            self._cut("snapshot", flight.job)
-        else:
-            self._finish(flight)
+    def _leave(self, flight: Flight) -> None:
+        """Enter the state after this stage, once the worker has finished it."""
+        match flight.stage:
+            case Stage.COPYING:
+                self._cut(flight.kind, flight)
+            case Stage.WRITING:
+                self._finish(flight)
 
     def _begin(self, kind: Kind) -> None:
         if self._pace is not None:
@@ -343,30 +336,28 @@ class Publisher:
             except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks hear of it
                 job = Future()
                 job.set_exception(error)
-            self._flight = _Flight(kind, job, is_copying=True)
+            self._flight = Flight(kind, Stage.COPYING, job)
 
-    def _cut(self, kind: Kind, copy: Future[Part | None] | None) -> None:
+    def _cut(self, kind: Kind, copied: Flight | None) -> None:
         """Read a version's rows and let the worker write it."""
         read: Delta | None = None
+        draft: Draft | Exception
         try:
-            draft, read = self._checked_cutter().cut(kind, None if copy is None else copy.result())
-        except Exception as error:  # noqa: BLE001  the other ranks have to hear of it: the writer tells them
-            failure = error
-            job = self._worker.submit(self._commit, lambda: _raise(failure))
-        else:
-            job = self._worker.submit(self._commit, lambda: draft)
-        self._flight = _Flight(kind, job, is_copying=False, read=read)
+            draft, read = self._checked_cutter().cut(kind, None if copied is None else copied.job.result())
+        except Exception as error:  # noqa: BLE001  the writer sends it to the other ranks, then raises it
+            draft = error
+        self._flight = Flight(kind, Stage.WRITING, self._worker.submit(self._commit, draft), read)
 
-    def _commit(self, prepare: Callable[[], Draft]) -> Manifest:
-        """On the worker: write a version, commit it, and tell who waits for it."""
-        manifest = self._writer.commit(prepare)
+    def _commit(self, draft: Draft | Exception) -> Manifest:
+        """Write a version, commit it and announce it. Runs on the worker."""
+        manifest = self._writer.commit(draft)
         if self._writer.rank == 0:
             self._hints.announce(manifest.stream, manifest.version)
             if self._upkeep is not None:
                 self._upkeep.after(manifest.version)
         return manifest
 
-    def _finish(self, flight: _Flight) -> None:
+    def _finish(self, flight: Flight) -> None:
         """Wait for a version's end, and tell the tracker.
 
         Interrupted, it is still under way: the worker reads the memory that the next one would gather into.
@@ -389,7 +380,3 @@ class Publisher:
         if str(error) != str(self._error):
             _logger.warning("version %d was not published: %s", self.version + 1, error)
         self._error = error
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
