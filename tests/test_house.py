@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -156,7 +157,11 @@ def test_no_modules_import_each_other() -> None:
 
 def test_each_package_says_which_file_to_open_first() -> None:
     for path in _PACKAGE.rglob("__init__.py"):
-        assert len(ast.get_docstring(ast.parse(path.read_text())) or "") > 50, path
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        named = [name for name in re.findall(r"``([a-z_]+\.py)``", text) if path.parent != _PACKAGE]
+        missing = [name for name in named if not (path.parent / name).exists()]
+        assert not missing, path
+        assert path.parent == _PACKAGE or (named and " first" in text), path
 
 
 def test_package_files_only_gather_names() -> None:

@@ -1,4 +1,5 @@
 """The command line, ``delta-tracker``.
 
-Open ``main.py`` first: it has the group of commands. Each command has a file of its name.
+Open ``commands.py`` first: it has the group of commands. Each command has a file of the same name; ``main.py`` turns
+errors into exit codes.
 """

@@ -1,1 +1,4 @@
-"""Adapters for other libraries: torch.distributed.checkpoint in ``dcp.py`` and Lightning in ``lightning.py``."""
+"""Adapters for other libraries.
+
+Open the file of the library first: ``dcp.py`` for torch.distributed.checkpoint, ``lightning.py`` for Lightning.
+"""

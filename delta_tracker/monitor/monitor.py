@@ -11,11 +11,11 @@ from typing import Any, cast
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.batch import Batch
-from delta_tracker.monitor.claims import Claims
 from delta_tracker.monitor.clock import Clock, Progress
 from delta_tracker.monitor.collector import Collector
 from delta_tracker.monitor.event import Event, Severity, Value, renew_ids
 from delta_tracker.monitor.events import EventLog, EventRule, Handler, Subscription
+from delta_tracker.monitor.label_names import LabelNames
 from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.names import check_label_names
 from delta_tracker.monitor.registry import Registry
@@ -56,7 +56,7 @@ class Monitor(Forkable):
         self._progress = Progress(clock)
         self.registry = Registry(self._progress, Hooks(self._overflowed))
         self.metrics = LibraryMetrics(self.registry)
-        self.claims = Claims()
+        self.label_names = LabelNames()
         self.events = EventLog(clock, capacity, self._dropped, self._wake)
         self._collector = Collector(
             self.registry,

@@ -51,7 +51,7 @@ class Recorder:
         self.monitor = program_monitor() if monitor is None else monitor
         self.role = role
         self.monitor.registry.forget_ended()  # their names are free then
-        self.name = self.monitor.claims.take(role, role if name is None else name)
+        self.name = self.monitor.label_names.take(role, role if name is None else name)
         self._life = _Life(f"{role} {self.name}", owner, self._forget)
         self.monitor.add_source(self._life)
 
@@ -76,7 +76,7 @@ class Recorder:
         for stat in self.monitor.find(f"{PREFIX}*", kind=Kind.GAUGE):
             if self.role in stat.definition.labels:
                 stat.remove(**{self.role: self.name})
-        self.monitor.claims.release(self.role, self.name)
+        self.monitor.label_names.release(self.role, self.name)
 
 
 class _Life(Source):

@@ -1,5 +1,7 @@
-"""Follow a stream and write its rows into a model that serves lookups meanwhile.
+"""Follow a stream and write its rows into a model while it serves lookups.
 
-Open ``predictor.py`` first: it has the public class. ``targets.py`` finds the tables of a model, ``apply.py`` writes
-one version into them under the lock of ``lock.py``, ``follower.py`` is the thread that does so for every version.
+Open ``predictor.py`` first: it has the public class. ``targets.py`` finds the tables of a model, ``placement.py``
+decides which rows and columns each of them takes, ``apply.py`` writes one version under the lock of ``lock.py``,
+``follower.py`` is the thread that does so for every version. What a table must offer is
+``delta_tracker/row_target.py``.
 """

@@ -47,7 +47,7 @@ class Draft:
     dense: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class StreamWriter:
+class Coordinator:
     """This rank's hand in the versions of a stream. Methods are collectives of its ranks unless they say otherwise.
 
     A method that raises has published nothing; a rank that fails says so to the others before it raises.

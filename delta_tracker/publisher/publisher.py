@@ -17,12 +17,12 @@ from delta_tracker.errors import FencedError, InvalidArgumentError, RankLostErro
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
-from delta_tracker.publisher.coordinator import Draft, StreamWriter, check_alike
+from delta_tracker.publisher.coordinator import Coordinator, Draft, check_alike
 from delta_tracker.publisher.flight import Flight, Stage, Votes
 from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.ranks import CALL, Flags
 from delta_tracker.publisher.row_gatherer import EncodingChoice
-from delta_tracker.publisher.version_source import Cutter
+from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.stream.format.manifest import Kind, Manifest
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
@@ -105,7 +105,7 @@ class Publisher:
         self._tracker = tracker
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._upkeep: Upkeep | None = None
-        self._cutter: Cutter | None = None
+        self._source: VersionSource | None = None
         self._flight: Flight | None = None
         self._error: Exception | None = None
         self._num_versions = 0
@@ -116,7 +116,7 @@ class Publisher:
                 if value is not None and not isinstance(value, kind):
                     raise InvalidArgumentError(argument, value, f"Pass a {kind.__name__}")
             is_first = self._writer.rank == 0
-            self._cutter = Cutter(
+            self._source = VersionSource(
                 tracker,
                 consumer,
                 top_k=top_k,
@@ -128,7 +128,7 @@ class Publisher:
             return {"arguments": "no top_k" if top_k is None else "top_k"}
 
         self._recorder = Recorder("publisher", self, name=name, monitor=monitor)
-        self._writer = StreamWriter(timeout, self._recorder)
+        self._writer = Coordinator(timeout, self._recorder)
         try:
             self._flags = Flags(timeout)
         except BaseException:
@@ -139,9 +139,9 @@ class Publisher:
         try:
             check_alike(self._writer.exchange("arguments", prepare), "arguments")
             if top_k is not None:
-                self._checked_cutter().handle.join_top_k(CALL, timeout)
+                self._checked_source().handle.join_top_k(CALL, timeout)
             self._writer.open(url)
-            self._checked_cutter().resume(self._writer)
+            self._checked_source().resume(self._writer)
             if retention is not None or compact_every is not None:
                 self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every)
         except BaseException:
@@ -151,7 +151,7 @@ class Publisher:
         self._gauges = PublisherGauges(self._recorder, counts_versions=self._writer.rank == 0)
         self._gauges.begin(self._writer.head.version)
         self._cadence = cadence
-        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_cutter().handle.name)
+        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_source().handle.name)
 
     @property
     def generation(self) -> int:
@@ -192,7 +192,7 @@ class Publisher:
             InvalidArgumentError: without a cadence, after :meth:`close`, or from another thread than the one that
                 built it.
         """
-        self._checked_cutter()
+        self._checked_source()
         if self._pace is None:
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
         if isinstance(self._error, FencedError | RankLostError):
@@ -237,7 +237,7 @@ class Publisher:
 
         Raises: as :meth:`publish`.
         """
-        self._checked_cutter()
+        self._checked_source()
         self._flags.result()
         self._land()
         if self._error is not None:
@@ -252,12 +252,12 @@ class Publisher:
         Raises:
             InvalidArgumentError: from another thread than the one that built it; nothing was closed.
         """
-        if self._cutter is not None:
-            self._checked_cutter()
-        if self._cutter is not None:
+        if self._source is not None:
+            self._checked_source()
+        if self._source is not None:
             self._land()
-            self._cutter.close(forgets=self._is_open)
-        self._cutter = None
+            self._source.close(forgets=self._is_open)
+        self._source = None
         self._worker.shutdown()
         self._hints.close()
         if self._upkeep is not None:
@@ -266,9 +266,9 @@ class Publisher:
         self._writer.close()
         self._recorder.close()
 
-    def _checked_cutter(self) -> Cutter:
+    def _checked_source(self) -> VersionSource:
         """The tracker's side, while the publisher may be used, and from the thread that may use it."""
-        if self._cutter is None:
+        if self._source is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         if os.getpid() != self._process:
             raise InvalidArgumentError(
@@ -276,16 +276,16 @@ class Publisher:
             )
         if threading.get_ident() != self._thread:
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
-        return self._cutter
+        return self._source
 
     # Every rank goes through the same states at the same batches: nothing, copying, writing, nothing.
 
     def _publish(self, kind: Kind) -> Manifest:
-        cutter = self._checked_cutter()
+        source = self._checked_source()
         self._flags.result()
         self._land()
         self._error = None
-        wanted: Kind = "snapshot" if cutter.needs_snapshot else kind
+        wanted: Kind = "snapshot" if source.needs_snapshot else kind
         self._begin(self._writer.agree(wanted, self._tracker.num_batches, self._tracker.tables))
         self._land()
         if self._error is not None:
@@ -298,7 +298,7 @@ class Publisher:
             return Votes(is_working=not self._flight.job.done())
         assert self._cadence is not None, "there is a pace"
         every = self._cadence.snapshot_every
-        wants_snapshot = self._checked_cutter().needs_snapshot or (
+        wants_snapshot = self._checked_source().needs_snapshot or (
             every is not None and self._num_versions % every == 0
         )
         return Votes(is_due=pace.is_due(is_clock=self._writer.rank == 0), wants_snapshot=wants_snapshot)
@@ -331,7 +331,7 @@ class Publisher:
             self._cut(kind, None)
         else:
             try:
-                rows = self._checked_cutter().copy()
+                rows = self._checked_source().copy()
                 job = self._worker.submit(lambda: self._writer.write_part(rows) if rows else None)
             except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks hear of it
                 job = Future()
@@ -343,7 +343,7 @@ class Publisher:
         read: Delta | None = None
         draft: Draft | Exception
         try:
-            draft, read = self._checked_cutter().cut(kind, None if copied is None else copied.job.result())
+            draft, read = self._checked_source().cut(kind, None if copied is None else copied.job.result())
         except Exception as error:  # noqa: BLE001  the writer sends it to the other ranks, then raises it
             draft = error
         self._flight = Flight(kind, Stage.WRITING, self._worker.submit(self._commit, draft), read)
@@ -366,11 +366,11 @@ class Publisher:
             committed = flight.job.result()
         except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
             self._flight = None
-            self._checked_cutter().end(flight.read, None)
+            self._checked_source().end(flight.read, None)
             self._fail(error)
             return
         self._flight = None
-        self._checked_cutter().end(flight.read, committed)
+        self._checked_source().end(flight.read, committed)
         self._gauges.published(committed)
         self._error = None
         self._num_versions += 1

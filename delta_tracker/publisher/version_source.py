@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.publisher.coordinator import Draft, StreamWriter
+from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.sharding.dense import dense_tensors
@@ -28,7 +28,7 @@ from delta_tracker.types import Delta
 _logger = logging.getLogger(__name__)
 
 
-class Cutter:
+class VersionSource:
     """Reads a tracker as one of its consumers, which it reserves. Everything here is for the training thread.
 
     Args:
@@ -81,12 +81,12 @@ class Cutter:
         """Whether only a snapshot can bring the stream up to date."""
         return not self._has_snapshot or self.handle.needs_snapshot
 
-    def resume(self, writer: StreamWriter) -> None:
+    def resume(self, writer: Coordinator) -> None:
         """Go on from a checkpoint if every rank knows what later versions carried; otherwise a snapshot comes first.
 
         A collective.
 
-        Raises: as :meth:`~delta_tracker.publisher.coordinator.StreamWriter.exchange`.
+        Raises: as :meth:`~delta_tracker.publisher.coordinator.Coordinator.exchange`.
         """
         tracker = self._tracker
         rows: dict[str, Tensor] | None = None

@@ -1,5 +1,7 @@
-"""The only package that imports torchrec and fbgemm: what of a sharded model the others need.
+"""What the other packages need from a sharded model. The only package that imports torchrec and fbgemm.
 
-Open ``discover.py`` first: it finds the tables. ``kernel_hooks.py`` and ``write_hooks.py`` report which rows are
-written, ``refusals.py`` lists what cannot be followed, ``versions.py`` has what differs between versions of torchrec.
+Open ``discover.py`` first: it finds the tables. ``kernel_hooks.py``, ``odist_hook.py`` and ``write_hooks.py`` report
+lookups, updates and other writes; ``kernel_memory.py`` and ``weights.py`` read rows and optimizer states;
+``refusals.py`` lists the optimizers that can be followed and refuses the rest; ``torchrec_api.py`` has every
+attribute of torchrec that is used, with the differences between its versions.
 """

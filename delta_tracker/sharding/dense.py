@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.sharding.discover import has_unknown_rows, walk
-from delta_tracker.sharding.versions import load_torchrec
+from delta_tracker.sharding.torchrec_api import load_torchrec
 
 
 def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from delta_tracker.errors import (
     UnsupportedModuleError,
     UnsupportedTableError,
 )
-from delta_tracker.sharding.versions import Torchrec, load_torchrec, planned_blocks, planned_kernel, table_configs
+from delta_tracker.sharding.torchrec_api import Torchrec, load_torchrec, planned_blocks, planned_kernel, table_configs
 from delta_tracker.types import ShardSpec, TableSpec
 
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}

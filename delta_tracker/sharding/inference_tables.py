@@ -19,7 +19,7 @@ from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget, write_rows
 from delta_tracker.sharding.discover import LocalShard, discover
 from delta_tracker.sharding.kernel_memory import one_cut
-from delta_tracker.sharding.versions import Quantised, Torchrec, load_quantised, load_torchrec
+from delta_tracker.sharding.torchrec_api import Quantised, Torchrec, load_quantised, load_torchrec
 from delta_tracker.sharding.weights import column_views
 
 _SCALE_BIAS_BYTES = 4

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import UnsupportedModuleError, UnsupportedOptimizerError
 from delta_tracker.sharding.discover import Discovery, walk
-from delta_tracker.sharding.versions import Torchrec, kernel_arguments, load_torchrec
+from delta_tracker.sharding.torchrec_api import Torchrec, kernel_arguments, load_torchrec
 
 # Names of fbgemm's EmbOptimType and WeightDecayMode. These write a row only in the backward pass of a lookup of it.
 _OPTIMIZERS = frozenset(

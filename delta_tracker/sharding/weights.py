@@ -14,7 +14,7 @@ from delta_tracker.buffers import new_rows
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_memory import memory_of, one_cut
-from delta_tracker.sharding.versions import weight_slots
+from delta_tracker.sharding.torchrec_api import weight_slots
 
 
 def column_views(shard: LocalShard) -> list[Tensor]:

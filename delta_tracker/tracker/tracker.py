@@ -19,7 +19,7 @@ from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_hooks import KeyedIds, PostLookupHook, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.odist_hook import watch_output_dists
-from delta_tracker.sharding.versions import load_torchrec
+from delta_tracker.sharding.torchrec_api import load_torchrec
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.write_hooks import watch_writes
 from delta_tracker.tracker.change_log import ChangeLog

@@ -12,7 +12,7 @@ REVERTS = [
         defect="a subclass of a sharded collection is skipped",
         generator=_KINDS,
         edits={
-            "delta_tracker/sharding/versions.py": [
+            "delta_tracker/sharding/torchrec_api.py": [
                 (
                     "next((holder for kind, holder in self.collections.items() if isinstance(module, kind)), None)",
                     "self.collections.get(type(module))",

@@ -1,4 +1,4 @@
-"""Manifests: the records of a stream's versions, as values. ``FORMAT.md`` beside this file describes their JSON."""
+"""Manifests: the records of a stream's versions, as values. ``stream/FORMAT.md`` describes their JSON."""
 
 from __future__ import annotations
 

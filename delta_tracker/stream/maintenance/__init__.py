@@ -1,5 +1,5 @@
-"""What keeps a stream small: removing versions that nobody needs, and merging versions.
+"""Keep a stream small: remove versions that no reader needs, and merge versions.
 
-Open ``upkeep.py`` first: it runs ``retention.py`` and ``compaction.py`` in the background. ``merging.py`` finds the
-newest rows.
+Open ``upkeep.py`` first: it runs ``retention.py`` and ``compaction.py`` in the background. ``merging.py`` keeps the
+newest value of each row.
 """

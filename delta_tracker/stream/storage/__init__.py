@@ -1,5 +1,5 @@
-"""Where objects lie: directories and S3.
+"""Where objects are stored: directories, memory, S3, Google Cloud Storage and Azure.
 
-Open ``storage.py`` first: it has the class that everything else uses. ``url.py`` takes addresses apart, ``local.py``
-makes directories durable.
+Open ``storage.py`` first: it has the class that everything else uses. ``url.py`` lists the schemes of urls: a new
+kind of store is added there. ``local.py`` makes directories durable.
 """

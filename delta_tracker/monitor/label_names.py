@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 
 
-class Claims:
+class LabelNames:
     """The names of the objects that record, each at most once for a role. Any thread may call any method.
 
     No lock is taken, so a forked child can go on using it.
 
     Example:
-        >>> claims = Claims()
-        >>> claims.take("tracker", "tracker"), claims.take("tracker", "tracker"), claims.take("publisher", "tracker")
+        >>> names = LabelNames()
+        >>> names.take("tracker", "tracker"), names.take("tracker", "tracker"), names.take("publisher", "tracker")
         ('tracker', 'tracker-2', 'tracker')
-        >>> claims.release("tracker", "tracker")
-        >>> claims.take("tracker", "tracker")
+        >>> names.release("tracker", "tracker")
+        >>> names.take("tracker", "tracker")
         'tracker'
     """
 
