@@ -31,8 +31,8 @@ test-reverts: $(VENV)/.installed  ## take each fix out of a copy and see that a 
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
 test-sweeps: $(VENV)/.installed  ## run the sweeps whole of which `make test` runs a part
-	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist load -k "test_every_operation or quiet_point" \
-	    tests/system/test_fault_sweep.py tests/system/test_crash.py
+	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist load -k "test_every_operation or quiet_point or runs_tiny" \
+	    tests/system/test_fault_sweep.py tests/system/test_crash.py tests/system/test_benchmarks.py
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)

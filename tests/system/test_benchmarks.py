@@ -17,15 +17,20 @@ from benchmarks.harness import Report, Sample, interleaved
 from benchmarks.summary import markdown
 from benchmarks.targets import Target
 from benchmarks.workloads import distinct_ids, uniform_ids, zipf_ids
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _ROOT = Path(__file__).parent.parent.parent
+_IN_SWEEPS = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="some 10 s each: `make test-sweeps` runs them")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("bench_freshness", "bench_predict", "bench_publish", "bench_quality"),
-        *("bench_read", "bench_step", "bench_store"),
+        *("bench_predict", "bench_publish", "bench_step"),
+        *(
+            pytest.param(name, marks=_IN_SWEEPS)
+            for name in ("bench_freshness", "bench_quality", "bench_read", "bench_store")
+        ),
     ],
 )
 def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
