@@ -129,8 +129,13 @@ class Follower:
             over = threading.Event()
             arguments = poll_seconds, refuse, begun, over
             thread = threading.Thread(target=self._run, args=arguments, name="predictor", daemon=True)
-            thread.start()
-            self._thread, self._over = thread, over
+            self._thread, self._over = thread, over  # before it runs: it may call stop(), which must know it
+            try:
+                thread.start()
+            except BaseException:
+                self._stop.set()
+                self._thread = None
+                raise
             try:
                 wait([begun], _START_SECONDS)
                 if not begun.cancel():
