@@ -100,7 +100,7 @@ class _Life(Source):
 
     @property
     def is_over(self) -> bool:
-        """Whether the object is closed or gone."""
+        """True once the object is closed or garbage-collected."""
         return self._is_closed or self._owner() is None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a predictor records of its versions and faults."""
+"""Record the versions and faults of a predictor."""
 
 from __future__ import annotations
 

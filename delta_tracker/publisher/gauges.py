@@ -1,4 +1,4 @@
-"""What a publisher records of its versions."""
+"""Record the versions of a publisher."""
 
 from __future__ import annotations
 
