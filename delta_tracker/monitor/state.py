@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, convert
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.default import MONITOR
@@ -31,7 +33,9 @@ _FORMAT = "totals by label values"
 _REMEDY = "These are no counters of this format: load a checkpoint that this library saved"
 _MAX_BYTES = 64 * 2**20
 
-Totals = dict[str, list[tuple[list[str], float]]]
+# Whole numbers stay whole.
+_Total = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0)]
+Totals = dict[str, list[tuple[list[str], _Total]]]
 """Name of each counter to label values and total of each cell."""
 
 
@@ -204,17 +208,6 @@ def _parsed(saved: Any) -> Totals:  # noqa: ANN401  whatever was found in a chec
         InvalidArgumentError: if it is not what :meth:`LogicalCounters.state_dict` gave.
     """
     try:
-        found: Mapping[str, Any] = saved[_FORMAT]
-        return {
-            str(name): [([str(value) for value in values], _total(total)) for values, total in cells]
-            for name, cells in found.items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return convert(saved[_FORMAT], Totals)
+    except (ValueError, TypeError, KeyError) as error:
         raise InvalidArgumentError("state", str(saved)[:40], _REMEDY) from error
-
-
-def _total(value: object) -> float:
-    """``value`` if it can be the total of a counter."""
-    if type(value) not in (int, float) or not value >= 0:  # type: ignore[operator]  # a number by then
-        raise ValueError(value)
-    return value  # type: ignore[return-value]

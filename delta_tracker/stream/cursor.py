@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec import Struct, convert
 
 from delta_tracker.errors import (
     DenseMismatchError,
@@ -19,12 +21,19 @@ from delta_tracker.errors import (
     StreamReplacedError,
     TableMismatchError,
 )
+from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import StreamLog
 
 _logger = logging.getLogger(__name__)
 
 _MAX_UNREADABLE = 3
+
+
+class _SavedPlace(Struct, forbid_unknown_fields=True):
+    stream: str
+    version: Count
+    xxh3: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +54,11 @@ class Place:
         Raises:
             InvalidArgumentError: if it is something else.
         """
-        fields = dict(state) if isinstance(state, Mapping) else {}
-        stream, version, xxh3 = fields.pop("stream", None), fields.pop("version", None), fields.pop("xxh3", None)
-        is_version = type(version) is int and 0 <= version < 2**63
-        if not isinstance(stream, str) or not isinstance(version, int) or not isinstance(xxh3, str):
-            raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
-        if fields or not is_version:
-            raise InvalidArgumentError("state", state, "Pass what state_dict() returned")
-        return cls(stream, Link(version, xxh3))
+        try:
+            fields = convert(state, _SavedPlace)
+        except ValueError as error:
+            raise InvalidArgumentError("state", state, "Pass what state_dict() returned") from error
+        return cls(fields.stream, Link(fields.version, fields.xxh3))
 
 
 class StreamCursor:

@@ -10,16 +10,19 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, convert
 
 from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageError
+from delta_tracker.stream.format.field_types import Count, Hex, Time
+from delta_tracker.stream.format.parse import load_json
 from delta_tracker.stream.storage.storage import Storage
 
 _logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_NAME = r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z"
 _MAX_BYTES = 16 << 10
 _MAX_TEXT = 1000
 
@@ -39,13 +42,13 @@ class Heartbeat:
         error: what held it up, None if nothing did.
     """
 
-    name: str
-    time: float
-    stream: str | None
-    version: int | None
-    lag_versions: int | None
-    lag_seconds: float | None
-    resyncs: int
+    name: Annotated[str, Meta(pattern=_NAME)]
+    time: Time
+    stream: Hex | None
+    version: Count | None
+    lag_versions: Count | None
+    lag_seconds: Time | None
+    resyncs: Count
     error: str | None
 
 
@@ -55,7 +58,7 @@ def check_name(name: object) -> None:
     Raises:
         InvalidArgumentError: if it is none.
     """
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+    if not isinstance(name, str) or re.search(_NAME, name) is None:
         raise InvalidArgumentError("name", name, "Use up to 64 letters, digits, underscores and hyphens")
 
 
@@ -119,42 +122,18 @@ def read_heartbeats(storage: Storage) -> list[Heartbeat]:
         try:
             data = storage.read(path, max_bytes=_MAX_BYTES)
             if data is not None:
-                found.append(_parse(path, json.loads(data.tobytes())))
-        except StorageError:
-            raise
-        except (MalformedError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                found.append(_parse(path, data.tobytes()))
+        except (ValueError, RecursionError) as error:
             _logger.warning("%s is no heartbeat: %s", path, str(error)[:_MAX_TEXT])
     return found
 
 
-def _parse(path: str, entry: Any) -> Heartbeat:  # noqa: ANN401  untrusted JSON
-    beat = Heartbeat(
-        name=_checked(entry["name"], lambda value: isinstance(value, str) and path == _path(value)),
-        time=_checked(entry["time"], _is_time),
-        stream=_checked(entry["stream"], lambda value: value is None or (isinstance(value, str) and len(value) == 32)),  # noqa: PLR2004  hex digits
-        version=_checked(entry["version"], lambda value: value is None or _is_count(value)),
-        lag_versions=_checked(entry["lag_versions"], lambda value: value is None or _is_count(value)),
-        lag_seconds=_checked(entry["lag_seconds"], lambda value: value is None or _is_time(value)),
-        resyncs=_checked(entry["resyncs"], _is_count),
-        error=_checked(entry["error"], lambda value: value is None or isinstance(value, str)),
-    )
-    check_name(beat.name)
+def _parse(path: str, data: bytes) -> Heartbeat:
+    beat = convert(load_json(data), Heartbeat)
+    if _path(beat.name) != path:
+        raise MalformedError(path, f"it is the heartbeat of {beat.name}")
     return beat
 
 
 def _path(name: str) -> str:
     return f"predictors/{name}.json"
-
-
-def _checked(value: Any, is_good: Callable[[Any], bool]) -> Any:  # noqa: ANN401  untrusted JSON
-    if not is_good(value):
-        raise ValueError(f"unexpected value {str(value)[:_MAX_TEXT]!r}")
-    return value
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_time(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < 2**53  # type: ignore[operator]

@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_path: Pat
         "an id": ("MalformedStateError", "are not rows of its shard"),
         "not JSON": ("MalformedStateError", "its header cannot be read"),
         "another rank": ("MalformedStateError", "its header says that it is"),
-        "a negative count": ("MalformedStateError", "-1 is no count"),
+        "a negative count": ("MalformedStateError", "at `$.num_batches`"),
         "fewer tables": (
             "StateMismatchError",
             "tables ('ec.embeddings.t1': 10 x 8 float32), where ('ec.embeddings.t1': nothing)",

@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from msgspec import Meta
 
 from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.field_types import Count, Hex, Range
 from delta_tracker.types import TableSpec
 
 FORMAT = 1
@@ -19,6 +21,7 @@ Kind = Literal["claim", "snapshot", "delta"]
 IdForm = Literal["all", "list", "gaps"]
 
 MAX_DIMS = 16
+_PartName = Annotated[str, Meta(pattern=r"\Aparts/[0-9a-z-]+\.safetensors\Z")]
 DENSE_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -48,9 +51,9 @@ class Block:
     """
 
     table: str
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    num_rows: int
+    rows: Range
+    columns: Range
+    num_rows: Count
     ids: IdForm
     encoding: Encoding
 
@@ -77,11 +80,11 @@ class Part:
         dense: names of the dense tensors that it holds.
     """
 
-    name: str
-    num_bytes: int
-    xxh3: str
-    blocks: tuple[Block, ...] = ()
-    dense: tuple[str, ...] = ()
+    name: _PartName
+    num_bytes: Count
+    xxh3: Hex
+    blocks: tuple[Block, ...]
+    dense: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,8 @@ class DenseSpec:
 class Link:
     """An entry of the log, by its place and the 128-bit xxh3 of its bytes, in hex."""
 
-    version: int
-    xxh3: str
+    version: Count
+    xxh3: Hex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct, convert
 from torch import Tensor
 
 from delta_tracker.errors import MalformedStateError, StateMismatchError, UnknownFormatError
@@ -204,6 +205,35 @@ class RankHeader:
         return {**self.counters[name], **found}
 
 
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class _Shard(Struct, array_like=True, forbid_unknown_fields=True):
+    num_rows: _Count
+    dim: _Count
+    dtype: str
+    row_offset: _Count
+    num_held: _Count
+    columns: tuple[tuple[_Count, _Count], ...]
+    is_replicated: bool
+
+
+class _Header(Struct):
+    """The JSON object of a header, behind its ``version``."""
+
+    rank: _Count
+    world_size: _Count
+    mode: str
+    num_batches: _Count
+    shards: dict[str, _Shard]
+    consumers: list[tuple[str, _Count, bool]]  # name, batch, is_behind
+    has_history: bool
+    annotations: dict[str, object]
+    counters: dict[str, dict[str, object]]
+    layouts: dict[str, tuple[str, tuple[_Count, ...]]]  # dtype, shape
+    pieces: dict[str, list[tuple[str, str, str, tuple[_Count, ...]]]]  # set, column, dtype, shape
+
+
 def parse(key: str, header: Tensor) -> RankHeader:
     """Read the header under ``key``.
 
@@ -214,7 +244,7 @@ def parse(key: str, header: Tensor) -> RankHeader:
     try:
         found = json.loads(header.cpu().numpy().tobytes())
         version = found["version"]
-        part = _part(found) if version == FORMAT_VERSION else None
+        part = _part(convert(found, _Header)) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise MalformedStateError(key, f"its header cannot be read: {type(error).__name__}: {error}") from error
     if part is None:
@@ -224,29 +254,28 @@ def parse(key: str, header: Tensor) -> RankHeader:
     return part
 
 
-def _part(found: Mapping[str, Any]) -> RankHeader:
+def _part(header: _Header) -> RankHeader:
     return RankHeader(
-        rank=_whole(found["rank"]),
-        world_size=_whole(found["world_size"]),
-        mode=str(found["mode"]),
-        num_batches=_whole(found["num_batches"]),
-        shards={fqn: _shard(fqn, each) for fqn, each in found["shards"].items()},
-        consumers=tuple(SavedConsumer(str(name), _whole(n), bool(b)) for name, n, b in found["consumers"]),
-        has_history=bool(found["has_history"]),
-        annotations=dict(found["annotations"]),
-        counters={name: dict(fields) for name, fields in found["counters"].items()},
-        layouts={
-            name: (DTYPES[dtype], tuple(_whole(size) for size in shape))
-            for name, (dtype, shape) in found["layouts"].items()
-        },
+        rank=header.rank,
+        world_size=header.world_size,
+        mode=header.mode,
+        num_batches=header.num_batches,
+        shards={fqn: _spec(fqn, shard) for fqn, shard in header.shards.items()},
+        consumers=tuple(SavedConsumer(*consumer) for consumer in header.consumers),
+        has_history=header.has_history,
+        annotations=header.annotations,
+        counters=header.counters,
+        layouts={name: (DTYPES[dtype], shape) for name, (dtype, shape) in header.layouts.items()},
         pieces={
-            fqn: tuple(
-                Piece(str(row_set), str(column), DTYPES[dtype], tuple(_whole(size) for size in shape))
-                for row_set, column, dtype, shape in pieces
-            )
-            for fqn, pieces in found["pieces"].items()
+            fqn: tuple(Piece(row_set, column, DTYPES[dtype], shape) for row_set, column, dtype, shape in pieces)
+            for fqn, pieces in header.pieces.items()
         },
     )
+
+
+def _spec(fqn: str, shard: _Shard) -> ShardSpec:
+    table = TableSpec(fqn, shard.num_rows, shard.dim, DTYPES[shard.dtype])
+    return ShardSpec(table, shard.row_offset, shard.num_held, shard.columns, shard.is_replicated)
 
 
 def check_alike(parts: Sequence[RankHeader]) -> None:
@@ -279,16 +308,3 @@ def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[s
     if differing:
         listed = [", ".join(f"{fqn!r}: {tables.get(fqn, 'nothing')}" for fqn in differing) for tables in both]
         raise StateMismatchError(f"{where}tables", f"({listed[0]})", f"({listed[1]})")
-
-
-def _shard(fqn: str, saved: Sequence[Any]) -> ShardSpec:
-    num_rows, dim, dtype, row_offset, num_held, columns, is_replicated = saved
-    table = TableSpec(fqn, _whole(num_rows), _whole(dim), DTYPES[dtype])
-    ranges = tuple((_whole(start), _whole(stop)) for start, stop in columns)
-    return ShardSpec(table, _whole(row_offset), _whole(num_held), ranges, bool(is_replicated))
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
