@@ -1,11 +1,16 @@
-"""Rules of the package: import order, public names, and no heavy imports."""
+"""Rules of the package: import order, public names, no heavy imports, and where the tests are.
+
+The tests of ``delta_tracker/PACKAGE/NAME.py`` are in ``tests/PACKAGE/test_NAME.py``, and those of a module directly in
+``delta_tracker/`` in ``tests/test_NAME.py``. Two kinds of files test a whole subpackage
+``delta_tracker/PACKAGE/FOLDER/``: ``tests/PACKAGE/test_FOLDER.py``, and ``tests/contract/test_FOLDER.py`` for what
+every implementation has to pass. ``_TESTED_THROUGH`` names the file for each other module. Tests that start processes
+are in ``tests/system/`` or ``tests/integrations/``. A test file that has no module's name tests a behaviour of several.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -16,6 +21,7 @@ import pytest
 import delta_tracker
 
 _ROOT = Path(__file__).parent.parent
+
 _PACKAGE = _ROOT / "delta_tracker"
 
 # A package imports from the lines before its own, and nothing else of its own line: ``tracker`` knows no ``predictor``.
@@ -28,17 +34,51 @@ _LAYERS = [
     ["publisher"],
     ["integrations", "cli"],
 ]
+
 # These test TorchRec's modules, or compare with FBGEMM's bytes.
-_TESTS_OF_TORCHREC = {"predictor.test_quantised", "predictor.test_targets", "stream.test_encoding"}
-# What these test is a program, a fork, a signal, the end of a process, or a server.
-_TESTS_OF_PROCESSES = {
-    *("cli.test_cli", "cli.test_cli_versions", "cli.test_top", "predictor.test_forking"),
-    *("monitor.test_deliveries", "monitor.test_events", "monitor.test_forks", "monitor.test_safety"),
-    *("contract.test_notify", "contract.test_storage", "stream.test_s3"),
-    "stream.test_fuzz",  # its memory is capped
-    # what is imported, which only a new process shows
-    *("contract.test_row_sets", "monitor.test_bridges", "monitor.test_recorder", "monitor.test_sinks"),
-    *("predictor.test_predictor", "predictor.test_targets", "test_house", "test_readme", "test_reverts"),
+_TESTS_OF_TORCHREC = {"sharding.test_inference_tables", "sharding.test_presence", "stream.test_encoding"}
+
+# They hold implementations to a contract that is about real servers. Other tests that start processes are in system/.
+_TESTS_OF_PROCESSES = {"contract.test_notify", "contract.test_storage"}
+# Modules without a test file of their name, and the file whose tests fail if the module does not do its work.
+_TESTED_THROUGH = {
+    "cli.__main__": "system.test_command_line",
+    "cli.charts": "cli.test_report",
+    "cli.command": "cli.test_main",
+    "cli.commands": "cli.test_main",
+    "cli.entries": "cli.test_inspect",
+    "cli.followers": "cli.test_inspect",
+    "cli.output": "cli.test_inspect",
+    "cli.survey": "cli.test_inspect",
+    "cli.versions": "cli.test_export",
+    "distributed": "publisher.test_publisher",
+    "forking": "system.test_follower_forks",
+    "integrations.dcp": "tracker.test_checkpoint",
+    "monitor.batch": "monitor.test_stat",
+    "monitor.clock": "monitor.test_stat",
+    "monitor.default": "predictor.test_gauges",
+    "predictor.apply": "predictor.test_predictor",
+    "publisher.cadence": "publisher.test_background",
+    "publisher.coordinator": "publisher.test_publisher",
+    "publisher.flight": "publisher.test_publisher",
+    "publisher.ranks": "publisher.test_publisher",
+    "publisher.row_gatherer": "publisher.test_publisher",
+    "publisher.version_source": "publisher.test_publisher",
+    "sharding.dense": "publisher.test_publisher",
+    "sharding.torchrec_api": "tracker.test_tracker",
+    "sharding.weights": "tracker.test_modes",
+    "stream.cursor": "predictor.test_resync",
+    "stream.format.block_rows": "stream.test_part_reader",
+    "stream.format.contents": "stream.test_compaction",
+    "stream.format.field_types": "stream.test_parse",
+    "stream.format.part_writer": "stream.test_part_reader",
+    "stream.maintenance.merging": "stream.test_compaction",
+    "tracker.consumer_handle": "publisher.test_publisher",
+    "tracker.delta_reader": "tracker.test_tracker",
+    "tracker.log_state": "tracker.test_checkpoint",
+    "tracker.lookup_recorder": "tracker.test_seed_interface",
+    "tracker.store.make_store": "tracker.test_tracker",
+    "tracker.tracked_model": "tracker.test_tracker",
 }
 _RANKS = {"one_rank", "two_ranks", "four_ranks"}  # fixtures: who asks for them tests TorchRec
 
@@ -48,12 +88,12 @@ _MODULES = {
     if path.name != "__init__.py"
 }
 
-
 _FILES = {
     ".".join(path.relative_to(_ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for package in ("delta_tracker", "tests", "benchmarks", "examples")
     for path in sorted((_ROOT / package).rglob("*.py"))
 }
+
 _TESTS = [
     name.removeprefix("tests.")
     for name in _FILES
@@ -100,6 +140,12 @@ def _tests_on_ranks(name: str) -> bool:
     return any(argument.arg in _RANKS for function in functions for argument in function.args.args)
 
 
+def _forks(name: str) -> bool:
+    """Return whether a module of the tests calls ``os.fork``."""
+    nodes = ast.walk(ast.parse(_FILES[name].read_text())) if name in _FILES and name.startswith("tests.") else ()
+    return any(isinstance(node, ast.Call) and ast.unparse(node.func) == "os.fork" for node in nodes)
+
+
 def _imports(path: Path) -> set[str]:
     """Names of the modules that a file imports, at the top or anywhere else."""
     found = set()
@@ -144,9 +190,26 @@ def test_only_tests_of_torchrec_import_it_or_start_processes(name: str) -> None:
         return
     loads = _all_loads(f"tests.{name}")
     assert (name in _TESTS_OF_TORCHREC) == bool({"torchrec", "fbgemm_gpu"} & {each.split(".")[0] for each in loads})
-    ours = [_FILES[each].read_text() for each in loads if each.startswith("tests.") and each in _FILES]
-    starts = {"subprocess", "multiprocessing"} & loads or any("os.fork()" in text for text in ours)
+    starts = {"subprocess", "multiprocessing"} & loads or any(map(_forks, loads))
     assert (name in _TESTS_OF_PROCESSES) == bool(starts)
+
+
+def _tests_of(name: str) -> set[str]:
+    """Return the test files that a module's name leads to."""
+    *packages, stem = name.split(".")
+    names = [stem, *packages[1:]]
+    found = {".".join([*packages[:1], f"test_{each}"]) for each in names} | {f"contract.test_{each}" for each in names}
+    return found & set(_TESTS)
+
+
+@pytest.mark.parametrize("name", sorted(_MODULES))
+def test_the_tests_of_a_module_are_found_by_its_name(name: str) -> None:
+    assert bool(_tests_of(name)) != (name in _TESTED_THROUGH)
+
+
+def test_modules_that_are_tested_through_others_exist_and_so_do_their_tests() -> None:
+    assert _TESTED_THROUGH.keys() <= _MODULES.keys()
+    assert set(_TESTED_THROUGH.values()) <= set(_TESTS)
 
 
 def test_no_modules_import_each_other() -> None:
@@ -195,32 +258,10 @@ def test_the_public_names() -> None:
     assert all(getattr(delta_tracker, name).__doc__ for name in delta_tracker.__all__)
 
 
-def test_public_names_are_imported_when_they_are_used() -> None:
-    program = """
-import sys
-import delta_tracker
-assert not [name for name in sys.modules if name.startswith("delta_tracker.")]
-assert delta_tracker.errors.StorageError and delta_tracker.monitor.MONITOR
-from delta_tracker import *
-assert Predictor is delta_tracker.Predictor
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
+def test_public_names_are_found_in_their_homes() -> None:
     assert sorted(delta_tracker._HOMES) == sorted(delta_tracker.__all__)
     assert set(delta_tracker.__all__) <= set(dir(delta_tracker))
     for name, home in delta_tracker._HOMES.items():
         assert getattr(delta_tracker, name).__module__ == home
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         delta_tracker.nothing  # noqa: B018
-
-
-def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> None:
-    program = """
-import sys, threading
-from delta_tracker import *
-optional = {"torchrec", "fbgemm_gpu", "numba", "matplotlib", "click", "rich", "pyarrow", "safetensors"}
-optional.add("delta_tracker.cli")
-heavy = optional & set(sys.modules)
-assert not heavy, heavy
-assert threading.active_count() == 1
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)

@@ -1,11 +1,10 @@
-"""The command line in tests: run in this process, or as a program, on streams whose versions are known."""
+"""The command line run in this process, on streams whose versions are known."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ import torch
 
 from delta_tracker.cli.main import main
 from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.heartbeat import Heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import Writer
 
-REPOSITORY = Path(__file__).parents[2]
+HOSTILE = "[red]\x1b[31m\x1b[2J\r\nnext line\x9b1m\u202e"
 
 
 class Cli:
@@ -69,23 +69,15 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(data)
 
 
-class _Program(subprocess.Popen[str]):
-    def __exit__(self, *error: object) -> None:
-        self.kill()  # a test that failed would wait for it for ever
-        super().__exit__(*error)
-
-
-def program(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "delta_tracker.cli", *map(str, arguments)]
-    return _Program(
-        command,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TERM": "dumb"},
-    )
-
-
 def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(28, os.strerror(28))
+
+
+def beat(writer: Writer, name: str, **changes) -> Heartbeat:
+    head = writer.claim.head
+    fields = {"version": head.version - 3, "lag_versions": 1, "lag_seconds": 0.5, "resyncs": 2, "error": None}
+    return Heartbeat(**{"name": name, "time": time.time(), "stream": head.stream} | fields | changes)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from bisect import bisect_left
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.tracker.row_sets import numba as numba_rows
 from delta_tracker.tracker.row_sets.engines import ENGINES, choose_engine
 from delta_tracker.tracker.row_sets.numba import NumbaRows
@@ -27,10 +24,12 @@ from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.row_sets.triton import TritonRows
 
-_ROOT = Path(__file__).parent.parent.parent
 _CPU = torch.device("cpu")
+
 _HAS_NUMBA, _HAS_TRITON = (find_spec(name) is not None for name in ("numba", "triton"))
+
 _INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+
 _HAS_GPU = torch.cuda.is_available() and not _INTERPRETS
 
 
@@ -47,23 +46,30 @@ class _ListedRows(NumbaRows):
 
 
 _needs_numba = pytest.mark.skipif(not _HAS_NUMBA, reason="numba is not installed")
+
 _needs_triton = pytest.mark.skipif(not _HAS_TRITON, reason="triton is not installed")
+
 _engines = [
     pytest.param(TorchRows, _CPU, id="torch"),
     pytest.param(NumbaRows, _CPU, id="numba", marks=_needs_numba),
     pytest.param(_LargeRows, _CPU, id="numba, large", marks=_needs_numba),
     pytest.param(_ListedRows, _CPU, id="numba, listed", marks=_needs_numba),
 ]
+
 if _HAS_GPU:
     _engines.append(pytest.param(TorchRows, torch.device("cuda"), id="torch-cuda"))
+
 if _HAS_GPU or _INTERPRETS:
     device = torch.device("cuda" if _HAS_GPU else "cpu")
     _engines.append(pytest.param(TritonRows, device, id="triton", marks=_needs_triton))
+
 _every_engine = pytest.mark.parametrize(("engine", "device"), _engines)
 
 _SIZES = [0, 1, 63, 64, 65, 511, 512, 513, 5000]
+
 # One row either side of where a word of some engine's summary ends.
 _LARGE_SIZES = [2**14 - 1, 2**14 + 1, 2**15, 2**15 + 1]
+
 _FAR = [-(2**63), -(2**32), 2**32, 2**32 + 1, 2**63 - 1]
 
 
@@ -403,41 +409,6 @@ def test_an_engine_that_cannot_serve_is_refused(name: str, device: str, monkeypa
     with pytest.raises(InvalidArgumentError, match=rf"engine='{name}'.*On {device} use one of \['torch', ") as caught:
         choose_engine(name, torch.device(device))
     assert (caught.value.argument, caught.value.value) == ("engine", name)
-
-
-@pytest.mark.parametrize("name", ["numba", "triton"])
-def test_a_missing_package_is_named_when_a_set_is_built(name: str) -> None:
-    program = f"""
-import sys
-sys.modules[{name!r}] = None
-import torch
-import delta_tracker.tracker.row_sets.{name}
-from delta_tracker.errors import MissingExtraError
-from delta_tracker.tracker.row_sets.engines import choose_engine
-device = torch.device("cpu" if {name!r} == "numba" else "cuda")
-engine = choose_engine({name!r}, device)
-try:
-    engine(3, device)
-except MissingExtraError as error:
-    assert (error.package, error.extra) == ({name!r}, {name!r})
-else:
-    raise SystemExit("no error")
-if {name!r} == "numba":
-    assert choose_engine(None, device)(3, device).mark_new(torch.tensor([2])).tolist() == [2]
-"""
-    assert issubclass(MissingExtraError, ImportError)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
-
-
-@_needs_triton
-@pytest.mark.skipif(_INTERPRETS or _HAS_GPU, reason="the contract runs on this engine directly")
-def test_triton_keeps_the_contract_in_its_interpreter() -> None:
-    # Triton decides at its import whether it interprets, and somebody may have imported it here.
-    engine = "triton and not missing and not refused"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", engine, __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, check=False, env=env, cwd=_ROOT, timeout=240, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @_needs_triton

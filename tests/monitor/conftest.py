@@ -1,9 +1,14 @@
-"""With DELTA_TRACKER_NO_EXTRAS=1 the tests run as on a machine that has none of the optional packages."""
+"""Fixtures; with DELTA_TRACKER_NO_EXTRAS=1 the tests run as on a machine that has none of the optional packages."""
 
 from __future__ import annotations
 
 import os
 import sys
+
+import pytest
+
+from delta_tracker.monitor import Monitor
+from tests.monitor.clocks import ManualClock
 
 _EXTRAS = frozenset({"mlflow", "opentelemetry", "prometheus_client", "pynvml", "tensorboard", "yaml"})
 
@@ -18,3 +23,13 @@ class _Absent:
 
 if os.environ.get("DELTA_TRACKER_NO_EXTRAS") == "1":
     sys.meta_path.insert(0, _Absent())
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def monitor(clock: ManualClock) -> Monitor:
+    return Monitor(clock)

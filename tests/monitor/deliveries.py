@@ -8,79 +8,18 @@ from __future__ import annotations
 import os
 import random
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from unittest import mock
 
 from delta_tracker.monitor import Event, Monitor, Window
-from delta_tracker.monitor.batch import Batch
-from delta_tracker.monitor.sinks.sink import Sink
 from tests.monitor.clocks import ManualClock
+from tests.monitor.scripted import ScriptedSink, no_thread_starts
 
 _DEADLINE = timedelta(milliseconds=150)
 _INTERVAL = timedelta(milliseconds=20)
 _PATIENCE_SECONDS = 10
 _LONGEST_MUTE_SECONDS = 601
-
-
-class ScriptedSink(Sink):
-    """Does what it is told at the next deliveries, and checks that it is called as :class:`Sink` promises."""
-
-    def __init__(self, number: int) -> None:
-        self._name = f"sink {number}"
-        self.script: list[str] = []
-        self.may_return = threading.Event()
-        self.may_return.set()
-        self.total = 0.0
-        self.event_ids: list[int] = []
-        self.wrong: list[str] = []
-        self.is_closed = False
-        self._inside = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def is_inside(self) -> bool:
-        return self._inside.locked()
-
-    def deliver(self, batch: Batch) -> None:
-        if not self._inside.acquire(blocking=False):
-            self.wrong.append("called while it delivers")
-            return
-        try:
-            if self.is_closed:
-                self.wrong.append("called after its end")
-            what = self.script.pop() if self.script else "take"
-            if "block" in what:
-                self.may_return.wait(_PATIENCE_SECONDS)
-            if "fail" in what:
-                raise OSError("on purpose")
-            mine = [each for each in batch.windows if each.definition.name == "records"]
-            self.total += sum(each.values["sum"] for each in mine)
-            self.event_ids += [each.id for each in batch.events if each.name == "mark"]
-        finally:
-            self._inside.release()
-
-    def close(self) -> None:
-        if self._inside.locked():
-            self.wrong.append("closed while it delivers")
-        if self.is_closed:
-            self.wrong.append("closed twice")
-        self.is_closed = True
-
-
-@contextmanager
-def no_thread_starts() -> Iterator[None]:
-    """As at the end of a program since Python 3.12."""
-    refusal = RuntimeError("can't create new thread at interpreter shutdown")
-    with mock.patch.object(threading.Thread, "start", side_effect=refusal):
-        yield
 
 
 class Schedule:

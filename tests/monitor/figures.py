@@ -1,8 +1,9 @@
-"""The figures of one monitor, as tests read them."""
+"""The figures of a monitor and of its batches, as tests read them."""
 
 from __future__ import annotations
 
 from delta_tracker.monitor import Kind, Monitor
+from delta_tracker.monitor.batch import Batch, WindowReport
 
 
 class Figures:
@@ -23,3 +24,17 @@ class Figures:
     def of(self, name: str, **labels: str) -> float | None:
         """The figure of one cell; None if there is none."""
         return self.now().get((name, frozenset(labels.items())))
+
+
+def windows(batch: Batch, name: str) -> list[WindowReport]:
+    return [each for each in batch.windows if each.definition.name == name]
+
+
+def window_figures(batch: Batch, name: str) -> list[tuple[int, dict[str, float]]]:
+    return [(each.count, each.values) for each in windows(batch, name)]
+
+
+def total(source: Batch | Monitor, name: str) -> float:
+    """The sum of a stat's totals over its cells; of a monitor, as it is collected now."""
+    batch = source if isinstance(source, Batch) else source.collect()
+    return sum(each.figures.total for each in batch.totals if each.definition.name == name)

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 import delta_tracker.monitor
-from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor, metrics
 from delta_tracker.monitor.library import DEFINITIONS, PREFIX, LibraryMetrics
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.stat import Kind
-from delta_tracker.monitor.system import SYSTEM_NAMES
 from tests.monitor.clocks import ManualClock
 from tests.monitor.panels import ALERTS, PANELS, alerts, dashboard, exposed_name
 
 _FOLDER = Path(delta_tracker.monitor.__file__).parent
+
 # https://prometheus.io/docs/practices/naming/#base-units, and what counts things
 _BASE_UNITS = {"seconds", "bytes", "ratio", ""}
 
@@ -149,56 +148,6 @@ def test_the_alerts_ship_as_they_are_made_and_name_what_is_exposed(exposition) -
         assert rule["labels"]["severity"] in ("page", "ticket")
         assert _used(alert.expression)
         assert _used(alert.expression) <= set(exposition)
-
-
-def test_system_metrics_need_no_user_code() -> None:
-    monitor = Monitor()
-    monitor.start(system=True)
-    assert monitor.flush()
-    totals = {(each.definition.name, *each.labels): each.figures for each in monitor.collect().totals}
-    monitor.stop()
-    assert {name for name, *_ in totals} >= set(SYSTEM_NAMES) - {"cuda_memory_bytes"}
-    assert totals["process_cpu_seconds", ("mode", "user")].total > 0
-    resident, virtual = (totals["process_memory_bytes", ("kind", kind)].last for kind in ("resident", "virtual"))
-    assert 2**20 < resident <= virtual
-    assert totals["process_threads",].last >= 3
-    assert totals["process_open_files",].last >= 3
-
-
-def test_gpu_metrics_from_a_driver_that_the_test_plays(monkeypatch) -> None:
-    """What a driver answers; the real one is asked where there is one."""
-    pynvml = pytest.importorskip("pynvml")
-    from delta_tracker.monitor.nvml import NvmlMetrics  # noqa: PLC0415
-
-    energy = iter([1000, 1000, 4000, 4000])
-    not_supported = pynvml.NVMLError_NotSupported
-
-    def no_power(device):
-        raise not_supported
-
-    answers = {
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetCount": lambda: 1,
-        "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetUtilizationRates": lambda device: type("Rates", (), {"gpu": 40}),
-        "nvmlDeviceGetMemoryInfo": lambda device: type("Memory", (), {"used": 2**30}),
-        "nvmlDeviceGetPowerUsage": no_power,
-        "nvmlDeviceGetTotalEnergyConsumption": lambda device: next(energy),
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(pynvml, name, answer)
-    monitor = Monitor()
-    with pytest.raises(InvalidArgumentError, match="grams"):
-        NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=-1)
-    monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=3_600_000))
-    for _ in range(2):
-        batch = monitor.collect()
-    totals = {each.definition.name: each.figures for each in batch.totals}
-    assert totals["gpu_utilisation_ratio"].last == 0.4
-    assert totals["gpu_memory_used_bytes"].last == 2**30
-    assert "gpu_power_watts" not in totals, "what a device does not offer is no data"
-    assert totals["gpu_energy_joules"].total == 4.0
-    assert totals["gpu_emissions_grams"].total == 4.0
 
 
 def test_the_alert_on_a_stalled_publisher_asks_only_who_counts_versions() -> None:

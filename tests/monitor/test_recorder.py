@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import MONITOR, Monitor
 from delta_tracker.monitor.recorder import Recorder
-
-_ROOT = Path(__file__).parent.parent.parent
 
 
 class Owner:
@@ -146,29 +142,3 @@ def test_threads_that_build_at_once_get_different_names() -> None:
     finally:
         sys.setswitchinterval(before)
     assert len(set(names)) == len(names) == 200
-
-
-_FORKING = """
-import os
-from delta_tracker.monitor import Monitor
-from delta_tracker.monitor.recorder import Recorder
-from tests.monitor.test_recorder import Owner, labels
-
-monitor, owner = Monitor(), Owner()
-recorder = Recorder("predictor", owner, monitor=monitor)
-recorder.watch(lambda _: recorder.predictor_lag_versions.set(2))
-applied = recorder.applied_versions.cell(kind="delta")
-applied.add(5)
-assert ("predictor_lag_versions", ("predictor",)) in labels(monitor)
-child = os.fork()
-if child == 0:
-    applied.add(1)
-    is_right = labels(monitor) == {("applied_versions", ("predictor", "delta"))} and applied.collect_total() == 1
-    os._exit(0 if is_right else 1)
-assert os.waitpid(child, 0)[1] == 0
-assert applied.collect_total() == 5
-"""
-
-
-def test_a_forked_child_records_its_own_and_shows_no_gauges_of_its_parent() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKING], check=True, timeout=60, cwd=_ROOT)

@@ -6,14 +6,16 @@ import gzip
 import importlib
 import json
 import logging
-import os
 import threading
 import urllib.request
 from collections import defaultdict
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor
 from delta_tracker.monitor.buckets import SCALE
 from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
@@ -23,6 +25,8 @@ from delta_tracker.monitor.sinks.mlflow import MlflowSink
 from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink
 from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, PrometheusSink
 from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink
+from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink, TorchMonitorSource, translated
+from tests.monitor.recording import Kept
 from tests.monitor.sample import fill
 
 
@@ -293,21 +297,50 @@ def test_mlflow_has_parameters_at_the_start_and_the_version_at_the_end(tmp_path,
     assert [(each.step, each.value) for each in history] == [(10, 11.0), (20, 21.0)]
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_leaves_the_endpoint_to_the_parent() -> None:
-    pytest.importorskip("prometheus_client")
+_NOW = datetime.now(UTC)
+
+
+def test_torch_monitor_gets_events_and_windows() -> None:
+    got = []
+    handle = torch.monitor.register_event_handler(got.append)
+    try:
+        fill(TorchMonitorSink())
+    finally:
+        torch.monitor.unregister_event_handler(handle)
+    stats = [event.data for event in got if event.name == "torch.monitor.Stat" and "training.loss.mean" in event.data]
+    assert [data["training.loss.mean"] for data in stats] == [11.0, 21.0]
+    assert [event.data["message"] for event in got if event.name == "training.start"] == ["go"]
+    assert got[0].timestamp.timestamp() == pytest.approx(1_700_000_001, abs=10)
+
+
+def test_torch_monitor_events_come_in_and_do_not_go_round() -> None:
     monitor = Monitor()
-    sink = PrometheusSink(port=0)
-    monitor.counter("c").add(1)
-    monitor.start([sink], system=False)
-    monitor.flush()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = 0 if sink._server.socket.fileno() == -1 else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert "c_total 1.0" in _scrape(sink.port)
-    monitor.stop()
+    sink = Kept()
+    source = TorchMonitorSource(monitor.events)
+    monitor.registry.add_source(source)
+    monitor.start([TorchMonitorSink(), sink], system=False)
+    torch.monitor.log_event(torch.monitor.Event("torch.elastic.1", _NOW, {"a": 1}))
+    stat = torch.monitor.Stat("s", [torch.monitor.Aggregation.SUM], timedelta(seconds=60))
+    stat.add(3)
+    del stat
+    monitor.log("ours")
+    for _ in range(3):
+        assert monitor.flush()
+    assert monitor.stop()
+    names = [event.name for batch in sink.batches for event in batch.events]
+    assert sorted(names) == ["ours", "torch.monitor.Stat", "torch.monitor.torch.elastic._1"]
+    source.close()
+    torch.monitor.log_event(torch.monitor.Event("late", _NOW, {}))
+    assert source._queue.empty()
+
+
+def test_the_bridge_from_torch_monitor_is_bounded() -> None:
+    monitor = Monitor()
+    source = TorchMonitorSource(monitor.events, capacity=3)
+    for number in range(5):
+        torch.monitor.log_event(torch.monitor.Event("e", _NOW, {"n": number}))
+    source.read(is_last=True)
+    assert (len(monitor.events.recent), source.num_dropped) == (3, 2)
+    assert translated(torch.monitor.Event("a b-c.3", _NOW, {})).name == "torch.monitor.a_b_c._3"
+    with pytest.raises(InvalidArgumentError, match="capacity"):
+        TorchMonitorSource(monitor.events, capacity=0)

@@ -15,7 +15,7 @@ from delta_tracker.row_target import TensorTarget
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.weights import column_views
 from tests.models import Spec, Table, batch, shard
-from tests.predictor.quantised import memory, quantise, shard_quantised
+from tests.sharding.quantised import memory, quantise, shard_quantised
 from tests.tracker.conformance_cases import hosts
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,8 +35,6 @@ from delta_tracker.stream.format.part_writer import PartWriter
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.stream.streams import FQN, Writer
-
-_ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -289,20 +285,6 @@ def test_an_error_in_the_background_reaches_the_caller(writer: Writer, tmp_path:
     assert isinstance(predictor.error, CorruptPartError)
     with pytest.raises(CorruptPartError):
         predictor.stop()
-
-
-def test_a_predictor_needs_neither_torchrec_nor_fbgemm(writer: Writer, tmp_path: Path) -> None:
-    writer.snapshot()
-    program = f"""
-import sys
-sys.modules["torchrec"] = sys.modules["fbgemm_gpu"] = None  # an import of them raises
-import torch
-from delta_tracker import Predictor
-model = {{"{FQN}": torch.ones(20, 4)}}
-assert Predictor(model, "file://{tmp_path}").sync() == 1
-assert not model["{FQN}"].any()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)
 
 
 def test_a_stream_that_was_made_anew_is_noticed(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,15 +28,8 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import Follower, a_history, assert_holds, empty_model, eventually, read
-from tests.stream.histories import Clock, ClockedStorage, History
+from tests.stream.histories import History
 from tests.stream.streams import FQN, Writer
-
-
-@pytest.fixture
-def clock() -> Iterator[Clock]:
-    clock = Clock()
-    with clock.of_the_log():
-        yield clock
 
 
 def _gap(root: Path, history: History) -> str:
@@ -354,19 +347,3 @@ def test_names_map_tables_and_dense_tensors() -> None:
     for names in ({FQN: "nothing"}, {FQN: "mine", "other": "mine"}):
         with pytest.raises(InvalidArgumentError, match="names="):
             Predictor(model, writer.storage, names=names).sync()
-
-
-def test_the_status_counts_what_was_applied(clock: Clock) -> None:
-    writer = Writer(ClockedStorage(clock))
-    manifests = [writer.snapshot(), writer.delta([1, 2, 3])]
-    predictor = Predictor(writer.model(), writer.storage)
-    status = predictor.status()
-    assert (status.stream, status.version, status.rows, status.num_bytes, status.lag_versions) == (None, None, 0, 0, 3)
-    predictor.sync()
-    manifests.append(writer.delta([4]))
-    predictor.sync()
-    status = predictor.status()
-    assert (status.stream, status.version) == (writer.claim.head.stream, 3)
-    assert status.rows == 20 + 3 + 1
-    assert status.num_bytes == sum(manifest.num_bytes for manifest in manifests)
-    assert (status.lag_versions, status.resyncs, status.last_resync, status.pinned) == (0, 0, "", None)

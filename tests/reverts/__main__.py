@@ -7,9 +7,7 @@ own, two at a time. Exits with 1 if a generator passed without the fix, or faile
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import pkgutil
 import shutil
 import signal
 import subprocess
@@ -20,36 +18,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests import reverts
+from tests.reverts.every import all_reverts, apply
 from tests.reverts.revert import Revert
 
 _ROOT = Path(__file__).parent.parent.parent
 _TESTS_FAILED = 1  # pytest's exit code; a usage or collection error has another one
 _NUM_SHOWN = 30
-
-
-def all_reverts() -> list[Revert]:
-    """The reverts of every file of this folder."""
-    found: list[Revert] = []
-    for module in pkgutil.iter_modules(reverts.__path__):
-        if module.name not in ("__main__", "revert"):
-            found += importlib.import_module(f"tests.reverts.{module.name}").REVERTS
-    return found
-
-
-def apply(revert: Revert, root: Path) -> None:
-    """Edit the files below ``root``.
-
-    Raises:
-        ValueError: if a text does not occur exactly once: the code has changed, and the revert must follow it.
-    """
-    for name, edits in revert.edits.items():
-        text = (root / name).read_text()
-        for now, before in edits:
-            if text.count(now) != 1:
-                raise ValueError(f"{revert.defect}: {name} has {text.count(now)} times {now!r}, not once")
-            text = text.replace(now, before)
-        (root / name).write_text(text)
 
 
 def survives(revert: Revert) -> str | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.reverts.revert import Revert
 
 _IN_TRAINING = "tests/monitor/test_device.py::test_a_metric_starts_no_collective_in_the_collector"
-_SCHEDULES = "tests/monitor/test_deliveries.py::test_random_schedules"
+_SCHEDULES = "tests/system/test_monitor_schedules.py::test_random_schedules"
 _METRIC = "delta_tracker/monitor/device/torchmetric.py"
-_FORKS = "tests/monitor/test_forks.py::test_no_child_hangs_and_none_writes_for_its_parent"
+_FORKS = "tests/system/test_monitor_forks.py::test_no_child_hangs_and_none_writes_for_its_parent"
 
 REVERTS = [
     Revert(
@@ -86,7 +86,7 @@ REVERTS = [
     ),
     Revert(
         defect="the last batch does not wait for a sink that returns late",
-        generator="tests/monitor/test_deliveries.py::test_a_sink_is_called_once_at_a_time_and_closed_after_its_call",
+        generator="tests/monitor/test_outlet.py::test_a_sink_is_called_once_at_a_time_and_closed_after_its_call",
         edits={
             "delta_tracker/monitor/containment.py": [("if even_if_muted and guard.call is not None:", "if not guard:")]
         },

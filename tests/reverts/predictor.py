@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.reverts.revert import Revert
 
 _SCHEDULE = "tests/predictor/test_resync_random.py::test_faults_of_readers_are_overcome"
-_FORKS = "tests/predictor/test_forking.py::test_children_of_a_process_that_follows"
+_FORKS = "tests/system/test_follower_forks.py::test_children_of_a_process_that_follows"
 
 REVERTS = [
     Revert(
@@ -40,7 +40,7 @@ REVERTS = [
     ),
     Revert(
         defect="follow() does not refuse a model that cannot receive the newest version",
-        generator="tests/predictor/test_follow.py::test_follow_refuses_at_once_what_the_model_cannot_receive",
+        generator="tests/predictor/test_follower.py::test_follow_refuses_at_once_what_the_model_cannot_receive",
         edits={
             "delta_tracker/predictor/predictor.py": [
                 (
@@ -52,7 +52,7 @@ REVERTS = [
     ),
     Revert(
         defect="rows of a version that was cut short are hidden by the version before it",
-        generator="tests/predictor/test_follow.py::test_rows_of_a_later_version_that_was_cut_short_are_not_hidden",
+        generator="tests/predictor/test_follower.py::test_rows_of_a_later_version_that_was_cut_short_are_not_hidden",
         edits={
             "delta_tracker/predictor/predictor.py": [
                 (
@@ -99,7 +99,7 @@ REVERTS = [
     ),
     Revert(
         defect="a remote store is asked in a forked process",
-        generator="tests/predictor/test_forking.py::test_a_remote_store_is_refused_in_a_child_instead_of_waiting_for_ever",
+        generator="tests/system/test_follower_forks.py::test_a_remote_store_is_refused_in_a_child_instead_of_waiting_for_ever",
         edits={
             "delta_tracker/stream/storage/storage.py": [
                 ("if self._is_remote and os.getpid() not in _processes:", "if False:")

@@ -87,7 +87,7 @@ REVERTS = [
     ),
     Revert(
         defect="in-place writes are forgotten if memory runs out while they are marked",
-        generator="tests/tracker/test_segments.py::test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call",
+        generator="tests/tracker/test_change_log.py::test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call",
         edits={
             "delta_tracker/tracker/store/segments.py": [
                 (
@@ -99,7 +99,7 @@ REVERTS = [
     ),
     Revert(
         defect="a read that has committed its rows raises",
-        generator="tests/tracker/test_segments.py::test_a_commit_succeeds_where_memory_runs_out_after_it",
+        generator="tests/tracker/test_change_log.py::test_a_commit_succeeds_where_memory_runs_out_after_it",
         edits={
             "delta_tracker/tracker/change_log.py": [
                 (

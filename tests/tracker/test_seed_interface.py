@@ -15,13 +15,6 @@ def test_the_seed_interface(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")
 
 
-def test_recording_compaction_and_reads_are_ranges_of_the_profiler(two_ranks: RankPool) -> None:
-    for found in two_ranks.run(f"{_CASES}:profiled"):
-        assert found["delta_tracker: record"] >= 2
-        assert found["delta_tracker: compact"] == 2, "one by hand, one after the read"
-        assert found["delta_tracker: read"] == 1
-
-
 def test_a_name_that_the_module_does_not_have_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'NOTHING'"):
         tracker.NOTHING  # noqa: B018

@@ -13,18 +13,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, StaleDeltaError, UnknownConsumerError
-from delta_tracker.rows import ChangedRows, first_per_id, last_per_id, merge_first
+from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.store import segments
 from delta_tracker.tracker.store.segments import SegmentStore, _Segment
-from delta_tracker.tracker.store.shadow import ShadowStore
-from delta_tracker.types import Delta, DeltaRows
+from delta_tracker.types import Delta
 from tests.tracker.reference import NUM_ROWS, Schedule
 
 _NAMES = ("a", "b", "c")
+
 _EVENTS = {
     "open": 6, "fail": 0.1, "edit": 0.5, "overwrite": 0.3, "write": 3, "close": 6, "raise": 1, "read": 4, "top-k": 2,
     "fail_read": 1, "commit": 5, "abort": 1, "add": 0.3, "remove": 0.2, "clear": 0.1, "compact": 1,
@@ -98,6 +96,7 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLogMachine = LogMachine.TestCase
+
 TestLogMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
@@ -348,154 +347,3 @@ def test_memory_is_one_row_set_per_segment() -> None:
     assert (store.num_segments, store.log_bytes) == (2, 2000)
     store.compact({0})
     assert (store.num_segments, store.log_bytes) == (1, 1000)
-
-
-def test_a_shadow_sees_every_change_bit_for_bit() -> None:
-    weights = torch.zeros(9, 2)
-    weights[3] = torch.nan
-
-    def read(ids: Tensor | None) -> Tensor:
-        return weights.clone() if ids is None else weights[ids]
-
-    store = ShadowStore(read, 9, keeps_states=True)
-    store.cut(1)
-    assert store.changed(0, 1).ids.tolist() == [], "NaN equals itself"
-    weights[2], weights[5, 1], weights[7, 0] = 1.0, -0.0, torch.nan
-    store.cut(2)
-    changed = store.changed(1, 2)
-    assert changed.ids.tolist() == [2, 5, 7]
-    assert changed.states.tolist() == [[0, 0]] * 3
-    assert changed.known.all()
-    weights[2] = 2.0
-    store.cut(3)
-    assert store.changed(2, 3).ids.tolist() == [2]
-    assert store.changed(1, 3).states[0].tolist() == [0, 0], "the older state wins"
-    assert store.copy_bytes == weights.nbytes
-
-
-def test_first_last_and_merge() -> None:
-    ids, states = torch.tensor([5, 1, 5, 1, 0]), torch.tensor([50, 10, 51, 11, 0])
-    assert [each.tolist() for each in first_per_id(ids, states)] == [[0, 1, 5], [0, 10, 50]]
-    assert [each.tolist() for each in last_per_id(ids, states)] == [[0, 1, 5], [0, 11, 51]]
-    some, none = ChangedRows(torch.tensor([1, 2])), ChangedRows(torch.empty(0, dtype=torch.int64))
-    assert merge_first(some, none) is some
-    assert merge_first(none, some) is some
-    merged = merge_first(some.aged(), ChangedRows(torch.tensor([2, 3])))
-    assert (merged.ids.tolist(), merged.ages.tolist()) == ([1, 2, 3], [1, 1, 0])
-
-
-def _delta(consumer: str, stop: int) -> Delta:
-    return Delta({}, consumer=consumer, start=0, stop=stop, batches=(0, stop))
-
-
-def test_cursors_refuse_what_they_do_not_know() -> None:
-    for names in ([], ["a", "a"], "a"):
-        with pytest.raises(InvalidArgumentError, match="consumers"):
-            ConsumerPositions(names)
-    cursors = ConsumerPositions(["a", "b"])
-    with pytest.raises(UnknownConsumerError, match=r"known consumers: 'a', 'b'") as caught:
-        cursors.resolve("c")
-    assert (caught.value.consumer, caught.value.known) == ("c", ("a", "b"))
-    with pytest.raises(UnknownConsumerError, match="has several"):
-        cursors.resolve(None)
-    assert ConsumerPositions(["only"]).resolve(None) == "only"
-
-
-def test_only_the_newest_read_can_be_committed_and_only_once() -> None:
-    cursors = ConsumerPositions(["a", "b"])
-    old, new = _delta("a", 1), _delta("a", 2)
-    cursors.seal(old)
-    cursors.seal(new)
-    with pytest.raises(StaleDeltaError):
-        cursors.commit(old)
-    assert cursors.pinned == {0, 2}
-    cursors.commit(new)
-    with pytest.raises(StaleDeltaError):
-        cursors.commit(new)
-    with pytest.raises(StaleDeltaError):
-        cursors.abort(new)
-    assert (cursors.start("a"), cursors.start("b"), cursors.oldest) == ((2, 2), (0, 0), 0)
-
-
-def test_reads_alone_keep_the_log_short() -> None:
-    store = SegmentStore(100)
-    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, auto_compact=True, max_bytes=None)
-    for number in range(100):
-        log.mark("t", torch.tensor([number]))
-        reading = log.read("a")
-        sent = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=(0, 0))
-        log.seal(sent, commit=True)
-    assert store.num_segments <= 17
-
-
-@pytest.mark.parametrize("max_bytes", [0, -1, 1.5, "x"])
-def test_a_bound_that_is_none_is_refused(max_bytes: object) -> None:
-    with pytest.raises(InvalidArgumentError, match="max_bytes"):
-        ChangeLog({}, ["a"], delete_on_read=True, max_bytes=max_bytes)
-
-
-def test_what_was_left_out_of_a_table_that_moved_is_forgotten() -> None:
-    log = ChangeLog({"t": SegmentStore(30)}, ["a"], delete_on_read=True, max_bytes=None)
-    log.mark("t", torch.tensor([3, 25]))
-    reading = log.read("a")
-    left_out = {"t": reading.rows["t"].take(torch.tensor([False, True]))}
-    rows = {"t": DeltaRows(torch.tensor([3]))}
-    sent = Delta(rows, consumer="a", start=0, stop=reading.stop, batches=(0, 0), left_out=left_out)
-    log.seal(sent, commit=True)
-    reading = log.read("a")
-    uncommitted = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=(0, 0))
-    log.seal(uncommitted, commit=False)
-    log.replace({"t": SegmentStore(10)})
-    with pytest.raises(StaleDeltaError):
-        log.commit(uncommitted)
-    assert log.read("a").rows["t"].ids.tolist() == list(range(10))
-
-
-@pytest.mark.promise("independent")
-def test_a_slow_consumer_is_given_up_and_finds_its_way_back() -> None:
-    store = SegmentStore(1000, engine="torch", old_states=lambda ids: torch.zeros(len(ids), 16))
-    log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=20_000)
-    for batch in range(50):
-        log.opened(batch, {"t": torch.arange(batch * 10, batch * 10 + 10)})
-        log.applied(batch, ["t"])
-        log.step()
-        reading = log.read("fast")
-        delta = Delta(
-            {"t": DeltaRows(reading.rows["t"].ids)},
-            consumer="fast", start=reading.start, stop=reading.stop, batches=reading.batches,
-        )  # fmt: skip
-        log.seal(delta, commit=True)
-        assert log.log_bytes <= 20_000
-    with pytest.raises(NeedsSnapshotError, match="max_bytes=20000") as caught:
-        log.read("slow")
-    assert caught.value.consumer == "slow"
-    log.clear("slow")
-    log.opened(99, {"t": torch.tensor([7])})
-    assert log.read("slow").rows["t"].ids.tolist() == [7]
-
-
-def test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    writes = [True]
-    store = SegmentStore(8, engine="torch", was_written=lambda: bool(writes) and writes.pop())
-    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(store._engine(8, torch.device("cpu"))), "mark_all", _raises_memory_error)
-        with pytest.raises(MemoryError):
-            log.read("a")
-    assert log.read("a").rows["t"].ids.tolist() == list(range(8))
-
-
-def _raises_memory_error(*_: object) -> None:
-    raise MemoryError
-
-
-def test_a_commit_succeeds_where_memory_runs_out_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SegmentStore(1000, engine="torch")
-    log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=10)
-    log.mark("t", torch.tensor([3]))
-    reading = log.read("fast")
-    sent = Delta({"t": DeltaRows(reading.rows["t"].ids)}, consumer="fast", start=0, stop=reading.stop, batches=(0, 0))
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "cut", _raises_memory_error)
-        log.seal(sent, commit=True)
-    assert log.read("fast").rows["t"].ids.tolist() == []

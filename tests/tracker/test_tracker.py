@@ -55,22 +55,6 @@ def test_an_error_in_a_hook_does_not_reach_training(two_ranks: RankPool) -> None
     assert two_ranks.run(f"{_CASES}:failing_hook")[0] == 2
 
 
-def test_tables_are_named_as_in_the_state_dict(two_ranks: RankPool) -> None:
-    for answer in two_ranks.run(f"{_CASES}:what_is_tracked"):
-        assert sorted(answer["keys"]) == sorted([*answer["tables"], "ec.embeddings.first", "ec.embeddings.row"])
-        assert answer["read"] == answer["tables"]
-        assert answer["modules"] == {"ec": "ShardedEmbeddingCollection"}
-        assert answer["features"]["ec.embeddings.shared"] == ["row"]
-        assert len(answer["warnings"]) == 1
-        assert "'nonsense'" in answer["warnings"][0]
-        assert answer["errors"] == 0
-
-
-def test_the_same_table_name_in_two_modules(two_ranks: RankPool) -> None:
-    for fqns in two_ranks.run(f"{_CASES}:one_name_in_two_modules"):
-        assert fqns == ["left.embeddings.t", "right.embeddings.t"]
-
-
 @pytest.mark.promise("refused")
 def test_bad_input_is_refused_by_name(two_ranks: RankPool) -> None:
     expected = {

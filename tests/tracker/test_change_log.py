@@ -1,4 +1,4 @@
-"""The log of changes from several threads at once."""
+"""The log of changes: bounds, reads, consumers that fall behind, and several threads at once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from functools import partial
 import pytest
 import torch
 
-from delta_tracker import Delta
-from delta_tracker.errors import DeltaTrackerError
+from delta_tracker.errors import (
+    DeltaTrackerError,
+    InvalidArgumentError,
+    NeedsSnapshotError,
+    StaleDeltaError,
+)
 from delta_tracker.tracker.change_log import ChangeLog, Reading
 from delta_tracker.tracker.store.segments import SegmentStore
+from delta_tracker.types import Delta, DeltaRows
 
 _NUM_ROWS = 512
 
@@ -218,3 +223,87 @@ def test_all_methods_at_once_lose_no_row() -> None:
     threads.run()
     assert not threads.errors
     assert threads.received == threads.marked
+
+
+def test_reads_alone_keep_the_log_short() -> None:
+    store = SegmentStore(100)
+    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, auto_compact=True, max_bytes=None)
+    for number in range(100):
+        log.mark("t", torch.tensor([number]))
+        reading = log.read("a")
+        sent = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=(0, 0))
+        log.seal(sent, commit=True)
+    assert store.num_segments <= 17
+
+
+@pytest.mark.parametrize("max_bytes", [0, -1, 1.5, "x"])
+def test_a_bound_that_is_none_is_refused(max_bytes: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_bytes"):
+        ChangeLog({}, ["a"], delete_on_read=True, max_bytes=max_bytes)
+
+
+def test_what_was_left_out_of_a_table_that_moved_is_forgotten() -> None:
+    log = ChangeLog({"t": SegmentStore(30)}, ["a"], delete_on_read=True, max_bytes=None)
+    log.mark("t", torch.tensor([3, 25]))
+    reading = log.read("a")
+    left_out = {"t": reading.rows["t"].take(torch.tensor([False, True]))}
+    rows = {"t": DeltaRows(torch.tensor([3]))}
+    sent = Delta(rows, consumer="a", start=0, stop=reading.stop, batches=(0, 0), left_out=left_out)
+    log.seal(sent, commit=True)
+    reading = log.read("a")
+    uncommitted = Delta({}, consumer="a", start=reading.start, stop=reading.stop, batches=(0, 0))
+    log.seal(uncommitted, commit=False)
+    log.replace({"t": SegmentStore(10)})
+    with pytest.raises(StaleDeltaError):
+        log.commit(uncommitted)
+    assert log.read("a").rows["t"].ids.tolist() == list(range(10))
+
+
+@pytest.mark.promise("independent")
+def test_a_slow_consumer_is_given_up_and_finds_its_way_back() -> None:
+    store = SegmentStore(1000, engine="torch", old_states=lambda ids: torch.zeros(len(ids), 16))
+    log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=20_000)
+    for batch in range(50):
+        log.opened(batch, {"t": torch.arange(batch * 10, batch * 10 + 10)})
+        log.applied(batch, ["t"])
+        log.step()
+        reading = log.read("fast")
+        delta = Delta(
+            {"t": DeltaRows(reading.rows["t"].ids)},
+            consumer="fast", start=reading.start, stop=reading.stop, batches=reading.batches,
+        )  # fmt: skip
+        log.seal(delta, commit=True)
+        assert log.log_bytes <= 20_000
+    with pytest.raises(NeedsSnapshotError, match="max_bytes=20000") as caught:
+        log.read("slow")
+    assert caught.value.consumer == "slow"
+    log.clear("slow")
+    log.opened(99, {"t": torch.tensor([7])})
+    assert log.read("slow").rows["t"].ids.tolist() == [7]
+
+
+def test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes = [True]
+    store = SegmentStore(8, engine="torch", was_written=lambda: bool(writes) and writes.pop())
+    log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store._engine(8, torch.device("cpu"))), "mark_all", _raises_memory_error)
+        with pytest.raises(MemoryError):
+            log.read("a")
+    assert log.read("a").rows["t"].ids.tolist() == list(range(8))
+
+
+def _raises_memory_error(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_commit_succeeds_where_memory_runs_out_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SegmentStore(1000, engine="torch")
+    log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=10)
+    log.mark("t", torch.tensor([3]))
+    reading = log.read("fast")
+    sent = Delta({"t": DeltaRows(reading.rows["t"].ids)}, consumer="fast", start=0, stop=reading.stop, batches=(0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "cut", _raises_memory_error)
+        log.seal(sent, commit=True)
+    assert log.read("fast").rows["t"].ids.tolist() == []

@@ -2,55 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
-
-import pytest
 
 from delta_tracker.monitor import Monitor, Window
 from tests.monitor.clocks import ManualClock
-from tests.monitor.deliveries import ScriptedSink, no_thread_starts, run
 from tests.monitor.recording import Kept
+from tests.monitor.scripted import ScriptedSink, no_thread_starts
 
-_ROOT = Path(__file__).parent.parent.parent
 _SHORT = timedelta(milliseconds=100)
 
 
 def _sums(sink: Kept) -> list[float]:
     return [window.values["sum"] for window in sink.windows("c")]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_random_schedules(seed: int) -> None:
-    run(seed)
-
-
-def test_a_busy_handler_does_not_keep_the_collector_from_collecting() -> None:
-    monitor, sink, is_over = Monitor(), Kept(), threading.Event()
-    monitor.on("*", lambda _: time.sleep(0.002))
-
-    def work() -> None:
-        while not is_over.is_set():
-            with monitor.span("busy"):
-                time.sleep(0.0005)
-
-    monitor.start([sink], interval=timedelta(milliseconds=100), system=False)
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        deadline = time.monotonic() + 5
-        while len(sink.batches) < 5:
-            assert time.monotonic() < deadline, f"{len(sink.batches)} collections"
-            time.sleep(0.01)
-    finally:
-        is_over.set()
-        thread.join()
-        monitor.stop()
 
 
 def test_a_handler_that_is_slower_than_its_events_gets_them_in_order_and_is_not_muted() -> None:
@@ -171,39 +136,3 @@ def test_the_last_batch_is_delivered_where_no_thread_can_be_started() -> None:
     assert slow.is_closed
     assert fine.is_closed
     assert not slow.wrong
-
-
-_PROGRAM = """
-import atexit, sys, threading
-from datetime import timedelta
-from delta_tracker.monitor import Monitor, Window
-from delta_tracker.monitor.sinks.jsonl import JsonlSink
-
-def refuse(thread):
-    raise RuntimeError("can't create new thread at interpreter shutdown")
-
-monitor = Monitor()
-loss = monitor.stat("loss", window=Window(count=100), aggregations=("sum",))
-monitor.start([JsonlSink(sys.argv[1])], interval=timedelta(hours=1), system=False)
-for _ in range(130):
-    loss.add(1)
-if sys.argv[2] == "simulated":
-    atexit.register(setattr, threading.Thread, "start", refuse)
-"""
-_PYTHONS = [name for name in ("python3.12", "python3.13", "python3.14") if shutil.which(name)]
-
-
-def _runs(python: str) -> bool:
-    code = "import sys; sys.exit(not sys.version_info >= (3, 12))"
-    return subprocess.run([python, "-c", code], check=False, capture_output=True).returncode == 0
-
-
-@pytest.mark.parametrize("python", ["simulated", *filter(_runs, _PYTHONS)])
-def test_a_program_that_ends_before_its_first_interval_delivers(tmp_path: Path, python: str) -> None:
-    """The monitor needs no package, so that newer Pythons run it without the library's."""
-    path = tmp_path / "lines"
-    program = [sys.executable if python == "simulated" else python, "-c", _PROGRAM, str(path), python]
-    subprocess.run(program, check=True, timeout=60, cwd=_ROOT)
-    lines = [line for line in path.read_text().splitlines() if '"loss"' in line and '"window"' in line]
-    assert len(lines) == 2
-    assert '"count": 30' in lines[1]

@@ -24,7 +24,7 @@ from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
-from tests.predictor.quantised import KINDS, memory, quantise, shard_quantised
+from tests.sharding.quantised import KINDS, memory, quantise, shard_quantised
 from tests.stream.streams import FQN, Writer
 
 _WITH_SCALE = ("int8", "int4", "int2")

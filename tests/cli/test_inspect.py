@@ -1,0 +1,109 @@
+"""``delta-tracker inspect`` on real streams."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from delta_tracker.cli.followers import GONE_SECONDS, SILENT_SECONDS
+from delta_tracker.predictor.predictor import Predictor
+from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
+from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.storage.storage import Storage
+from tests.cli.commands import Cli, entry, path_of, url_of
+from tests.stream.streams import FQN, Writer
+
+
+def test_inspect_counts_what_is_there(cli: Cli, writer: Writer) -> None:
+    Writer(writer.storage)  # a second generation, which has claimed and published nothing
+    found = cli.json("inspect", url_of(writer))
+    manifests = [entry(writer, version) for version in range(6)]
+    assert found["head"]["version"] == 5
+    assert found["head"]["kind"] == "claim"
+    assert 0 <= found["head"]["age_seconds"] < 300
+    log = found["log"]
+    assert (log["first"], log["last"], log["snapshots"], log["deltas"], log["claims"]) == (0, 5, 1, 3, 2)
+    assert log["bytes"] == log["part_bytes"] == sum(manifest.num_bytes for manifest in manifests)
+    assert log["entry_bytes"] == sum(path.stat().st_size for path in path_of(writer, "log").iterdir())
+    table = {"rows": 50, "dim": 4, "dtype": "F32", "snapshot_bytes": 800, "delta_rows": 9, "delta_bytes": 144}
+    assert found["tables"] == {FQN: table}
+    assert [each["generation"] for each in found["generations"]] == [1, 2]
+    assert found["new_predictor"] == {
+        "snapshot": 1,
+        "is_merged": False,
+        "versions": 5,
+        "rows": 59,
+        "parts": 4,
+        "bytes": log["bytes"],
+    }
+    assert [each["version"] for each in found["versions"]] == list(range(6))
+    assert found["findings"] == []
+    assert [each["version"] for each in cli.json("inspect", url_of(writer), "--last", 2)["versions"]] == [4, 5]
+    assert cli.json("inspect", url_of(writer), "--last", 0)["versions"] == []
+    screen = cli("inspect", url_of(writer))
+    for shown in ("version 5, a claim", "50 x 4 F32", "1 snapshot, 3 deltas, 2 claims", "no predictor has left"):
+        assert shown in screen
+
+
+def test_inspect_says_what_a_new_predictor_really_reads(cli: Cli, writer: Writer) -> None:
+    for _ in range(3):
+        predictor = Predictor(writer.model() | {"over.weight": torch.zeros(3, 2)}, writer.storage)
+        predictor.sync()
+        new = cli.json("inspect", url_of(writer))["new_predictor"]
+        status = predictor.status()
+        assert (new["rows"], new["bytes"]) == (status.rows, status.num_bytes)
+        compact(writer.storage, fold=0.01)
+        writer.delta([5, 6])
+    assert new["is_merged"]
+
+
+def test_inspect_shows_predictors_until_they_are_long_gone(cli: Cli, writer: Writer) -> None:
+    url, now = url_of(writer), time.time()
+    beat = Heartbeat(
+        name="a",
+        time=now,
+        stream=writer.claim.head.stream,
+        version=2,
+        lag_versions=9,
+        lag_seconds=1.5,
+        resyncs=3,
+        error="x",
+    )
+    leave_heartbeat(writer.storage, beat)
+    leave_heartbeat(writer.storage, replace(beat, name="b", time=now - SILENT_SECONDS - 60))
+    leave_heartbeat(writer.storage, replace(beat, name="c", time=now - GONE_SECONDS - 60))
+    leave_heartbeat(writer.storage, replace(beat, name="d", stream="0" * 32))
+    leave_heartbeat(writer.storage, replace(beat, name="e", version=None, stream=None))
+    leave_heartbeat(writer.storage, replace(beat, name="f", time=now + 1000))
+    path_of(writer, "predictors/g.json").write_text("nonsense")
+    found = cli.json("inspect", url)
+    assert "g.json is no heartbeat" in cli.err
+    seen = {each["name"]: (each["state"], each["lag_versions"]) for each in found["predictors"]}
+    # What the log says now, not what the predictor knew.
+    assert seen == {"a": ("live", 2), "b": ("silent", 2), "d": ("live", None), "e": ("live", None), "f": ("live", 2)}
+    assert found["predictors_gone"] == 1
+    screen = cli("inspect", url)
+    assert "silent" in screen
+    assert "1 predictor not heard of for an hour" in screen
+
+
+def test_inspect_finds_what_keeps_a_new_predictor_away(cli: Cli, writer: Writer) -> None:
+    url = url_of(writer)
+    path_of(writer, entry_name(3)).unlink()
+    found = cli.json("inspect", url, code=1)
+    assert found["findings"] == ["a new predictor stops before version 3, which is missing or malformed"]
+    assert found["log"]["strays"] == 3
+    writer.snapshot()  # mends it
+    assert cli.json("inspect", url)["findings"] == []
+    path_of(writer, entry_name(4)).write_text("nonsense")
+    assert "log/00000000000000000004.json is malformed" in cli("inspect", url, code=1)
+
+
+def test_inspect_of_a_stream_without_snapshot(cli: Cli, tmp_path: Path) -> None:
+    writer = Writer(Storage((tmp_path / "s").as_uri(), create=True))
+    assert "has no snapshot yet" in cli.json("inspect", url_of(writer), code=1)["findings"][0]
+    assert "has nothing to start from" in cli("inspect", url_of(writer), code=1)

@@ -1,0 +1,126 @@
+"""``delta-tracker verify`` on whole, damaged and changing streams."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from delta_tracker.cli import verify as verify_command
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.part_reader import PartReader
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from delta_tracker.stream.maintenance.retention import Retention, retain
+from delta_tracker.stream.storage.storage import Storage
+from tests.cli.commands import Cli, entry, flip, path_of, url_of
+from tests.stream.streams import Writer
+
+
+def test_verify_passes_what_is_whole(cli: Cli, writer: Writer) -> None:
+    compact(writer.storage)
+    compact(writer.storage, fold=0.01)
+    found = cli.json("verify", url_of(writer))
+    assert found["ok"]
+    assert (found["entries"], found["merged"], found["findings"]) == (5, 2, [])
+    assert found["bytes"] == sum(path.stat().st_size for path in path_of(writer, "parts").iterdir())
+    assert cli("verify", url_of(writer)).startswith("all is well: 5 entries, 2 merged entries, ")
+
+
+@pytest.mark.parametrize("reads_pieces", [False, True])
+def test_verify_finds_every_byte_that_changed(
+    cli: Cli, writer: Writer, reads_pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reads_pieces:
+        monkeypatch.setattr(verify_command, "_MEMORY_BYTES", 0)
+    compact(writer.storage)
+    paths = [path for folder in ("parts", "log", "merged") for path in sorted(path_of(writer, folder).iterdir())]
+    assert len(paths) == 4 + 5 + 1 + 1
+    for path in paths:
+        good = path.read_bytes()
+        for at in {0, len(good) // 3, len(good) - 1}:
+            flip(path, at)
+            found = json.loads(cli("verify", url_of(writer), "--json", code=1) or '{"findings": [{"where": "head"}]}')
+            assert found["findings"], (path, at)
+            path.write_bytes(good)
+    assert cli.json("verify", url_of(writer))["ok"]
+
+
+def test_verify_names_each_damage(cli: Cli, writer: Writer) -> None:
+    url = url_of(writer)
+    compact(writer.storage)
+    (merged,) = path_of(writer, "merged").iterdir()
+    parts = [path_of(writer, entry(writer, version).parts[0].name) for version in (1, 2, 3, 4)]
+    flip(parts[0])
+    parts[1].unlink()
+    parts[2].write_bytes(parts[2].read_bytes()[:-1])
+    rewritten = json.loads(merged.read_text())
+    rewritten["merges"]["xxh3"] = "0" * 32
+    rewritten["parent"]["xxh3"] = "0" * 32
+    merged.write_text(json.dumps(rewritten))
+    found = cli.json("verify", url, code=1)["findings"]
+    expected = [
+        (f"parts/{parts[0].name}", f"its xxh3 is not {entry(writer, 1).parts[0].xxh3}"),
+        (f"parts/{parts[1].name}", "it does not exist"),
+        (f"parts/{parts[2].name}", f"it has {parts[2].stat().st_size} bytes instead of"),
+        (f"merged/{merged.name}", "it follows another version"),
+        (f"merged/{merged.name}", "it stands for another version"),
+    ]
+    for each, (where, problem) in zip(found, expected, strict=True):
+        assert each["where"] == where
+        assert each["problem"].startswith(problem)
+    assert all(each["is_in_the_way"] for each in found)
+    quick = cli.json("verify", url, "--quick", code=1)["findings"]
+    assert [each["where"] for each in quick] == [each["where"] for each in found[1:]]
+    writer.snapshot()
+    later = cli.json("verify", url, code=1)["findings"]
+    assert not any(each["is_in_the_way"] for each in later)
+    assert "new predictors do not read it" in cli("verify", url, code=1)
+
+
+def test_verify_follows_the_chain(cli: Cli, writer: Writer) -> None:
+    path = path_of(writer, entry_name(3))
+    fields = json.loads(path.read_text())
+    for change, problem in (
+        ({"created": 1.0}, "it follows"),  # as the next entry notices
+        ({"stream": "0" * 32}, "it is of stream"),
+        ({"snapshot": None}, "as the newest snapshot"),
+        ({"generation": 0}, "its generation 0 is below 1"),
+    ):
+        path.write_text(json.dumps(fields | change))
+        assert problem in cli("verify", url_of(writer), code=1)
+    path.unlink()
+    assert "it is missing" in cli("verify", url_of(writer), code=1)
+
+
+def test_verify_passes_over_what_retention_takes_meanwhile(
+    cli: Cli, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.snapshot()
+
+    def reader(storage: Storage, part, manifest: Manifest, **options) -> PartReader:
+        if manifest.version in (1, 2):  # it goes upwards, each entry before its parts
+            storage.delete(entry_name(manifest.version))
+            storage.delete(part.name)
+        return PartReader(storage, part, manifest, **options)
+
+    monkeypatch.setattr(verify_command, "PartReader", reader)
+    assert cli.json("verify", url_of(writer))["ok"]
+    monkeypatch.undo()
+    assert cli.json("verify", url_of(writer))["entries"] == 3  # what is left begins above version 0
+
+
+def test_claims_that_retention_keeps_are_no_damage(cli: Cli, writer: Writer) -> None:
+    again = Writer(writer.storage)
+    again.snapshot()
+    again.delta([1])
+    retain(again.storage, Retention(versions=1, grace_seconds=0.0))
+    assert StreamLog(again.storage).versions() == [0, 4, 5, 6, 7]
+    url = url_of(again)
+    assert cli.json("verify", url)["findings"] == []
+    assert cli.json("verify", url, "--quick")["findings"] == []
+    found = cli.json("inspect", url)
+    assert (found["findings"], found["log"]["strays"]) == ([], 1)
+    assert "1 entry: claims and the entries before them stay" in cli("inspect", url)
+    report = cli.json("report", url)
+    assert (report["faults"], report["versions"]["missing"]) == ([], 0)

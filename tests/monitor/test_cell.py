@@ -1,0 +1,77 @@
+"""Cells: one for each combination of labels, all bounded, and nothing is lost."""
+
+from __future__ import annotations
+
+import enum
+
+import pytest
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor import Window
+from tests.monitor.figures import windows
+
+
+def test_labels_have_cells_of_their_own(monitor) -> None:
+    stat = monitor.counter("rows", labels=["table", "kind"])
+    cell = stat.cell(kind="delta", table="user")
+    cell.add(2)
+    assert stat.cell(table="user", kind="delta") is cell
+    stat.cell(table="item", kind="delta").add(3)
+    totals = {total.labels: total.figures.total for total in monitor.collect().totals}
+    assert totals[("table", "user"), ("kind", "delta")] == 2
+    assert totals[("table", "item"), ("kind", "delta")] == 3
+    for bad in ({}, {"table": "x"}, {"table": "x", "kind": "y", "more": "z"}, {"table": "x", "kinds": "y"}):
+        with pytest.raises(InvalidArgumentError, match="exactly the labels"):
+            stat.cell(**bad)
+    with pytest.raises(InvalidArgumentError, match="labels"):
+        stat.add(1)
+    stat.remove(table="user", kind="delta")
+    stat.remove(table="user", kind="delta")
+    assert [each.labels for each in stat.cells] == [(("table", "item"), ("kind", "delta"))]
+
+
+def test_cardinality_is_bounded_and_nothing_is_lost(monitor) -> None:
+    stat = monitor.counter("c", labels=["user"], max_cells=3)
+    for user in range(10):
+        stat.cell(user=user).add(1)
+    assert len(stat.cells) == 4
+    totals = {total.labels: total.figures.total for total in monitor.collect().totals}
+    assert totals[(("user", "other"),)] == 7
+    assert totals[(("stat", "c"),)] == 7
+
+
+def test_raw_records_are_bounded_and_a_fair_sample(monitor) -> None:
+    stat = monitor.stat("s", raw=8)
+    for value in (1.0, 2.0):
+        stat.add(value)
+    assert windows(monitor.collect(), "s")[0].window.raw == (1.0, 2.0)
+    hits = [0] * 20
+    for _ in range(300):
+        for value in range(20):
+            stat.add(value)
+        raw = windows(monitor.collect(), "s")[0].window.raw
+        assert len(set(raw)) == 8
+        for value in raw:
+            hits[value] += 1
+    # Each of 20 is drawn with probability 0.4: 120 of 300, deviation 8.5.
+    assert all(70 < hit < 170 for hit in hits)
+
+
+def test_windows_that_nobody_collects_are_bounded_and_counted(monitor) -> None:
+    stat = monitor.stat("s", window=Window(count=1))
+    for value in range(1030):
+        stat.add(value)
+    batch = monitor.collect()
+    assert len(windows(batch, "s")) == 1024
+    lost = [t.figures.total for t in monitor.collect().totals if t.definition.name == "delta_tracker_lost_windows"]
+    assert lost == [6]
+
+
+def test_a_label_has_the_cell_of_its_text(monitor) -> None:
+    class Kinds(str, enum.Enum):  # noqa: UP042  not StrEnum, whose text is its value
+        DELTA = "delta"
+
+    stat = monitor.counter("kinds", labels=["kind"])
+    stat.cell(kind="delta").add(1)
+    assert stat.cell(kind=Kinds.DELTA) is stat.cell(kind=str(Kinds.DELTA)) is not stat.cell(kind="delta")
+    assert stat.cell(kind=[1]) is stat.cell(kind="[1]")

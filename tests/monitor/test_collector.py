@@ -1,0 +1,76 @@
+"""The collector collects on its interval, whatever handlers and sinks do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+from delta_tracker.monitor import Monitor
+from tests.monitor.recording import Kept
+
+
+def test_the_interval_collects_without_anybody_asking() -> None:
+    monitor = Monitor()
+    sink = Kept()
+    monitor.start([sink], interval=timedelta(milliseconds=2), system=True)
+    while len(sink.batches) < 3:
+        time.sleep(0.002)
+    monitor.stop()
+    assert {each.definition.name for each in sink.batches[-1].totals} >= {"process_cpu_seconds", "process_memory_bytes"}
+
+
+def test_a_handler_hears_of_an_event_before_the_next_collection() -> None:
+    monitor = Monitor()
+    heard = threading.Event()
+    monitor.on("a", lambda _: heard.set())
+    monitor.start(interval=timedelta(hours=1), system=False)
+    monitor.log("a")
+    assert heard.wait(30)
+    monitor.stop()
+
+
+def test_a_thread_that_stop_did_not_wait_for_leaves_what_is_started_next_alone() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Blocking(Kept):
+        def deliver(self, batch) -> None:
+            entered.set()
+            go_on.wait(10)
+            super().deliver(batch)
+
+    monitor = Monitor()
+    monitor.start([Blocking()], interval=timedelta(milliseconds=1), system=False)
+    assert entered.wait(10)
+    (old,) = (each for each in threading.enumerate() if each.name == "delta_tracker-collector")
+    assert not monitor.stop(timedelta(milliseconds=1))
+    second = Kept()
+    monitor.start([second], interval=timedelta(hours=1), system=False)
+    go_on.set()
+    old.join(10)
+    assert not old.is_alive(), "it ends by itself"
+    assert monitor.stop()
+    assert sum(batch.is_last for batch in second.batches) == 1
+
+
+def test_a_busy_handler_does_not_keep_the_collector_from_collecting() -> None:
+    monitor, sink, is_over = Monitor(), Kept(), threading.Event()
+    monitor.on("*", lambda _: time.sleep(0.002))
+
+    def work() -> None:
+        while not is_over.is_set():
+            with monitor.span("busy"):
+                time.sleep(0.0005)
+
+    monitor.start([sink], interval=timedelta(milliseconds=100), system=False)
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 5
+        while len(sink.batches) < 5:
+            assert time.monotonic() < deadline, f"{len(sink.batches)} collections"
+            time.sleep(0.01)
+    finally:
+        is_over.set()
+        thread.join()
+        monitor.stop()

@@ -1,0 +1,44 @@
+"""GPU metrics, from a driver that the test plays."""
+
+from __future__ import annotations
+
+import pytest
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor import Monitor
+
+
+def test_gpu_metrics_from_a_driver_that_the_test_plays(monkeypatch) -> None:
+    """What a driver answers; the real one is asked where there is one."""
+    pynvml = pytest.importorskip("pynvml")
+    from delta_tracker.monitor.nvml import NvmlMetrics  # noqa: PLC0415
+
+    energy = iter([1000, 1000, 4000, 4000])
+    not_supported = pynvml.NVMLError_NotSupported
+
+    def no_power(device):
+        raise not_supported
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetUtilizationRates": lambda device: type("Rates", (), {"gpu": 40}),
+        "nvmlDeviceGetMemoryInfo": lambda device: type("Memory", (), {"used": 2**30}),
+        "nvmlDeviceGetPowerUsage": no_power,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda device: next(energy),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    monitor = Monitor()
+    with pytest.raises(InvalidArgumentError, match="grams"):
+        NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=-1)
+    monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=3_600_000))
+    for _ in range(2):
+        batch = monitor.collect()
+    totals = {each.definition.name: each.figures for each in batch.totals}
+    assert totals["gpu_utilisation_ratio"].last == 0.4
+    assert totals["gpu_memory_used_bytes"].last == 2**30
+    assert "gpu_power_watts" not in totals, "what a device does not offer is no data"
+    assert totals["gpu_energy_joules"].total == 4.0
+    assert totals["gpu_emissions_grams"].total == 4.0

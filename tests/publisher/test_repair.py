@@ -1,0 +1,83 @@
+"""Rows to publish again after a restart: those that later versions carried, or every row where that is unknown."""
+
+from __future__ import annotations
+
+import pytest
+
+from delta_tracker.publisher.repair import rows_to_repair
+from delta_tracker.stream.cursor import Place
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import ShardSpec
+from tests.stream.streams import FQN, Writer
+
+
+def _repair(writer: Writer, note: object, shard: ShardSpec | None = None) -> dict[str, list[int]] | None:
+    claim = StreamLog(writer.storage).claim().head
+    spec = ShardSpec(writer.spec, 0, 20, ((0, 4),)) if shard is None else shard
+    rows = rows_to_repair(StreamLog(writer.storage), note, claim, {FQN: writer.spec}, {FQN: spec})
+    return None if rows is None else {fqn: ids.tolist() for fqn, ids in rows.items()}
+
+
+def _place(writer: Writer) -> dict[str, str | int]:
+    return Place(writer.claim.head.stream, writer.claim.head.link).to_dict()
+
+
+@pytest.fixture
+def writer() -> Writer:
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    writer.delta([3])
+    return writer
+
+
+def test_what_later_versions_carried_is_repaired(writer: Writer) -> None:
+    note = _place(writer)
+    assert _repair(writer, note) == {}
+    writer = _again(writer)
+    writer.delta([5, 19])
+    writer.delta([2, 5])
+    assert _repair(writer, note) == {FQN: [2, 5, 19]}
+    writer = _again(writer)
+    writer.delta([7])
+    # Two generations later, from the same old checkpoint; and of one rank, its own rows.
+    assert _repair(writer, note) == {FQN: [2, 5, 7, 19]}
+    assert _repair(writer, note, ShardSpec(writer.spec, 5, 3, ((0, 4),))) == {FQN: [0, 2]}
+
+
+def _again(writer: Writer) -> Writer:
+    again = Writer(writer.storage)
+    again.table = writer.table
+    return again
+
+
+def test_where_it_cannot_be_known_everything_is_sent(writer: Writer) -> None:
+    note = _place(writer)
+    for other in (None, {}, "x", note | {"stream": "0" * 32}, note | {"xxh3": "0" * 32}, note | {"version": 10**6}):
+        assert _repair(writer, other) is None
+    writer = _again(writer)
+    gone = writer.delta([5])
+    writer.delta([6])
+    content = writer.storage.read(entry_name(gone.version), max_bytes=1 << 20)
+    part = writer.storage.read(gone.parts[0].name, max_bytes=1 << 20)
+    assert content is not None
+    assert part is not None
+    writer.storage.delete(gone.parts[0].name)
+    assert _repair(writer, note) is None
+    writer.storage.put(gone.parts[0].name, [memoryview(part)])
+    assert _repair(writer, note) == {FQN: [5, 6]}
+    writer.storage.delete(entry_name(gone.version))
+    assert _repair(writer, note) is None
+    writer.storage.create(entry_name(gone.version), content.tobytes())
+    again = _again(writer)
+    again.snapshot()
+    assert _repair(again, note) is None
+
+
+def test_a_quantised_stream_is_repaired_by_its_ids() -> None:
+    writer = Writer(Storage("memory://"), encoding=Encoding.INT8)
+    writer.snapshot()
+    note = _place(writer)
+    writer.delta([1, 4])
+    assert _repair(writer, note) == {FQN: [1, 4]}

@@ -1,0 +1,199 @@
+"""What is imported, and what works without optional packages: only a new process shows it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from delta_tracker.errors import (
+    MissingExtraError,
+)
+from delta_tracker.stream.storage.storage import Storage
+from tests.stream.streams import FQN, Writer
+
+_ROOT = Path(__file__).parent.parent.parent
+
+_BLOCKED = """
+import sys
+blocked = {"prometheus_client", "opentelemetry", "tensorboard", "mlflow", "pynvml", "torchmetrics"}
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_without_any_optional_package(tmp_path) -> None:
+    """Every sink that needs none works; every other one names its extra."""
+    program = (
+        _BLOCKED
+        + f"""
+from delta_tracker.errors import MissingExtraError
+from delta_tracker.monitor import Monitor
+from delta_tracker.monitor.nvml import NvmlMetrics
+from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
+from delta_tracker.monitor.sinks.jsonl import JsonlSink
+from delta_tracker.monitor.sinks.logs import LoggingSink
+from delta_tracker.monitor.sinks.mlflow import MlflowSink
+from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink
+from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, PrometheusSink
+from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink
+from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink
+from delta_tracker.monitor.device.torchmetric import TorchMetric
+
+class Fake:
+    _reductions = {{}}
+
+refused = {{
+    "prometheus": [lambda: PrometheusSink(0), lambda: PrometheusFileSink("x")],
+    "opentelemetry": [OpenTelemetrySink],
+    "tensorboard": [lambda: TensorBoardSink("x")],
+    "mlflow": [lambda: MlflowSink("x")],
+    "nvml": [lambda: NvmlMetrics(Monitor().registry)],
+    "torchmetrics": [lambda: TorchMetric("x", Fake())],
+}}
+for extra, builds in refused.items():
+    for build in builds:
+        try:
+            build()
+        except MissingExtraError as error:
+            assert error.extra == extra, (extra, error)
+        else:
+            raise AssertionError(extra)
+import tomllib
+extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+assert set(refused) <= set(extras)
+monitor = Monitor()
+folder = {str(tmp_path)!r}
+monitor.start([JsonlSink(folder + "/a"), ChromeTraceSink(folder + "/b"), LoggingSink(), TorchMonitorSink()])
+monitor.counter("c").add(1)
+monitor.log("e")
+assert monitor.flush()
+assert monitor.stop()
+assert not [t for t in monitor.collect().totals if t.definition.name.endswith("outlet_errors")]
+"""
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
+    assert '"c"' in (tmp_path / "a").read_text()
+
+
+def test_importing_the_monitor_imports_the_standard_library_alone_and_starts_nothing() -> None:
+    """The packages above it are stood in for: the rest of the library needs torch."""
+    program = """
+import os, sys, threading, types
+import logging, random  # they register handlers of their own
+registered = []
+register = os.register_at_fork
+os.register_at_fork = lambda **handlers: (registered.append(handlers), register(**handlers))
+root = types.ModuleType("delta_tracker")
+root.__path__ = ["delta_tracker"]
+sys.modules["delta_tracker"] = root
+before = set(sys.modules)
+import delta_tracker.monitor
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+assert new - {"delta_tracker"} <= set(sys.stdlib_module_names), new
+assert threading.active_count() == 1
+assert not registered
+delta_tracker.monitor.counter("c").add(1)
+assert len(registered) == 1
+assert delta_tracker.monitor.collect().totals[0].figures.total == 1
+"""
+    subprocess.run([sys.executable, "-S", "-c", program], check=True, timeout=60, cwd=_ROOT)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Writer:
+    return Writer(Storage(f"file://{tmp_path}", create=True))
+
+
+def test_a_predictor_needs_neither_torchrec_nor_fbgemm(writer: Writer, tmp_path: Path) -> None:
+    writer.snapshot()
+    program = f"""
+import sys
+sys.modules["torchrec"] = sys.modules["fbgemm_gpu"] = None  # an import of them raises
+import torch
+from delta_tracker import Predictor
+model = {{"{FQN}": torch.ones(20, 4)}}
+assert Predictor(model, "file://{tmp_path}").sync() == 1
+assert not model["{FQN}"].any()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)
+
+
+def test_a_model_of_torch_modules_needs_neither_torchrec_nor_fbgemm() -> None:
+    program = """
+import sys
+sys.modules["torchrec"] = sys.modules["fbgemm_gpu"] = None  # an import of them raises
+from torch import nn
+from delta_tracker.predictor.targets import find_targets
+assert set(find_targets(nn.ModuleDict({"user": nn.Embedding(20, 4)}))) == {"user"}
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)
+
+
+def test_unsharded_collections_need_no_fbgemm_of_ours() -> None:
+    program = """
+import sys
+import warnings
+warnings.simplefilter("ignore")
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingConfig
+ec = EmbeddingCollection(tables=[EmbeddingConfig(name="t", num_embeddings=20, embedding_dim=4, feature_names=["t"])])
+from delta_tracker.predictor.targets import find_targets
+assert set(find_targets(ec)) == {"embeddings.t"}
+assert not [name for name in sys.modules if name.startswith("delta_tracker.sharding.inference_tables")]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)
+
+
+@pytest.mark.parametrize("name", ["numba", "triton"])
+def test_a_missing_package_is_named_when_a_set_is_built(name: str) -> None:
+    program = f"""
+import sys
+sys.modules[{name!r}] = None
+import torch
+import delta_tracker.tracker.row_sets.{name}
+from delta_tracker.errors import MissingExtraError
+from delta_tracker.tracker.row_sets.engines import choose_engine
+device = torch.device("cpu" if {name!r} == "numba" else "cuda")
+engine = choose_engine({name!r}, device)
+try:
+    engine(3, device)
+except MissingExtraError as error:
+    assert (error.package, error.extra) == ({name!r}, {name!r})
+else:
+    raise SystemExit("no error")
+if {name!r} == "numba":
+    assert choose_engine(None, device)(3, device).mark_new(torch.tensor([2])).tolist() == [2]
+"""
+    assert issubclass(MissingExtraError, ImportError)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
+
+
+def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> None:
+    program = """
+import sys, threading
+from delta_tracker import *
+optional = {"torchrec", "fbgemm_gpu", "numba", "matplotlib", "click", "rich", "pyarrow", "safetensors"}
+optional.add("delta_tracker.cli")
+heavy = optional & set(sys.modules)
+assert not heavy, heavy
+assert threading.active_count() == 1
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
+
+
+def test_public_names_are_imported_when_they_are_used() -> None:
+    program = """
+import sys
+import delta_tracker
+assert not [name for name in sys.modules if name.startswith("delta_tracker.")]
+assert delta_tracker.errors.StorageError and delta_tracker.monitor.MONITOR
+from delta_tracker import *
+assert Predictor is delta_tracker.Predictor
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)

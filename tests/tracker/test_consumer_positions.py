@@ -1,0 +1,42 @@
+"""Positions of consumers: unknown names and stale reads are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from delta_tracker.errors import InvalidArgumentError, StaleDeltaError, UnknownConsumerError
+from delta_tracker.tracker.consumer_positions import ConsumerPositions
+from delta_tracker.types import Delta
+
+
+def _delta(consumer: str, stop: int) -> Delta:
+    return Delta({}, consumer=consumer, start=0, stop=stop, batches=(0, stop))
+
+
+def test_cursors_refuse_what_they_do_not_know() -> None:
+    for names in ([], ["a", "a"], "a"):
+        with pytest.raises(InvalidArgumentError, match="consumers"):
+            ConsumerPositions(names)
+    cursors = ConsumerPositions(["a", "b"])
+    with pytest.raises(UnknownConsumerError, match=r"known consumers: 'a', 'b'") as caught:
+        cursors.resolve("c")
+    assert (caught.value.consumer, caught.value.known) == ("c", ("a", "b"))
+    with pytest.raises(UnknownConsumerError, match="has several"):
+        cursors.resolve(None)
+    assert ConsumerPositions(["only"]).resolve(None) == "only"
+
+
+def test_only_the_newest_read_can_be_committed_and_only_once() -> None:
+    cursors = ConsumerPositions(["a", "b"])
+    old, new = _delta("a", 1), _delta("a", 2)
+    cursors.seal(old)
+    cursors.seal(new)
+    with pytest.raises(StaleDeltaError):
+        cursors.commit(old)
+    assert cursors.pinned == {0, 2}
+    cursors.commit(new)
+    with pytest.raises(StaleDeltaError):
+        cursors.commit(new)
+    with pytest.raises(StaleDeltaError):
+        cursors.abort(new)
+    assert (cursors.start("a"), cursors.start("b"), cursors.oldest) == ((2, 2), (0, 0), 0)

@@ -1,0 +1,31 @@
+"""The shadow store sees every change bit for bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from delta_tracker.tracker.store.shadow import ShadowStore
+
+
+def test_a_shadow_sees_every_change_bit_for_bit() -> None:
+    weights = torch.zeros(9, 2)
+    weights[3] = torch.nan
+
+    def read(ids: Tensor | None) -> Tensor:
+        return weights.clone() if ids is None else weights[ids]
+
+    store = ShadowStore(read, 9, keeps_states=True)
+    store.cut(1)
+    assert store.changed(0, 1).ids.tolist() == [], "NaN equals itself"
+    weights[2], weights[5, 1], weights[7, 0] = 1.0, -0.0, torch.nan
+    store.cut(2)
+    changed = store.changed(1, 2)
+    assert changed.ids.tolist() == [2, 5, 7]
+    assert changed.states.tolist() == [[0, 0]] * 3
+    assert changed.known.all()
+    weights[2] = 2.0
+    store.cut(3)
+    assert store.changed(2, 3).ids.tolist() == [2]
+    assert store.changed(1, 3).states[0].tolist() == [0, 0], "the older state wins"
+    assert store.copy_bytes == weights.nbytes
