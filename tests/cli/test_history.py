@@ -26,7 +26,7 @@ def test_bins_are_few_and_lose_nothing(entries: list[tuple[str, int]]) -> None:
     for version, (kind, rows) in enumerate(entries):
         created += rows
         block = Block(FQN, (0, 100), (0, 2), 100 if kind == "snapshot" else rows, "list", Encoding.F32)
-        parts = () if kind == "claim" else (Part("parts/a.safetensors", 10 * rows, "", (block,)),)
+        parts = () if kind == "claim" else (Part("parts/a.safetensors", 10 * rows, "", (block,), ()),)
         history.add(
             Manifest(
                 stream="", generation=1, writer="", version=version, kind=kind, created=created, cut=created - 1,

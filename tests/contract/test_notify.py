@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis
 import torch
 
 from delta_tracker import Predictor
@@ -191,9 +192,14 @@ def test_a_wait_ends_when_told_to(engine: Notifier | None) -> None:
 
 def test_a_hint_with_nothing_behind_it_makes_nobody_spin(notifier: Notifier, stream: str) -> None:
     notifier.announce(stream, 1 << 62)
-    hints = Hints(notifier)
     slept: list[float] = []
-    hints._stop.wait = slept.append
+
+    class NeverSet(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            slept.append(timeout)
+            return False
+
+    hints = Hints(notifier, NeverSet())
     for _ in range(10):
         hints.wait(stream, 4, LONG)
     assert len(slept) == 9
@@ -204,14 +210,16 @@ def test_a_hint_with_nothing_behind_it_makes_nobody_spin(notifier: Notifier, str
 
 def test_what_else_stands_in_redis_does_no_harm(redis_url: str, stream: str) -> None:
     notifier = RedisNotifier(redis_url, key="k")
-    notifier._redis.xadd(f"k:{stream}", {b"\xff\x00": b"\xfe" * 1000, "v": "-17"}, id="4-99")
+    server = redis.Redis.from_url(redis_url)
+    server.xadd(f"k:{stream}", {b"\xff\x00": b"\xfe" * 1000, "v": "-17"}, id="4-99")
     assert notifier.wait(stream, 3, LONG)
     notifier.announce(stream, 5)
     assert notifier.wait(stream, 4, LONG)
-    notifier._redis.set("k:other", "a string")
+    server.set("k:other", "a string")
     hints = Hints(notifier)
     hints.announce("other", 1)
     assert hints.num_lost == 1
+    server.close()
     notifier.close()
 
 
@@ -219,7 +227,8 @@ def test_redis_keeps_one_hint_of_a_stream(redis_url: str, stream: str) -> None:
     notifier = RedisNotifier(redis_url)
     for version in range(500):
         notifier.announce(stream, version)
-    assert notifier._redis.xlen(f"delta_tracker:{stream}") == 1
+    with redis.Redis.from_url(redis_url) as server:
+        assert server.xlen(f"delta_tracker:{stream}") == 1
     notifier.close()
 
 
@@ -251,7 +260,7 @@ def test_redis_is_killed_and_started_again(caplog: pytest.LogCaptureFixture, mon
         # it has forgotten everything, and is believed again
         threading.Event().wait(0.05)
         publish(LONG)
-        assert hints._heard(predictor.manifest.stream, predictor.version - 1, 0.1)
+        hints.wait(predictor.manifest.stream, predictor.version - 2, LONG)  # a version for which it believed none yet
         assert publisher.num_lost == 3
     assert sum("work again" in record.getMessage() for record in caplog.records) == 2
     for notifier in notifiers:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from delta_tracker.monitor import Kind, Monitor
 from delta_tracker.monitor.batch import Batch, WindowReport
+from tests.monitor.recording import Kept
 
 
 class Figures:
@@ -38,3 +41,13 @@ def total(source: Batch | Monitor, name: str) -> float:
     """The sum of a stat's totals over its cells; of a monitor, as it is collected now."""
     batch = source if isinstance(source, Batch) else source.collect()
     return sum(each.figures.total for each in batch.totals if each.definition.name == name)
+
+
+def last_batch(monitor: Monitor) -> Batch:
+    """What is collected when the monitor stops, after which its windows are closed."""
+    sink = Kept()
+    monitor.start([sink], interval=timedelta(hours=1), system=False)
+    assert monitor.stop()
+    (batch,) = sink.batches
+    assert batch.is_last
+    return batch

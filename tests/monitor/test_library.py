@@ -12,6 +12,7 @@ import delta_tracker.monitor
 from delta_tracker.monitor import Monitor, metrics
 from delta_tracker.monitor.library import DEFINITIONS, PREFIX, LibraryMetrics
 from delta_tracker.monitor.registry import Registry
+from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink
 from delta_tracker.monitor.stat import Kind
 from tests.monitor.clocks import ManualClock
 from tests.monitor.panels import ALERTS, PANELS, alerts, dashboard, exposed_name
@@ -38,18 +39,12 @@ def _filled() -> Monitor:
 
 
 @pytest.fixture(scope="module")
-def exposition() -> dict[str, set[str]]:
+def exposition(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Sample name to its labels, as Prometheus would read them."""
-    client = pytest.importorskip("prometheus_client")
     parser = pytest.importorskip("prometheus_client.parser")
-    from delta_tracker.monitor.sinks.prometheus import PrometheusSink, _Snapshot  # noqa: PLC0415
-
-    assert PrometheusSink
-    snapshot = _Snapshot()
-    snapshot.batch = _filled().collect()
-    registry = client.CollectorRegistry(auto_describe=False)
-    registry.register(snapshot)
-    text = client.generate_latest(registry).decode()
+    path = tmp_path_factory.mktemp("exposition") / "library.prom"
+    PrometheusFileSink(path).deliver(_filled().collect())
+    text = path.read_text()
     found: dict[str, set[str]] = {}
     for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:

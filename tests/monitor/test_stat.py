@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from delta_tracker.monitor import Monitor, Window
 from tests.monitor.clocks import ManualClock
-from tests.monitor.figures import total, window_figures, windows
+from tests.monitor.figures import last_batch, total, window_figures, windows
 
 _MEAN = ("mean", "sum")
 
@@ -53,7 +53,7 @@ def test_windows_against_a_slow_reference(count, seconds, epoch, schedule) -> No
             monitor.end_epoch()
             if epoch:
                 close()
-    found += windows(monitor._collector.collect(is_last=True), "s")
+    found += windows(last_batch(monitor), "s")
     close()
     assert [(w.values["sum"], w.count, w.window.begin_ns, w.window.end_ns) for w in found] == [
         (sum(records), len(records), begin, end) for records, begin, end in expected
@@ -77,7 +77,7 @@ def test_a_large_count_is_split_exactly(monitor) -> None:
     stat = monitor.stat("s", window=Window(count=1500), aggregations=("sum",))
     for number in range(4000):
         stat.add(number)
-    found = window_figures(monitor._collector.collect(is_last=True), "s")
+    found = window_figures(last_batch(monitor), "s")
     sums = [sum(range(1500)), sum(range(1500, 3000)), sum(range(3000, 4000))]
     assert found == [(1500, {"sum": sums[0]}), (1500, {"sum": sums[1]}), (1000, {"sum": sums[2]})]
 

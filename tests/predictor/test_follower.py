@@ -13,7 +13,6 @@ from torch import Tensor
 
 from delta_tracker import Predictor
 from delta_tracker.errors import DenseMismatchError, StorageError, StreamError, TableMismatchError
-from delta_tracker.predictor import follower as follower_module
 from delta_tracker.row_target import RowTarget
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -25,12 +24,13 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.predictor.serving import Breakable, PanicException, eventually, read
+from tests.predictor.waits import shorten_waits
 from tests.stream.streams import FQN, Writer
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_module, "_MAX_BACK_OFF_SECONDS", 0.002)
+    shorten_waits(monkeypatch, back_off_seconds=0.002)
 
 
 @pytest.fixture

@@ -31,6 +31,11 @@ def _join(threads: list[threading.Thread]) -> None:
         assert not thread.is_alive(), "it waits for ever"
 
 
+def _waiting(lock: TableLock) -> tuple[int, int]:
+    """How many readers and how many writers wait; only the lock knows when a thread has begun to."""
+    return lock._num_queued + lock._num_invited, lock._num_waiting
+
+
 def test_a_writer_is_alone() -> None:
     lock = TableLock()
     inside = {"readers": 0, "writers": 0}
@@ -80,9 +85,9 @@ def test_readers_that_wait_for_a_write_go_before_the_next_one() -> None:
     threads = _start(lambda: write("first", first_may_end))
     _until(lambda: order == ["first"])
     threads += _start(read, read)
-    _until(lambda: lock._num_queued == 2)
+    _until(lambda: _waiting(lock) == (2, 0))
     threads += _start(lambda: write("second", None))
-    _until(lambda: lock._num_waiting == 1)
+    _until(lambda: _waiting(lock) == (2, 1))
     first_may_end.set()
     _join(threads)
     assert order == ["first", "read", "read", "second"]
@@ -105,9 +110,9 @@ def test_a_writer_that_waits_goes_before_readers_that_come_after_it() -> None:
     threads = _start(lambda: read("first", first_may_end))
     _until(lambda: order == ["first"])
     threads += _start(write)
-    _until(lambda: lock._num_waiting == 1)
+    _until(lambda: _waiting(lock) == (0, 1))
     threads += _start(lambda: read("second", None))
-    _until(lambda: lock._num_queued == 1)
+    _until(lambda: _waiting(lock) == (1, 1))
     first_may_end.set()
     _join(threads)
     assert order == ["first", "write", "second"]
@@ -116,15 +121,15 @@ def test_a_writer_that_waits_goes_before_readers_that_come_after_it() -> None:
 @pytest.mark.parametrize("is_invited", [False, True])
 def test_an_interrupted_reader_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch, is_invited: bool) -> None:
     lock = TableLock()
-    hold, done = threading.Event(), threading.Event()
+    held, hold = threading.Event(), threading.Event()
 
     def write() -> None:
         with lock.writing():
+            held.set()
             hold.wait(20)
-        done.set()
 
     threads = _start(write)
-    _until(lambda: lock._writer is not None)
+    assert held.wait(20)
     ordinary = lock._may_read.wait
 
     def interrupted(timeout: float | None = None) -> None:
@@ -140,16 +145,17 @@ def test_an_interrupted_reader_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch,
     hold.set()
     threads += _start(lambda: lock.writing().__enter__())
     _join(threads)
-    assert (lock._num_queued, lock._num_invited, lock._num_waiting) == (0, 0, 0)
+    assert _waiting(lock) == (0, 0)
 
 
 def test_an_interrupted_writer_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = TableLock()
-    hold = threading.Event()
+    held, hold = threading.Event(), threading.Event()
     read = []
 
     def first() -> None:
         with lock.reading():
+            held.set()
             hold.wait(20)
 
     def second() -> None:
@@ -157,12 +163,12 @@ def test_an_interrupted_writer_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch)
             read.append(True)
 
     threads = _start(first)
-    _until(lambda: bool(lock._readers))
+    assert held.wait(20)
 
     def interrupted(timeout: float | None = None) -> None:
         lock._mutex.release()
         threads.extend(_start(second))
-        _until(lambda: lock._num_queued == 1)
+        _until(lambda: _waiting(lock)[0] == 1)
         lock._mutex.acquire()
         raise KeyboardInterrupt
 
@@ -172,4 +178,4 @@ def test_an_interrupted_writer_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch)
     _until(lambda: bool(read))
     hold.set()
     _join(threads)
-    assert (lock._num_queued, lock._num_invited, lock._num_waiting) == (0, 0, 0)
+    assert _waiting(lock) == (0, 0)

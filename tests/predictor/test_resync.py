@@ -18,7 +18,6 @@ from delta_tracker.errors import (
     StorageError,
     StreamError,
 )
-from delta_tracker.predictor import follower as follower_module
 from delta_tracker.row_target import TensorTarget
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
@@ -28,6 +27,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import Follower, a_history, assert_holds, empty_model, eventually, read
+from tests.predictor.waits import shorten_waits
 from tests.stream.histories import History
 from tests.stream.streams import FQN, Writer
 
@@ -101,7 +101,7 @@ _FAULTS = {
 def test_each_fault_is_overcome_and_named_in_the_log(
     tmp_path: Path, fault: str, is_following: bool, caplog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower_module, "_GAP_CHECK_SECONDS", 0.01)
+    shorten_waits(monkeypatch, gap_check_seconds=0.01)
     history = History(Storage(f"file://{tmp_path}", create=True, fsync=False), 1)
     history.delta(2)
     model = empty_model()
@@ -147,8 +147,7 @@ def test_a_merged_version_leads_past_a_fault(caplog) -> None:
 
 def test_a_gap_stays_an_error_until_it_is_mended(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     """Nothing leads past it. A listing costs much, so polling alone does not see it."""
-    monkeypatch.setattr(follower_module, "_GAP_CHECK_SECONDS", 0.05)
-    monkeypatch.setattr(follower_module, "_MAX_BACK_OFF_SECONDS", 0.002)
+    shorten_waits(monkeypatch, gap_check_seconds=0.05, back_off_seconds=0.002)
     history = History(Storage("memory://"), 3)
     follower = Follower(history)
     follower.sync()

@@ -12,11 +12,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, StreamError
-from delta_tracker.predictor import follower as follower_module
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.predictor.serving import Follower, a_history, read
+from tests.predictor.waits import shorten_waits
 from tests.stream.histories import Clock, History, Killed
 
 
@@ -63,8 +63,7 @@ def overcome(follower: Follower) -> None:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_module, "_MAX_BACK_OFF_SECONDS", 0.0)
-    monkeypatch.setattr(follower_module, "_NO_STREAM_SECONDS", 0.0)
+    shorten_waits(monkeypatch, back_off_seconds=0.0, no_stream_seconds=0.0)
 
 
 def _flip(data: bytes, chance: random.Random) -> bytes:

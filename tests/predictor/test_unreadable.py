@@ -11,11 +11,11 @@ import torch
 
 from delta_tracker import Predictor
 from delta_tracker.errors import NoSnapshotError, StorageError
-from delta_tracker.predictor import follower as follower_module
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from tests.predictor.serving import Flaky, beside, eventually
+from tests.predictor.waits import shorten_waits
 from tests.stream.streams import FQN, Writer
 
 
@@ -56,7 +56,7 @@ def _synced(predictor: Predictor, num_times: int) -> list[type[Exception] | None
 def test_a_newer_version_leads_past_an_object_that_cannot_be_read(
     tmp_path: Path, harm: Callable[[Path], None], kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower_module, "_MAX_BACK_OFF_SECONDS", 0.002)
+    shorten_waits(monkeypatch, back_off_seconds=0.002)
     writer = Writer(Storage(f"file://{tmp_path}", create=True, fsync=False))
     writer.snapshot()
     models = [writer.model(), writer.model()]

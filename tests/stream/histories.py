@@ -209,10 +209,9 @@ class History:
         dense = {name: torch.randn(3, generator=self.torch).mul(9).to(_DENSE[name]) for name in names}
         parts: list[Part] = []
         for number, rows in enumerate(groups):
-            writer = PartWriter(
-                part_name(head.version + 1, head.generation, f"r{number}"), rows, dense if number == 0 else {}
-            )
-            self.storage.put(writer._name, writer.buffers())
+            name = part_name(head.version + 1, head.generation, f"r{number}")
+            writer = PartWriter(name, rows, dense if number == 0 else {})
+            self.storage.put(name, writer.buffers())
             parts.append(writer.part)
         draft = Manifest(
             stream="",

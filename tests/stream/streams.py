@@ -62,8 +62,9 @@ class Writer:
 
     def write(self, kind: Kind, rows: list[BlockRows], tables: Mapping[str, TableSpec] | None = None) -> Manifest:
         head = self.claim.head
-        part = PartWriter(part_name(head.version + 1, head.generation, "r0"), rows, self.dense)
-        self.storage.put(part._name, part.buffers())
+        name = part_name(head.version + 1, head.generation, "r0")
+        part = PartWriter(name, rows, self.dense)
+        self.storage.put(name, part.buffers())
         draft = Manifest(
             stream="",
             generation=0,

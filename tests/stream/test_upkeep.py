@@ -15,6 +15,17 @@ from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import Writer
 
 
+def _passes() -> list[threading.Thread]:
+    """The threads of the passes that are under way; those of other tests have ended."""
+    return [thread for thread in threading.enumerate() if thread.name == "upkeep"]
+
+
+def _wait_for_the_pass() -> None:
+    for thread in _passes():
+        thread.join(60)
+    assert not _passes()
+
+
 def test_a_stream_stays_small_while_it_is_written() -> None:
     storage = Storage("memory://")
     writer = Writer(storage, num_rows=200)
@@ -22,8 +33,8 @@ def test_a_stream_stays_small_while_it_is_written() -> None:
     upkeep = Upkeep(storage, Retention(versions=3, grace_seconds=0), compact_every=4, retain_every=4, fold=0.1)
     for row in range(40):
         upkeep.after(writer.delta([row]).version)
-        upkeep.close()  # waits; a schedule that does not is in the tests of compaction
-        upkeep._is_closed = False
+        _wait_for_the_pass()  # a schedule that does not wait is in the tests of compaction
+    upkeep.close()
     assert upkeep.error is None
     assert len(StreamLog(storage).versions()) < 10
     assert StreamLog(storage).newest_snapshot().merges is not None
@@ -49,10 +60,11 @@ def test_one_pass_at_a_time_and_close_waits_for_it() -> None:
     assert started.wait(60)
     upkeep.after(writer.delta([1]).version)
     assert len(passes) == 1
-    assert not upkeep._thread.daemon
+    (thread,) = _passes()
+    assert not thread.daemon
     go_on.set()
     upkeep.close()
-    assert not upkeep._thread.is_alive()
+    assert not thread.is_alive()
     upkeep.after(writer.delta([1]).version)
     assert len(passes) == 1
 
@@ -72,7 +84,7 @@ def test_a_failure_is_logged_once_and_gone_when_a_pass_succeeds(caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             upkeep.after(writer.snapshot().version)
-            upkeep._thread.join()
+            _wait_for_the_pass()
             assert str(upkeep.error) == "no route"
     assert [record.getMessage() for record in caplog.records] == [
         "the upkeep of memory:// failed and will be tried again: no route"

@@ -62,8 +62,8 @@ class Maker:
         self._expected = expected
         self._claim: Claim = self._log.claim()
         self._count = 0
-        self._tables = {fqn: torch.zeros(spec.num_rows, spec.dim, dtype=spec.dtype) for fqn, spec in _TABLES.items()}
-        self._dense: dict[str, Tensor] = {}
+        self.tables = {fqn: torch.zeros(spec.num_rows, spec.dim, dtype=spec.dtype) for fqn, spec in _TABLES.items()}
+        self.dense: dict[str, Tensor] = {}
 
     def claim(self) -> None:
         self._claim = self._log.claim()
@@ -85,7 +85,7 @@ class Maker:
         values = values if written is None else written
         stored = encode_rows(values, encoding)
         if written is None:
-            self._tables[fqn][listed, columns[0] : columns[1]] = values.to(_TABLES[fqn].dtype)
+            self.tables[fqn][listed, columns[0] : columns[1]] = values.to(_TABLES[fqn].dtype)
         block = Block(fqn, rows, columns, len(listed), form, encoding)
         return BlockRows.of(block, None if ids is None else torch.tensor(ids, dtype=torch.int64), stored)
 
@@ -94,7 +94,7 @@ class Maker:
         block = rows.block
         (stored,) = rows.chunks()
         values = decode_rows(stored, block.encoding, block.num_columns, _TABLES[block.table].dtype)
-        self._tables[block.table][rows.ids, block.columns[0] : block.columns[1]] = values
+        self.tables[block.table][rows.ids, block.columns[0] : block.columns[1]] = values
         return rows
 
     def part(self, author: str, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> Part:
@@ -102,12 +102,12 @@ class Maker:
         writer = PartWriter(part_name(head.version + 1, head.generation, author), rows, dense)
         data = b"".join(bytes(buffer) for buffer in writer.buffers())
         self._storage.put(writer.part.name, [memoryview(data)])
-        self._dense |= dense or {}
+        self.dense |= dense or {}
         return writer.part
 
     def commit(self, kind: Kind, batches: tuple[int, int], parts: Sequence[Part], pending_rows: int = 0) -> Manifest:
         entry = self._claim.commit(self._draft(kind, batches, parts, pending_rows))
-        tensors = {**self._tables, **self._dense}
+        tensors = {**self.tables, **self.dense}
         safetensors.torch.save_file(tensors, self._expected / f"{entry.version}.safetensors")
         return entry
 
@@ -123,17 +123,17 @@ class Maker:
     def whole(self, author: str) -> Part:
         """All tables, and the dense tensors, as they are."""
         blocks = [
-            self.rows(fqn, Encoding.of(spec.dtype), (0, spec.num_rows), (0, spec.dim), None, written=self._tables[fqn])
+            self.rows(fqn, Encoding.of(spec.dtype), (0, spec.num_rows), (0, spec.dim), None, written=self.tables[fqn])
             for fqn, spec in _TABLES.items()
         ]
-        return self.part(author, blocks, self._dense)
+        return self.part(author, blocks, self.dense)
 
     def _draft(self, kind: Kind, batches: tuple[int, int], parts: Sequence[Part], pending_rows: int) -> Manifest:
         held = [name for part in parts for name in part.dense]
         return Manifest(
             stream="", generation=0, writer="", version=0, kind=kind, batches=batches, cut=batches[1] / 2,
             created=0.0, pending_rows=pending_rows, tables=_TABLES, parts=tuple(parts),
-            dense={name: DenseSpec(self._dense[name].dtype, tuple(self._dense[name].shape)) for name in held},
+            dense={name: DenseSpec(self.dense[name].dtype, tuple(self.dense[name].shape)) for name in held},
         )  # fmt: skip
 
 
@@ -194,10 +194,10 @@ def make(directory: Path, expected: Path) -> None:
             ], _dense(2)),
         ])  # fmt: skip
         maker.merge("delta", first, last, [maker.part("merge", [
-            maker.rows(USER, Encoding.F32, (0, 12), (0, 4), None, written=maker._tables[USER]),
+            maker.rows(USER, Encoding.F32, (0, 12), (0, 4), None, written=maker.tables[USER]),
             maker.rows(ITEM, Encoding.F16, (0, 600), (0, 2), sorted({*_WIDE, *_WIDER}), "list",
-                       written=maker._tables[ITEM][sorted({*_WIDE, *_WIDER})]),
-        ], maker._dense)])  # fmt: skip
+                       written=maker.tables[ITEM][sorted({*_WIDE, *_WIDER})]),
+        ], maker.dense)])  # fmt: skip
         # 5 and 6: another publisher, whose snapshot was copied while rows changed
         maker.claim()
         copied = maker.part("r0", [
