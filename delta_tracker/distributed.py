@@ -1,10 +1,11 @@
-"""Gloo groups of all ranks, for the library's own messages."""
+"""Gloo groups of all ranks, for the library's own messages. Only the training thread starts collectives on them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,14 +21,17 @@ TORCH_TIMEOUT = timedelta(minutes=30)  # of torch's own gloo groups; for calls w
 _GO = "go"
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.1
+_INTERRUPT_PAUSE = timedelta(seconds=0.2)
 
 
 class RankGroup:
-    """All ranks of the default process group, joined in a gloo group of their own.
+    """All ranks of the default process group, joined in a gloo group of their own; a process without one is alone.
 
-    Every method is a collective: all ranks call it in the same order. Groups of different names may be built in any
-    order. All ranks meet in the default group's store before the group is made, so that a rank that never comes costs
-    ``timeout`` and leaves nothing behind: a later attempt of all ranks succeeds.
+    Every method is a collective: all ranks call it in the same order, from one thread. Groups of different names may
+    be built in any order. All ranks meet in the default group's store before the group is made, so that a rank that
+    never comes costs ``timeout`` and leaves nothing behind: a later attempt of all ranks succeeds.
+
+    Once a rank was lost the others may be out of step with each other, so every later call raises too.
 
     The group is not made by ``torch.distributed.new_group``: that one numbers the groups of each process, so that a
     group that one rank makes alone is connected to an unrelated group of another rank.
@@ -42,17 +46,35 @@ class RankGroup:
     """
 
     def __init__(self, name: str, call: str, timeout: timedelta) -> None:
+        self.rank, self.world_size = 0, 1
+        self._gloo: Any = None  # The type stubs lack its methods.
+        self._lost: RankLostError | None = None
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        with typed_errors():
+        with self._typed_errors():
             store = _own_store(timeout)
             meeting = _Meeting(dist.PrefixStore(f"delta_tracker/{name}/", store), call, timeout)
             number = meeting.attend(self.rank, self.world_size)
             prefixed = dist.PrefixStore(f"delta_tracker/{name}/{number}/", store)
-            # The type stubs lack its methods.
-            self._gloo: Any = dist.ProcessGroupGloo(prefixed, self.rank, self.world_size, timeout)
+            self._gloo = dist.ProcessGroupGloo(prefixed, self.rank, self.world_size, timeout)
             options: Any = self._gloo.options
             options.group_name = f"delta_tracker/{name}/{number}"
+
+    def start_all_gather(self, tensor: Tensor) -> Gathering:
+        """Start to gather the tensors of all ranks, all of one shape and dtype; returns at once.
+
+        It raises nothing: if a rank was lost, the result does.
+        """
+        if self.world_size == 1:
+            return Gathering(self, [tensor])
+        every = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        try:
+            with self._typed_errors():
+                return Gathering(self, every, self._group.allgather([every], [tensor]))
+        except RankLostError:  # which the group remembers
+            return Gathering(self, every)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, by rank; all of one shape and dtype.
@@ -60,20 +82,7 @@ class RankGroup:
         Raises:
             RankLostError: if a rank died or did not answer in time.
         """
-        every = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with typed_errors():
-            self._group.allgather([every], [tensor]).wait()
-        return every
-
-    def start_max(self, tensor: Tensor) -> dist.Work:
-        """Start to replace the elements of ``tensor`` by the largest ones of all ranks; wait in ``typed_errors()``.
-
-        Raises:
-            RankLostError: if a rank died.
-        """
-        with typed_errors():
-            work: dist.Work = self._group.allreduce([tensor], dist.ReduceOp.MAX)
-        return work
+        return self.start_all_gather(tensor).result()
 
     def add(self, tensor: Tensor) -> None:
         """Replace the elements of ``tensor`` by their sums over all ranks.
@@ -81,8 +90,11 @@ class RankGroup:
         Raises:
             RankLostError: if a rank died or did not answer in time.
         """
-        with typed_errors():
-            self._group.allreduce([tensor], dist.ReduceOp.SUM).wait()
+        if self.world_size == 1:
+            return
+        with self._typed_errors():
+            work = self._group.allreduce([tensor], dist.ReduceOp.SUM)
+        self.wait(work)
 
     def send(self, tensor: Tensor, rank: int) -> None:
         """Send a tensor to ``rank``, which calls :meth:`receive`.
@@ -90,7 +102,7 @@ class RankGroup:
         Raises:
             RankLostError: if a rank died or did not answer in time.
         """
-        with typed_errors():
+        with self._typed_errors():
             self._group.send([tensor], rank, 0).wait()
 
     def receive(self, tensor: Tensor, rank: int) -> None:
@@ -99,8 +111,30 @@ class RankGroup:
         Raises:
             RankLostError: if a rank died or did not answer in time.
         """
-        with typed_errors():
+        with self._typed_errors():
             self._group.recv([tensor], rank, 0).wait()
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective of this group, so that Ctrl-C ends the wait and not the collective.
+
+        Args:
+            work: the collective; None for one that could not be started.
+
+        Raises:
+            RankLostError: if a rank died or did not answer in time.
+        """
+        if self._lost is not None:
+            raise self._lost
+        assert work is not None, "no rank was lost when it was started"
+        with self._typed_errors():
+            while True:
+                try:
+                    work.wait(_INTERRUPT_PAUSE)  # without a timeout, Python would hear of no signal
+                    break
+                except RuntimeError:
+                    if work.is_completed():
+                        work.wait()  # it failed, or has just succeeded
+                        break
 
     def close(self) -> None:
         """Leave the group. No collective; a collective of this rank that is under way is waited for."""
@@ -108,34 +142,47 @@ class RankGroup:
 
     @property
     def _group(self) -> Any:  # noqa: ANN401  as above
-        assert self._gloo is not None, "the group is closed"
+        if self._lost is not None:
+            raise self._lost
+        assert self._gloo is not None, "the group is closed, or this process is alone"
         return self._gloo
 
+    @contextmanager
+    def _typed_errors(self) -> Iterator[None]:
+        """Raise :class:`~delta_tracker.errors.RankLostError` for what torch raises when a rank is lost."""
+        try:
+            yield
+        except RankLostError as error:
+            self._lost = error
+            raise
+        except RuntimeError as error:  # DistError is one; gloo raises it bare
+            self._lost = RankLostError(str(error).split("\n", maxsplit=1)[0])
+            raise self._lost from error
 
-def join(name: str, call: str, timeout: timedelta) -> RankGroup | None:
-    """Return a new group of all ranks, or None for a process that is alone. A collective of all ranks.
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """The tensors of all ranks, on their way to this one.
 
     Args:
-        name: as of :class:`RankGroup`.
-        call: as of :class:`RankGroup`.
-        timeout: as of :class:`RankGroup`.
-
-    Raises:
-        RankLostError: as :class:`RankGroup`.
+        group: the ranks.
+        tensors: one for each rank, filled by the collective.
+        work: the collective; None for one that could not be started, or of a process that is alone.
     """
-    is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return RankGroup(name, call, timeout) if is_distributed else None
 
+    group: RankGroup
+    tensors: list[Tensor]
+    work: dist.Work | None = None
 
-@contextmanager
-def typed_errors() -> Iterator[None]:
-    """Raise :class:`~delta_tracker.errors.RankLostError` for what torch raises when a rank is lost."""
-    try:
-        yield
-    except RankLostError:
-        raise
-    except RuntimeError as error:  # DistError is one; gloo raises it bare
-        raise RankLostError(str(error).split("\n", maxsplit=1)[0]) from error
+    def result(self) -> list[Tensor]:
+        """Return the tensors, by rank, once all have come. Interrupted, it can be called again.
+
+        Raises:
+            RankLostError: if a rank died or did not answer in time.
+        """
+        if self.group.world_size > 1:
+            self.group.wait(self.work)
+        return self.tensors
 
 
 def _own_store(timeout: timedelta) -> dist.Store:

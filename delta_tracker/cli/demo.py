@@ -19,6 +19,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.publisher.coordinator import Coordinator, Draft
+from delta_tracker.publisher.exchange import Exchange
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, IdForm, Kind, Manifest
@@ -105,7 +106,7 @@ class _Trainer:
         self._specs = {fqn: TableSpec(fqn, len(table), _DIM, table.dtype) for fqn, table in self.tables.items()}
         self._changes = DeltaStore()
         self._batch = self._published = 0
-        self._writer = Coordinator(timedelta(seconds=60), Recorder("publisher", self))
+        self._writer = Coordinator(Exchange(timedelta(seconds=60)), Recorder("publisher", self))
         self._writer.open(url)
         self.versions: list[Manifest] = []
 
@@ -140,7 +141,7 @@ class _Trainer:
             tables=self._specs,
             rows=[self._rows(fqn, None if kind == "snapshot" else changed[fqn]) for fqn in self.tables],
         )
-        self.versions.append(self._writer.commit(draft))
+        self.versions.append(self._writer.publish(draft))
         self._published = self._batch
         return self.versions[-1].version
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Any
 
+import xxhash
 from torch import Tensor
 
-from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError
+from delta_tracker.distributed import Gathering
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
-from delta_tracker.publisher.ranks import Ranks
+from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import DenseSpec, Kind, Manifest, Part
 from delta_tracker.stream.format.parse import parse_manifest, parse_part
@@ -47,24 +48,40 @@ class Draft:
     dense: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Coordinator:
-    """This rank's hand in the versions of a stream. Methods are collectives of its ranks unless they say otherwise.
-
-    A method that raises has published nothing; a rank that fails says so to the others before it raises.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank has written of a version.
 
     Args:
-        timeout: how long ranks wait for each other.
+        draft: what it was made of, or why there was nothing to make it of.
+        parts: its parts.
+        message: tells the other ranks of them, or what failed.
+    """
+
+    draft: Draft | Exception
+    parts: Sequence[Part]
+    message: Message
+
+
+class Coordinator:
+    """This rank's hand in the versions of a stream.
+
+    The training thread starts what the ranks tell each other; a worker may call the methods that say so.
+
+    Args:
+        exchange: the ranks.
         recorder: records how long writes and commits take.
     """
 
-    def __init__(self, timeout: timedelta, recorder: Recorder) -> None:
-        self._ranks = Ranks(timeout)
-        self.rank = self._ranks.rank
+    def __init__(self, exchange: Exchange, recorder: Recorder) -> None:
+        self._exchange = exchange
+        self._rank = exchange.rank
         self._write_timer = recorder.write_seconds.timer()
         self._commit_timer = recorder.commit_seconds.timer()
         self._claim: Claim | None = None
         self._tables: Mapping[str, TableSpec] = {}
         self._tables_text = "no tables"
+        self._tables_hash = 0
         self._storage: Storage
         self.head: Manifest
 
@@ -76,6 +93,8 @@ class Coordinator:
     def open(self, url: str | Storage) -> None:
         """Open the store on every rank, probe it and claim the stream on rank 0, and see that all have the same.
 
+        A collective.
+
         Raises:
             InvalidArgumentError: for a url that names no store.
             UnsafeStoreError: if the store lets two writers create one object.
@@ -84,39 +103,106 @@ class Coordinator:
             PublishError: if another rank cannot, or uses another one.
             RankLostError: if a rank dies meanwhile.
         """
-        self.exchange("open", lambda: self._open(url))
-        self.head = self._from_rank_0("claim", self._take_stream)
-        self.exchange("check", self._check_same_store)
+        exchange = self._exchange.exchange
+        exchange(Phase.OPENING, Message.of(lambda: self._open(url)))
+        self._follow(exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream() if self._rank == 0 else {})))
+        exchange(Phase.CHECKING, Message.of(self._check_same_store))
 
-    def agree(self, kind: Kind, batch: int, tables: Mapping[str, TableSpec]) -> Kind:
-        """Rank 0's kind, or a snapshot if any rank wants one, once all ranks stand at the same batch and tables.
+    def vote(self, phase: Phase, batch: int, tables: Mapping[str, TableSpec]) -> Vote:
+        """Return a vote that says where this rank is. No collective."""
+        self._describe(tables)
+        return Vote(phase, batch, self._tables_hash)
+
+    def compare_places(self, batch: int, tables: Mapping[str, TableSpec]) -> None:
+        """See which rank does not stand at the same batch as rank 0, with the same tables. A collective.
 
         Raises:
             PublishError: if a rank stands elsewhere.
             RankLostError: if a rank dies meanwhile.
         """
-        orders = self.exchange("order", lambda: {"kind": kind, **self._place(batch, tables)})
-        check_alike(orders, "cut", "tables")
-        agreed: Kind = "snapshot" if any(each["kind"] == "snapshot" for each in orders) else orders[0]["kind"]
-        return agreed
+        place = Message.of(lambda: self._place(batch, tables))
+        check_alike(self._exchange.exchange(Phase.PLACING, place), "cut", "tables")
 
     def write_part(self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> Part:
-        """Write a part of the next version. No collective.
+        """Write a part of the next version. A worker may call it.
 
         Raises:
             StorageError: if it cannot be written.
         """
-        name = part_name(self.head.version + 1, self.head.generation, f"r{self.rank}")
+        name = part_name(self.head.version + 1, self.head.generation, f"r{self._rank}")
         writer = PartWriter(name, rows, dense)
         with self._write_timer():
             self._storage.put(name, writer.buffers())
         return writer.part
 
-    def commit(self, draft: Draft | Exception) -> Manifest:
-        """Write what every rank has of a version, then create its entry.
+    def write(self, draft: Draft | Exception) -> Share:
+        """Write what this rank has of a version. A worker may call it; what fails is in the share's message.
 
         Args:
-            draft: what this rank has, or why it has nothing; the other ranks then raise a PublishError.
+            draft: what this rank has, or why it has nothing.
+        """
+        parts: list[Part] = []
+
+        def act() -> dict[str, Any]:
+            if isinstance(draft, Exception):
+                raise draft
+            parts.extend(draft.parts)
+            if draft.rows or draft.dense:
+                parts.append(self.write_part(draft.rows, draft.dense))
+            return {
+                "parts": [asdict(part) for part in parts] if self._rank else [],  # rank 0 has its own
+                "pending_rows": draft.pending_rows,
+                **self._place(draft.batches[1], draft.tables),
+            }
+
+        return Share(draft, parts, Message.of(act))
+
+    def tally(self, share: Share, gathering: Gathering) -> list[dict[str, Any]]:
+        """Wait for the messages of all ranks' shares; return them by rank. A collective.
+
+        Raises:
+            PublishError: if another rank failed, or stands at another batch.
+            Exception: what failed on this rank.
+            RankLostError: if a rank dies meanwhile.
+        """
+        messages = self._exchange.messages(share.message, gathering)
+        check_alike(messages, "cut", "tables")
+        return messages
+
+    def commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Manifest:
+        """Create the entry of a version. The worker of rank 0 may call it, nobody else.
+
+        Args:
+            share: of rank 0.
+            messages: those of all ranks' shares.
+
+        Raises:
+            FencedError: if a newer publisher has the stream.
+            StorageError: if the store failed. Predictors may have the version; the next one then continues behind it.
+        """
+        draft = share.draft
+        assert self._claim is not None, "only rank 0 commits"
+        assert not isinstance(draft, Exception), "a share without a draft is not told"
+        others = [parse_part(part) for message in messages[1:] for part in message["parts"]]
+        entry = Manifest(
+            stream=self.head.stream,
+            generation=self.head.generation,
+            writer=self.head.writer,
+            version=self.head.version + 1,
+            kind=draft.kind,
+            batches=draft.batches,
+            cut=draft.cut,
+            created=time.time(),
+            pending_rows=sum([message["pending_rows"] for message in messages]),
+            tables=dict(draft.tables),
+            dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.dense.items()},
+            parts=(*share.parts, *others),
+        )
+        with self._commit_timer():
+            return self._claim.commit(entry)
+
+    def publish(self, draft: Draft) -> Manifest:
+        """Write, vote and commit a version in one call, for a caller that trains in between. A collective.
 
         Returns:
             The committed entry, the same on every rank.
@@ -127,66 +213,44 @@ class Coordinator:
             StorageError: if this rank could not write.
             RankLostError: if a rank dies meanwhile.
         """
-        parts: list[Part] = []
+        share = self.write(draft)
+        messages = self._exchange.exchange(Phase.VOTING, share.message)
 
-        def write() -> dict[str, Any]:
-            if isinstance(draft, Exception):
-                raise draft
-            parts.extend(draft.parts)
-            if draft.rows or draft.dense:
-                parts.append(self.write_part(draft.rows, draft.dense))
-            return {
-                "parts": [asdict(part) for part in parts] if self.rank else [],  # rank 0 has its own
-                "pending_rows": draft.pending_rows,
-                **self._place(draft.batches[1], draft.tables),
-            }
+        def commit() -> dict[str, Any]:
+            if self._claim is not None:
+                self.commit(share, messages)
+            return self.answer()
 
-        votes = self.exchange("part", write)
-        check_alike(votes, "cut", "tables")
-        assert not isinstance(draft, Exception), "raised by the exchange"
-        with self._commit_timer():
-            self.head = self._from_rank_0("commit", lambda: self._commit(draft, parts, votes))
+        check_alike(messages, "cut", "tables")
+        self._follow(self._exchange.exchange(Phase.ANSWERING, Message.of(commit)))
         return self.head
 
-    def exchange(self, phase: str, action: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Each rank's message from ``action``, small and of JSON's types, by rank.
+    def answer(self) -> dict[str, Any]:
+        """Return what rank 0 tells the others of the entry that it created last; nothing on the others."""
+        return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
-        Raises:
-            FencedError: if a rank raised it.
-            PublishError: if another rank raised something else, or is in another phase.
-            RankLostError: if a rank dies meanwhile.
+    def accept(self, own: Message, gathering: Gathering) -> Manifest:
+        """Return the entry that rank 0 has created, on every rank, or raise what :meth:`commit` met there.
+
+        A collective.
+
+        Args:
+            own: the message of this rank.
+            gathering: the messages of all ranks.
+
+        Raises: as :meth:`~delta_tracker.publisher.exchange.Exchange.messages`.
         """
-        failure: Exception | None = None
-        try:
-            message = action()
-        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it; raised below
-            failure, message = error, {"error": f"{type(error).__name__}: {error}"}
-            if isinstance(error, FencedError):
-                message["fenced"] = [error.generation, error.owner, error.version]
-        messages = self._ranks.exchange(message | {"phase": phase})
-        if failure is not None:
-            raise failure
-        for rank, each in enumerate(messages):
-            if "fenced" in each:
-                raise FencedError(*each["fenced"])
-            if "error" in each:
-                raise PublishError(rank, each["error"])
-            if each["phase"] != phase:
-                raise PublishError(rank, f"the call {each['phase']!r} where rank {self.rank} is at {phase!r}")
-        return messages
-
-    def close(self) -> None:
-        """Leave the ranks' group."""
-        self._ranks.close()
+        self._follow(self._exchange.messages(own, gathering))
+        return self.head
 
     def _open(self, url: str | Storage) -> dict[str, Any]:
         self._storage = open_storage(url, create=True)
         return {}
 
-    def _take_stream(self) -> Claim:
+    def _take_stream(self) -> dict[str, Any]:
         self._storage.probe()
         self._claim = StreamLog(self._storage).claim()
-        return self._claim
+        return self.answer()
 
     def _check_same_store(self) -> dict[str, Any]:
         """Every rank must see rank 0's claim: parts that land in another place would be missing for good."""
@@ -197,52 +261,20 @@ class Coordinator:
             )
         return {}
 
-    def _commit(self, draft: Draft, own: Sequence[Part], votes: Sequence[Mapping[str, Any]]) -> Claim:
-        """Commit a version on rank 0, from its draft, its parts and what all ranks voted."""
-        assert self._claim is not None, "only rank 0 commits"
-        others = [parse_part(part) for vote in votes[1:] for part in vote["parts"]]
-        entry = Manifest(
-            stream=self.head.stream,
-            generation=self.head.generation,
-            writer=self.head.writer,
-            version=self.head.version + 1,
-            kind=draft.kind,
-            batches=draft.batches,
-            cut=draft.cut,
-            created=time.time(),
-            pending_rows=sum([vote["pending_rows"] for vote in votes]),
-            tables=dict(draft.tables),
-            dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.dense.items()},
-            parts=(*own, *others),
-        )
-        self._claim.commit(entry)
-        return self._claim
-
-    def _from_rank_0(self, phase: str, action: Callable[[], Claim]) -> Manifest:
-        """Return the head of the claim that ``action`` returns on rank 0, on every rank; or raise its error there.
-
-        Rank 0 has the entry; the other ranks parse the bytes that are in the log.
-        """
-        answers = self.exchange(phase, lambda: {"entry": action().data.decode()} if self.rank == 0 else {})
+    def _follow(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Make the entry of rank 0 the head. Rank 0 has it; the others parse the bytes that are in the log."""
         if self._claim is not None:
-            return self._claim.head
-        return parse_manifest("entry of rank 0", answers[0]["entry"].encode())
+            self.head = self._claim.head
+        else:
+            self.head = parse_manifest("entry of rank 0", messages[0]["entry"].encode())
 
-    def _place(self, batch: int, tables: Mapping[str, TableSpec]) -> dict[str, str]:
-        """Return where this rank is, to be compared with the other ranks."""
+    def _describe(self, tables: Mapping[str, TableSpec]) -> None:
         if tables != self._tables:
             self._tables = dict(tables)
             self._tables_text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in tables.items())}"
+            self._tables_hash = xxhash.xxh64_intdigest(self._tables_text.encode()) >> 1  # it has to fit an int64
+
+    def _place(self, batch: int, tables: Mapping[str, TableSpec]) -> dict[str, str]:
+        """Return where this rank is, to be compared with the other ranks."""
+        self._describe(tables)
         return {"cut": f"batch {batch}", "tables": self._tables_text}
-
-
-def check_alike(messages: Sequence[Mapping[str, Any]], *names: str) -> None:
-    """Check that the ranks' messages agree in ``names``.
-
-    Raises:
-        PublishError: if a rank's message differs from that of rank 0.
-    """
-    for rank, each in enumerate(messages):
-        for name in names:
-            if each[name] != messages[0][name]:
-                raise PublishError(rank, f"{each[name]} where rank 0 has {messages[0][name]}")

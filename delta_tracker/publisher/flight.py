@@ -1,51 +1,98 @@
-"""The states of a version while it is published, and what the ranks vote to change them at the same batch."""
+"""The states of a version while it is published. Without one there is no flight."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
-from delta_tracker.stream.format.manifest import Kind
+from delta_tracker.distributed import Gathering
+from delta_tracker.publisher.coordinator import Share
+from delta_tracker.publisher.exchange import Message, Phase, Vote
+from delta_tracker.stream.format.manifest import Kind, Part
 from delta_tracker.types import Delta
 
 
-class Stage(Enum):
-    """How far a version is. All ranks change it at the same batch; without a version there is no flight."""
-
-    COPYING = "copying"
-    """All rows of a snapshot are copied and written while training continues. Then the changed ones are read."""
-    WRITING = "writing"
-    """The rows are read. They are written and committed while training continues."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """A version that is being published.
+    """A version that is being published. All ranks change its state at the same batch.
 
     Args:
         kind: what it is to be.
-        stage: how far it is.
-        job: what the worker does in this stage: the copied part, or None without one; then the committed manifest.
         read: the tracker's read that it consists of, once there is one.
+        job: what the worker does in this state; None where the ranks wait for each other's messages only.
     """
+
+    phase: ClassVar[Phase]
 
     kind: Kind
-    stage: Stage
-    job: Future[Any]
     read: Delta | None = None
+    job: Future[Any] | None = None
+
+    def vote(self) -> Vote:
+        """Return what this rank votes in this state."""
+        if self.job is not None and not self.job.done():
+            return Vote(self.phase, is_working=True)
+        return Vote(self.phase, num_bytes=self._message_bytes())
+
+    def _message_bytes(self) -> int:
+        """Return the length of what this rank tells the others at the end of this state, which the worker has ended."""
+        return 0
 
 
-class Votes(NamedTuple):
-    """What a rank votes after a batch, to be counted at the next one. Each holds if it holds for any rank.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copying(Flight):
+    """All rows of a snapshot are copied and written while training continues. Then the changed ones are read."""
+
+    phase = Phase.COPYING
+    job: Future[Part | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing(Flight):
+    """The rows were read, and are written while training continues. Then every rank tells what it wrote."""
+
+    phase = Phase.WRITING
+    job: Future[Share]
+
+    def _message_bytes(self) -> int:
+        return len(self.job.result().message.data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Voting(Flight):
+    """The ranks tell each other what they wrote. Then rank 0 commits.
 
     Args:
-        is_due: a version should begin.
-        wants_snapshot: it should be a snapshot.
-        is_working: the worker has not finished the present stage.
+        share: what this rank wrote.
+        gathering: the messages of all ranks.
     """
 
-    is_due: bool = False
-    wants_snapshot: bool = False
-    is_working: bool = False
+    phase = Phase.VOTING
+    share: Share
+    gathering: Gathering
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committing(Flight):
+    """Rank 0 creates the manifest while training continues. Then it tells the others."""
+
+    phase = Phase.COMMITTING
+    job: Future[Message]
+
+    def _message_bytes(self) -> int:
+        return len(self.job.result().data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering(Flight):
+    """Rank 0 tells the others what it committed. Then the version is published.
+
+    Args:
+        answer: the message of this rank.
+        gathering: the messages of all ranks.
+    """
+
+    phase = Phase.ANSWERING
+    answer: Message
+    gathering: Gathering

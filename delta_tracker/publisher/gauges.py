@@ -23,6 +23,7 @@ class PublisherGauges:
         self._counts_versions = counts_versions
         self._version_cells: dict[Kind, tuple[Cell, Cell]] = {}
         self._row_cells: dict[str, Cell] = {}
+        self._version_cell: Cell  # since begin()
 
     def begin(self, version: int) -> None:
         """Show that the publisher works, so that an alert sees its first fault, and a stream that never moves.
@@ -32,7 +33,8 @@ class PublisherGauges:
         """
         if self._counts_versions:
             self._recorder.published_versions.cell(kind="delta")
-            self._recorder.published_version.set(version)
+            self._version_cell = self._recorder.published_version.cell()
+            self._version_cell.add(version)
         self._recorder.fences.cell()
         for failure in _FAILURES:
             self._recorder.publish_failures.cell(reason=failure.__name__)
@@ -55,7 +57,7 @@ class PublisherGauges:
             if fqn not in self._row_cells:
                 self._row_cells[fqn] = self._recorder.published_rows.cell(table=fqn)
             self._row_cells[fqn].add(num_rows)
-        self._recorder.published_version.set(manifest.version)
+        self._version_cell.add(manifest.version)
 
     def failed(self, error: Exception) -> None:
         """Count a version that was not published."""

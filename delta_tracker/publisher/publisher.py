@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 
 from torch import nn
 
-from delta_tracker.distributed import DEFAULT_TIMEOUT
-from delta_tracker.errors import FencedError, InvalidArgumentError, RankLostError
+from delta_tracker.distributed import DEFAULT_TIMEOUT, Gathering
+from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError, RankLostError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
-from delta_tracker.publisher.coordinator import Coordinator, Draft, check_alike
-from delta_tracker.publisher.flight import Flight, Stage, Votes
+from delta_tracker.publisher.coordinator import Coordinator, Draft, Share
+from delta_tracker.publisher.exchange import Count, Exchange, Message, Phase, Vote, check_alike
+from delta_tracker.publisher.flight import Answering, Committing, Copying, Flight, Voting, Writing
 from delta_tracker.publisher.gauges import PublisherGauges
-from delta_tracker.publisher.ranks import CALL, Flags
 from delta_tracker.publisher.row_gatherer import EncodingChoice
 from delta_tracker.publisher.version_source import VersionSource
-from delta_tracker.stream.format.manifest import Kind, Manifest
+from delta_tracker.stream.format.manifest import Kind, Manifest, Part
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
 from delta_tracker.stream.notify.notifier import Hints, Notifier
@@ -34,15 +34,17 @@ from delta_tracker.types import Delta
 
 _logger = logging.getLogger(__name__)
 
+_NO_VOTES = Count(Vote(Phase.VOTING), is_alike=True)
+
 
 class Publisher:
     """Publishes what changed since its last version, from all ranks, as one version.
 
     Every rank builds one, and every rank calls :meth:`publish`, :meth:`snapshot` or, after each batch, :meth:`step` at
     the same batch, from the thread that built it, which is the one that trains. At the cut a rank gathers its own
-    rows; a thread of its own writes them and commits. Ranks exchange a few hundred bytes, never rows. The version
-    exists once rank 0 has created its manifest. Until then nothing is visible and every row stays pending, whatever
-    fails.
+    rows; a thread of its own writes them, and that of rank 0 creates the manifest. Only the training thread tells the
+    other ranks anything: a few hundred bytes, never rows. The version exists once rank 0 has created its manifest.
+    Until then nothing is visible and every row stays pending, whatever fails.
 
     A snapshot of fused tables is copied while training goes on; the rows that changed meanwhile are read at its cut
     and stand in the same version. Beside the tables it takes a few chunks of 4 MiB.
@@ -107,6 +109,7 @@ class Publisher:
         self._upkeep: Upkeep | None = None
         self._source: VersionSource | None = None
         self._flight: Flight | None = None
+        self._votes: Gathering | None = None  # started and not counted yet
         self._error: Exception | None = None
         self._num_versions = 0
         self._is_open = False
@@ -115,40 +118,34 @@ class Publisher:
             for argument, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
                 if value is not None and not isinstance(value, kind):
                     raise InvalidArgumentError(argument, value, f"Pass a {kind.__name__}")
-            is_first = self._writer.rank == 0
             self._source = VersionSource(
                 tracker,
                 consumer,
                 top_k=top_k,
                 dense=dense,
                 encoding=encoding,
-                is_first=is_first,
+                exchange=self._exchange,
                 recorder=self._recorder,
             )
             return {"arguments": "no top_k" if top_k is None else "top_k"}
 
         self._recorder = Recorder("publisher", self, name=name, monitor=monitor)
-        self._writer = Coordinator(timeout, self._recorder)
-        try:
-            self._flags = Flags(timeout)
-        except BaseException:
-            self._writer.close()
-            raise
+        self._exchange = Exchange(timeout)
+        self._is_first = self._exchange.rank == 0
+        self._writer = Coordinator(self._exchange, self._recorder)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._hints = Hints(notifier)
         try:
-            check_alike(self._writer.exchange("arguments", prepare), "arguments")
-            if top_k is not None:
-                self._checked_source().handle.join_top_k(CALL, timeout)
+            check_alike(self._exchange.exchange(Phase.BUILDING, Message.of(prepare)), "arguments")
             self._writer.open(url)
-            self._checked_source().resume(self._writer)
+            self._checked_source().resume(self._exchange, self._writer)
             if retention is not None or compact_every is not None:
                 self._upkeep = Upkeep(self._writer.storage, retention, compact_every=compact_every)
         except BaseException:
             self.close()
             raise
         self._is_open = True
-        self._gauges = PublisherGauges(self._recorder, counts_versions=self._writer.rank == 0)
+        self._gauges = PublisherGauges(self._recorder, counts_versions=self._is_first)
         self._gauges.begin(self._writer.head.version)
         self._cadence = cadence
         self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_source().handle.name)
@@ -181,8 +178,11 @@ class Publisher:
     def step(self) -> None:
         """Publish when the cadence says so; call it after each batch, and after ``tracker.step()``, on every rank.
 
-        Training waits for the gather of the rows only. While a version is on its way no other is begun: rows that
-        change meanwhile wait in the tracker, so a slow store costs no memory and makes the next version larger.
+        Training waits for the gather of the rows only. A version is cut, written, voted on and committed in the course
+        of at least seven calls: what the ranks tell each other in one call is read in the next, so that none waits for
+        another. Without further calls the version stays as it is: call :meth:`flush` before training pauses. While
+        a version is on its way no other is begun: rows that change meanwhile wait in the tracker, so a slow store
+        costs no memory and makes the next version larger.
 
         Failures do not reach training: they are logged and kept in :attr:`error`, all rows stay pending and the next
         version tries again. After a :class:`~delta_tracker.errors.FencedError` or a
@@ -195,15 +195,10 @@ class Publisher:
         self._checked_source()
         if self._pace is None:
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
-        if isinstance(self._error, FencedError | RankLostError):
-            return
-        try:
-            agreed = self._flags.result()
-            if agreed is not None:
-                self._advance(Votes(*map(bool, agreed)))
-            self._flags.start(self._votes(self._pace))
-        except RankLostError as error:
-            self._fail(error)
+        is_in_step = self._count_votes()
+        if is_in_step and not isinstance(self._error, FencedError | RankLostError):
+            vote = self._step_vote(self._pace) if self._flight is None else self._flight.vote()
+            self._votes = self._exchange.start_votes(vote)
 
     def publish(self) -> Manifest:
         """Publish the rows that changed since the last version; all rows where the stream cannot be known to hold them.
@@ -238,7 +233,6 @@ class Publisher:
         Raises: as :meth:`publish`.
         """
         self._checked_source()
-        self._flags.result()
         self._land()
         if self._error is not None:
             raise self._error
@@ -262,8 +256,7 @@ class Publisher:
         self._hints.close()
         if self._upkeep is not None:
             self._upkeep.close()
-        self._flags.close()
-        self._writer.close()
+        self._exchange.close()
         self._recorder.close()
 
     def _checked_source(self) -> VersionSource:
@@ -278,104 +271,161 @@ class Publisher:
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
         return self._source
 
-    # Every rank goes through the same states at the same batches: nothing, copying, writing, nothing.
+    # Every rank goes through the same phases at the same batches, by counting the same votes.
 
     def _publish(self, kind: Kind) -> Manifest:
         source = self._checked_source()
-        self._flags.result()
         self._land()
         self._error = None
-        wanted: Kind = "snapshot" if source.needs_snapshot else kind
-        self._begin(self._writer.agree(wanted, self._tracker.num_batches, self._tracker.tables))
+        vote = self._writer.vote(Phase.PUBLISHING, self._tracker.num_batches, self._tracker.tables)
+        vote = vote._replace(is_due=True, wants_snapshot=source.needs_snapshot or kind == "snapshot")
+        self._votes = self._exchange.start_votes(vote)
+        self._count_votes()
         self._land()
         if self._error is not None:
             raise self._error
         return self._writer.head
 
-    def _votes(self, pace: Pace) -> Votes:
-        """Return what this rank votes for the next batch."""
-        if self._flight is not None:
-            return Votes(is_working=not self._flight.job.done())
-        assert self._cadence is not None, "there is a pace"
-        every = self._cadence.snapshot_every
-        wants_snapshot = self._checked_source().needs_snapshot or (
-            every is not None and self._num_versions % every == 0
-        )
-        return Votes(is_due=pace.is_due(is_clock=self._writer.rank == 0), wants_snapshot=wants_snapshot)
-
-    def _advance(self, votes: Votes) -> None:
-        """Change the state as all ranks have voted."""
-        if self._flight is None:
-            if votes.is_due:
-                self._begin("snapshot" if votes.wants_snapshot else "delta")
-        elif not votes.is_working:
-            self._leave(self._flight)
-
     def _land(self) -> None:
         """Wait until nothing is under way."""
-        while self._flight is not None:
-            self._leave(self._flight)
+        if self._flight is None and self._votes is not None:
+            self._drop_votes()
+        while (flight := self._flight) is not None:
+            if self._votes is None and flight.job is None:
+                self._advance(_NO_VOTES)  # the ranks wait for each other's messages
+                continue
+            if self._votes is None and flight.job is not None:
+                wait([flight.job])
+                self._votes = self._exchange.start_votes(flight.vote())
+            self._count_votes()
 
-    def _leave(self, flight: Flight) -> None:
-        """Enter the state after this stage, once the worker has finished it."""
-        match flight.stage:
-            case Stage.COPYING:
-                self._cut(flight.kind, flight)
-            case Stage.WRITING:
-                self._finish(flight)
+    def _step_vote(self, pace: Pace) -> Vote:
+        """Return what this rank votes while no version is under way."""
+        vote = self._writer.vote(Phase.STEPPING, self._tracker.num_batches, self._tracker.tables)
+        try:
+            assert self._cadence is not None, "there is a pace"
+            every = self._cadence.snapshot_every
+            wants_snapshot = self._checked_source().needs_snapshot or (
+                every is not None and self._num_versions % every == 0
+            )
+            return vote._replace(is_due=pace.is_due(is_clock=self._is_first), wants_snapshot=wants_snapshot)
+        except Exception as error:  # noqa: BLE001  step() must not raise it, and the other ranks count on a vote
+            self._fail(error)
+            return vote
+
+    def _drop_votes(self) -> None:
+        """Wait for votes that are not to be counted any more."""
+        try:
+            if self._votes is not None:
+                self._votes.result()
+        except RankLostError as error:
+            self._fail(error)
+        self._votes = None
+
+    def _count_votes(self) -> bool:
+        """Count the votes that were started last, if there are any, and change the state as all ranks have voted.
+
+        Interrupted, it has done nothing, or the version is under way as before.
+
+        Returns:
+            False if the ranks have called different methods. Each of them finds out at this count, so that they are in
+            step again if none votes before its next call.
+        """
+        if self._votes is None:
+            return True
+        try:
+            count = self._exchange.count(self._votes)
+        except (PublishError, RankLostError) as error:
+            self._votes = None
+            self._fail(error)
+            return False
+        self._votes = None
+        self._advance(count)
+        return True
+
+    def _advance(self, count: Count) -> None:
+        """Enter the next state, as all ranks have voted."""
+        flight = self._flight
+        if count.most.is_working:
+            return
+        try:
+            match flight:
+                case None if count.most.is_due:
+                    if not count.is_alike:
+                        self._writer.compare_places(self._tracker.num_batches, self._tracker.tables)
+                    self._begin("snapshot" if count.most.wants_snapshot else "delta")
+                case Copying():
+                    self._cut(flight.kind, flight.job)
+                case Writing():
+                    share = flight.job.result()
+                    gathering = self._exchange.start_messages(share.message, count.most.num_bytes)
+                    self._flight = Voting(kind=flight.kind, read=flight.read, share=share, gathering=gathering)
+                case Voting():
+                    job = self._start_commit(flight.share, self._writer.tally(flight.share, flight.gathering))
+                    self._flight = Committing(kind=flight.kind, read=flight.read, job=job)
+                case Committing():
+                    answer = flight.job.result()
+                    gathering = self._exchange.start_messages(answer, count.most.num_bytes)
+                    self._flight = Answering(kind=flight.kind, read=flight.read, answer=answer, gathering=gathering)
+                case Answering():
+                    self._finish(flight.read, self._writer.accept(flight.answer, flight.gathering))
+        except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
+            self._fail(error)
 
     def _begin(self, kind: Kind) -> None:
         if self._pace is not None:
             self._pace.restart()
         if kind == "delta":
             self._cut(kind, None)
-        else:
-            try:
-                rows = self._checked_source().copy()
-                job = self._worker.submit(lambda: self._writer.write_part(rows) if rows else None)
-            except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks hear of it
-                job = Future()
-                job.set_exception(error)
-            self._flight = Flight(kind, Stage.COPYING, job)
+            return
+        job: Future[Part | None]
+        try:
+            rows = self._checked_source().copy()
+            job = self._worker.submit(lambda: self._writer.write_part(rows) if rows else None)
+        except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks hear of it
+            job = Future()
+            job.set_exception(error)
+        self._flight = Copying(kind=kind, job=job)
 
-    def _cut(self, kind: Kind, copied: Flight | None) -> None:
-        """Read a version's rows and let the worker write it."""
+    def _cut(self, kind: Kind, copied: Future[Part | None] | None) -> None:
+        """Read a version's rows and let the worker write them."""
         read: Delta | None = None
         draft: Draft | Exception
         try:
-            draft, read = self._checked_source().cut(kind, None if copied is None else copied.job.result())
-        except Exception as error:  # noqa: BLE001  the writer sends it to the other ranks, then raises it
+            draft, read = self._checked_source().cut(kind, None if copied is None else copied.result())
+        except Exception as error:  # noqa: BLE001  the share tells the other ranks, and is raised after their votes
             draft = error
-        self._flight = Flight(kind, Stage.WRITING, self._worker.submit(self._commit, draft), read)
+        self._flight = Writing(kind=kind, read=read, job=self._worker.submit(self._writer.write, draft))
 
-    def _commit(self, draft: Draft | Exception) -> Manifest:
-        """Write a version, commit it and announce it. Runs on the worker."""
-        manifest = self._writer.commit(draft)
-        if self._writer.rank == 0:
+    def _start_commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Future[Message]:
+        """Let the worker of rank 0 commit what all ranks have written, and announce it."""
+
+        def commit() -> dict[str, Any]:
+            manifest = self._writer.commit(share, messages)
             self._hints.announce(manifest.stream, manifest.version)
             if self._upkeep is not None:
                 self._upkeep.after(manifest.version)
-        return manifest
+            return self._writer.answer()
 
-    def _finish(self, flight: Flight) -> None:
-        """Wait for a version's end, and tell the tracker.
+        if self._is_first:
+            return self._worker.submit(Message.of, commit)
+        job: Future[Message] = Future()
+        job.set_result(Message.of(self._writer.answer))
+        return job
 
-        Interrupted, it is still under way: the worker reads the memory that the next one would gather into.
-        """
-        try:
-            committed = flight.job.result()
-        except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
-            self._flight = None
-            self._checked_source().end(flight.read, None)
-            self._fail(error)
-            return
+    def _finish(self, read: Delta | None, committed: Manifest) -> None:
+        """Tell the tracker that a version was committed."""
         self._flight = None
-        self._checked_source().end(flight.read, committed)
+        self._checked_source().end(read, committed)
         self._gauges.published(committed)
         self._error = None
         self._num_versions += 1
 
     def _fail(self, error: Exception) -> None:
+        """Keep an error, and end the version under way, if there is one: its rows stay pending."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._checked_source().end(flight.read, None)
         self._gauges.failed(error)
         if str(error) != str(self._error):
             _logger.warning("version %d was not published: %s", self.version + 1, error)

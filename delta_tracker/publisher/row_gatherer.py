@@ -11,7 +11,6 @@ from torch import Tensor
 
 from delta_tracker.buffers import BufferPool
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, IdForm
@@ -64,15 +63,15 @@ class Gatherer:
     def changed(self, delta: Delta, *, without: frozenset[str] = frozenset()) -> list[BlockRows]:
         """The rows of a delta as they are now, one block for each column range; those of some tables left out.
 
-        They are copies; their memory is reused once they are gone.
+        They are copies; their memory is reused once they are gone. Call it in a
+        :func:`~delta_tracker.sharding.kernel_memory.one_cut`, as :meth:`whole`.
         """
-        with one_cut():
-            return [
-                self._gather(fqn, shard, columns, view, delta[fqn].ids)
-                for fqn, shard in self._shards()
-                if len(delta[fqn]) and fqn not in without
-                for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True)
-            ]
+        return [
+            self._gather(fqn, shard, columns, view, delta[fqn].ids)
+            for fqn, shard in self._shards()
+            if len(delta[fqn]) and fqn not in without
+            for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True)
+        ]
 
     @torch.no_grad()
     def whole(self, tables: frozenset[str], *, now: bool) -> list[BlockRows]:
@@ -83,15 +82,14 @@ class Gatherer:
             now: copy them now; otherwise each chunk is copied when it is asked for, from what the rows are then.
         """
         blocks = []
-        with one_cut():
-            for fqn, shard in self._shards():
-                if fqn not in tables or shard.num_rows == 0:
-                    continue
-                encoding = self._encodings[fqn]
-                for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True):
-                    block = Block(fqn, _row_range(shard), columns, shard.num_rows, "all", encoding)
-                    copied = BlockRows(block, None, partial(_copy, view, encoding))
-                    blocks.append(self._copied(copied) if now else copied)
+        for fqn, shard in self._shards():
+            if fqn not in tables or shard.num_rows == 0:
+                continue
+            encoding = self._encodings[fqn]
+            for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True):
+                block = Block(fqn, _row_range(shard), columns, shard.num_rows, "all", encoding)
+                copied = BlockRows(block, None, partial(_copy, view, encoding))
+                blocks.append(self._copied(copied) if now else copied)
         return blocks
 
     def _shards(self) -> Iterator[tuple[str, ShardSpec]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator, Draft
+from delta_tracker.publisher.exchange import Exchange, Message, Phase
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.sharding.dense import dense_tensors
@@ -21,7 +22,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS, Kind, Manifest, Part
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
-from delta_tracker.tracker.top_k import TopK
+from delta_tracker.tracker.top_k import AllRanks, TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta
 
@@ -37,7 +38,7 @@ class VersionSource:
         top_k: see :class:`~delta_tracker.publisher.publisher.Publisher`, as the others.
         dense: as above.
         encoding: as above.
-        is_first: whether this is the rank that writes what every rank holds.
+        exchange: the ranks; they share the budget of ``top_k``, and rank 0 writes what every rank holds.
         recorder: records how long reads and encodings take.
 
     Raises:
@@ -55,15 +56,16 @@ class VersionSource:
         top_k: TopK | None,
         dense: nn.Module | Iterable[str] | None,
         encoding: EncodingChoice,
-        is_first: bool,
+        exchange: Exchange,
         recorder: Recorder,
     ) -> None:
         self._tracker = tracker
         self._top_k = top_k
         self._dense_choice = dense if dense is None or isinstance(dense, nn.Module | str) else tuple(dense)
-        self._is_first = is_first
+        self._is_first = exchange.rank == 0
+        self._ranks = AllRanks(exchange.group)
         encodings = choose_encodings(encoding, tracker)
-        self._gatherer = Gatherer(tracker, encodings, writes_replicas=is_first)
+        self._gatherer = Gatherer(tracker, encodings, writes_replicas=self._is_first)
         self._dense()
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
@@ -81,12 +83,12 @@ class VersionSource:
         """Whether only a snapshot can bring the stream up to date."""
         return not self._has_snapshot or self.handle.needs_snapshot
 
-    def resume(self, writer: Coordinator) -> None:
+    def resume(self, exchange: Exchange, writer: Coordinator) -> None:
         """Go on from a checkpoint if every rank knows what later versions carried; otherwise a snapshot comes first.
 
         A collective.
 
-        Raises: as :meth:`~delta_tracker.publisher.coordinator.Coordinator.exchange`.
+        Raises: as :meth:`~delta_tracker.publisher.exchange.Exchange.exchange`.
         """
         tracker = self._tracker
         rows: dict[str, Tensor] | None = None
@@ -98,7 +100,7 @@ class VersionSource:
             rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, tracker.tables, tracker.shards)
             return {"knows": rows is not None}
 
-        if all(vote["knows"] for vote in writer.exchange("resume", find)) and rows is not None:
+        if all(vote["knows"] for vote in exchange.exchange(Phase.RESUMING, Message.of(find))) and rows is not None:
             for fqn, ids in rows.items():
                 self.handle.distrust(fqn, ids)
             self._has_snapshot = self._is_repairing = True
@@ -112,7 +114,8 @@ class VersionSource:
             self.handle.annotate(None)
             self.handle.clear()
         self._meanwhile = self.handle.begin_copy()
-        return self._gatherer.whole(self._tracker.fused_tables, now=False)
+        with one_cut():
+            return self._gatherer.whole(self._tracker.fused_tables, now=False)
 
     def cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
         """Read the rows of a version, as they are now. A collective if ``top_k`` chooses.
@@ -121,25 +124,22 @@ class VersionSource:
             kind: what it is to be.
             copied: of a snapshot, the part that holds what :meth:`copy` gave, if there was anything.
         """
-        with one_cut():
-            return self._cut(kind, copied)
-
-    def _cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
         tracker = self._tracker
-        if kind == "snapshot":
-            # What changed while it was copied; tables without a fused optimizer are copied whole only now, because a
-            # write of theirs is seen by comparison, and a value that came back by then would not be.
-            assert self._meanwhile is not None, "copy() came first"
-            changed = self._meanwhile.read(with_states=False)
-            compared = frozenset(tracker.tables) - tracker.fused_tables
-            rows = self._gatherer.changed(changed, without=compared) + self._gatherer.whole(compared, now=True)
-            read = self.handle.read(commit=False, with_states=False)
-        else:
-            top_k = None if self._is_repairing else self._top_k
-            with self._read_timer():
-                read = self.handle.read(commit=False, with_states=False, top_k=top_k)
-            with self._encode_timer():
-                rows = self._gatherer.changed(read)
+        with one_cut():
+            if kind == "snapshot":
+                # What changed while it was copied; tables without a fused optimizer are copied whole only now, because
+                # a write of theirs is seen by comparison, and a value that came back by then would not be.
+                assert self._meanwhile is not None, "copy() came first"
+                changed = self._meanwhile.read(with_states=False)
+                compared = frozenset(tracker.tables) - tracker.fused_tables
+                rows = self._gatherer.changed(changed, without=compared) + self._gatherer.whole(compared, now=True)
+                read = self.handle.read(commit=False, with_states=False)
+            else:
+                top_k = None if self._is_repairing else self._top_k
+                with self._read_timer():
+                    read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
+                with self._encode_timer():
+                    rows = self._gatherer.changed(read)
         draft = Draft(
             kind=kind,
             batches=read.batches,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +11,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import TrackerCheckpoint
 from delta_tracker.tracker.delta_reader import DeltaReader
-from delta_tracker.tracker.top_k import TopK
+from delta_tracker.tracker.top_k import AllRanks, TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta
 
@@ -69,11 +68,13 @@ class ConsumerHandle:
         with_values: bool = False,
         with_optimizer: bool = False,
         top_k: TopK | None = None,
+        ranks: AllRanks | None = None,
     ) -> Delta:
         """Read the rows that changed since the consumer's last committed read.
 
         Arguments, result and errors are those of
-        :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
+        :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`, and ``ranks`` are those that share the
+        budget of ``top_k``: None for a group of all ranks, which the first read with ``top_k`` joins.
         """
         return self._reader.read(
             self._held(),
@@ -82,6 +83,7 @@ class ConsumerHandle:
             with_values=with_values,
             with_optimizer=with_optimizer,
             top_k=top_k,
+            ranks=ranks,
         )
 
     def commit(self, delta: Delta) -> None:
@@ -137,19 +139,6 @@ class ConsumerHandle:
         """
         self._held()
         self._reader.check(top_k, with_optimizer=False)
-
-    def join_top_k(self, call: str, timeout: timedelta) -> None:
-        """Join the ranks that share top-k's budget, which the first read with it does otherwise. A collective.
-
-        Args:
-            call: what every rank has to call, as errors name it.
-            timeout: how long ranks wait for each other, here and in each read with top-k.
-
-        Raises:
-            RankLostError: if a rank dies or does not come in time.
-        """
-        self._held()
-        self._reader.join(call, timeout)
 
     # Copies of all rows
 

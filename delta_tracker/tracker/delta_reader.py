@@ -6,7 +6,6 @@ Letters: ``N`` rows of a table, ``D`` columns of its shard.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -52,6 +51,7 @@ class DeltaReader:
         with_values: bool,
         with_optimizer: bool,
         top_k: TopK | None,
+        ranks: AllRanks | None = None,
     ) -> Delta:
         """Read a consumer's delta; the arguments and errors are those of ``ModelDeltaTracker.get_delta``.
 
@@ -62,15 +62,22 @@ class DeltaReader:
             with_values: add the rows as they are now.
             with_optimizer: add the fused optimizer's states of the rows.
             top_k: choose among the rows. The read is a collective then.
+            ranks: who shares the budget of ``top_k``; None for a group that the first such read joins.
         """
-        self._model.check_attached()
-        self.check(top_k, with_optimizer=with_optimizer)
         with self._log.lock, one_cut(), profiler_range("delta_tracker: read"):
-            reading = self._log.read(consumer, with_states=with_states or top_k is not None)
             try:
+                self._model.check_attached()
+                self.check(top_k, with_optimizer=with_optimizer)
+                reading = self._log.read(consumer, with_states=with_states or top_k is not None)
+            except Exception as error:
+                if isinstance(top_k, TopK):
+                    self._choose(error, top_k, ranks)  # the other ranks wait for this one
+                raise
+            try:
+                chosen = {} if top_k is None else self._choose(reading.rows, top_k, ranks)
                 delta = self._delta(
                     reading,
-                    top_k=top_k,
+                    chosen,
                     with_states=with_states,
                     with_values=with_values,
                     with_optimizer=with_optimizer,
@@ -96,28 +103,24 @@ class DeltaReader:
         if top_k is not None and top_k.score is None and not self._capture.has_scores:
             raise InvalidArgumentError("top_k", top_k, "Track in EMBEDDING or a momentum mode, or give TopK a score")
 
-    def join(self, call: str, timeout: timedelta) -> None:
-        """Join the ranks that share top-k's budget, unless they are joined already. A collective.
-
-        Args:
-            call: what every rank has to call, as errors name it.
-            timeout: how long ranks wait for each other, here and in each read.
-
-        Raises:
-            RankLostError: if a rank dies or does not come in time.
-        """
-        if self._ranks is None:
-            self._ranks = AllRanks(call, timeout)
-
     def _delta(
-        self, reading: Reading, *, top_k: TopK | None, with_states: bool, with_values: bool, with_optimizer: bool
+        self,
+        reading: Reading,
+        chosen: Mapping[str, Tensor],
+        *,
+        with_states: bool,
+        with_values: bool,
+        with_optimizer: bool,
     ) -> Delta:
         """Return the delta of a read, from the rows as they are now.
 
-        Raises:
-            InvalidArgumentError: if scores are NaN or of another shape, here or on another rank.
+        Args:
+            reading: what the log has.
+            chosen: FQN to ``[N]`` bool, for the tables of which not all rows go.
+            with_states: as of :meth:`read`, as the others.
+            with_values: as above.
+            with_optimizer: as above.
         """
-        chosen = {} if top_k is None else self._choose(reading.rows, top_k)
         rows, left_out = {}, {}
         for fqn, changed in reading.rows.items():
             if fqn in chosen:
@@ -152,18 +155,33 @@ class DeltaReader:
             optimizer=read_optimizer(shard, changed.ids) if with_optimizer and num_optimizer_states(shard) else (),
         )
 
-    def _choose(self, rows: Mapping[str, ChangedRows], top_k: TopK) -> dict[str, Tensor]:
-        """FQN to ``[N]`` bool: which rows go. A collective."""
-        if self._ranks is None:
-            self._ranks = AllRanks()
-        # A table that every rank holds is chosen from once.
-        local = [fqn for fqn in rows if self._ranks.rank == 0 or not self._model.shards[fqn].spec.is_replicated]
+    def _choose(
+        self, rows: Mapping[str, ChangedRows] | Exception, top_k: TopK, ranks: AllRanks | None
+    ) -> dict[str, Tensor]:
+        """FQN to ``[N]`` bool: which rows go. A collective.
+
+        Args:
+            rows: the changed rows, or why this rank cannot read them, which the other ranks must learn.
+            top_k: the budget.
+            ranks: who shares it.
+
+        Raises:
+            InvalidArgumentError: if scores are NaN or of another shape, or if another rank failed.
+            Exception: ``rows``, if it is one.
+        """
+        if ranks is None:
+            ranks = self._ranks = self._ranks or AllRanks()
         candidates: dict[str, Candidates] | Exception
-        try:
-            candidates = {fqn: self._candidates(fqn, rows[fqn], top_k) for fqn in local}
-        except Exception as error:  # noqa: BLE001  the other ranks wait: choose() tells them, then raises it
-            candidates = error
-        return choose(top_k, candidates, list(rows), self._ranks)
+        if isinstance(rows, Exception):
+            candidates = rows
+        else:
+            # A table that every rank holds is chosen from once.
+            local = [fqn for fqn in rows if ranks.rank == 0 or not self._model.shards[fqn].spec.is_replicated]
+            try:
+                candidates = {fqn: self._candidates(fqn, rows[fqn], top_k) for fqn in local}
+            except Exception as error:  # noqa: BLE001  the other ranks wait: choose() tells them, then raises it
+                candidates = error
+        return choose(top_k, candidates, list(self._model.shards), ranks)
 
     def _candidates(self, fqn: str, changed: ChangedRows, top_k: TopK) -> Candidates:
         spec = self._model.shards[fqn].spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from delta_tracker.monitor.cell import Cell
 from delta_tracker.monitor.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -25,12 +26,17 @@ class TrackerGauges:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._received_cells: dict[tuple[str, str], Cell] = {}
         self._shown: frozenset[str] = frozenset()  # the consumers that have gauges
 
     def received(self, delta: Delta) -> None:
         """Count the rows of a committed read."""
+        cells = self._received_cells
         for fqn, rows in delta.items():
-            self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer).add(len(rows))
+            key = fqn, delta.consumer
+            if key not in cells:
+                cells[key] = self._recorder.touched_rows.cell(table=fqn, consumer=delta.consumer)
+            cells[key].add(len(rows))
 
     def show(self, log: ChangeLog, model: TrackedModel) -> None:
         """Set the gauges. Called in the monitor's thread.

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from delta_tracker.distributed import TORCH_TIMEOUT, join
+from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.types import DeltaRows
 
@@ -100,30 +99,26 @@ class Agreement(Protocol):
 
 
 class AllRanks:
-    """The ranks of the default process group, through a gloo group; this process alone where there is none.
+    """All ranks of a group, which share a budget.
 
     Args:
-        call: what every rank has to call, as errors name it.
-        timeout: how long ranks wait for each other.
+        group: the ranks; None to join a group of all ranks of the default process group. A collective then.
 
     Raises:
         RankLostError: if a rank dies or does not come in time.
     """
 
-    def __init__(self, call: str = "get_delta(top_k=...)", timeout: timedelta = TORCH_TIMEOUT) -> None:
-        self._group = join("top-k", call, timeout)
-        self.rank = 0 if self._group is None else self._group.rank
+    def __init__(self, group: RankGroup | None = None) -> None:
+        self._group = RankGroup("top-k", "get_delta(top_k=...)", TORCH_TIMEOUT) if group is None else group
+        self.rank = self._group.rank
 
     def total(self, counts: Tensor) -> Tensor:
         """The sum over all ranks."""
-        if self._group is not None:
-            self._group.add(counts)
+        self._group.add(counts)
         return counts
 
     def before(self, counts: Tensor) -> Tensor:
         """The sum over all lower ranks."""
-        if self._group is None:
-            return torch.zeros_like(counts)
         every = self._group.all_gather(counts)
         return torch.stack([torch.zeros_like(counts), *every]).cumsum(0)[self.rank]
 
@@ -165,7 +160,7 @@ def choose(
 
 
 def _other_rank_failed() -> InvalidArgumentError:
-    return InvalidArgumentError("top_k", "score", "Another rank could not score its rows: see the error there")
+    return InvalidArgumentError("top_k", "score", "Another rank could not read or score its rows: see the error there")
 
 
 class _Search:

@@ -40,7 +40,7 @@ _TIMEOUT = timedelta(seconds=1)
 _GROUP_TIMEOUT = timedelta(seconds=90)  # of the default group: far above what a rank may take to notice
 _SLACK_SECONDS = 15.0
 _LIFE_SECONDS = 60
-_FILES = ("distributed_c10d.py", "process_group.py", "ranks.py", "writer.py")
+_FILES = ("distributed_c10d.py", "process_group.py", "exchange.py", "coordinator.py")
 _MAX_STEPS = 150
 _MAX_DELAY = 0.03
 

@@ -42,7 +42,7 @@ def counts(rank: int, world_size: int, url: str) -> dict[str, Any]:
             assert figures.of("published_rows", publisher="publisher", table=fqn) == (num_rows if is_counting else None)
         assert figures.of("read_seconds", publisher="publisher", consumer="stream") == 2
         assert figures.of("encode_seconds", publisher="publisher") == 2
-        assert figures.of("commit_seconds", publisher="publisher") == 3
+        assert figures.of("commit_seconds", publisher="publisher") == (3 if is_counting else None)
         assert figures.of("write_seconds", publisher="publisher") >= 2
         second = Publisher(tracker, url, "other", monitor=monitor)
         with pytest.raises(FencedError):

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
 from delta_tracker.errors import DeltaTrackerError, StorageError
+from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
@@ -413,3 +415,87 @@ def forked(rank: int, world_size: int, url: str) -> str:
         publisher.publish()
         publisher.close()
         return said
+
+
+def mixed_calls(rank: int, world_size: int, url: str) -> list[str]:
+    """Ranks that call different methods publish nothing, and publish again once they call the same one."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, cadence=Cadence(batches=1))
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        publisher.publish()
+        model(batch(spec, generator)).backward()
+        tracker.step()
+        if rank == 0:
+            messages = [attempt(publisher.publish)]
+        else:
+            publisher.step()
+            publisher.step()  # here it learns of it
+            messages = [f"{type(publisher.error).__name__}: {publisher.error}"]
+        dist.barrier()
+        publisher.publish()
+        predictor.sync()
+        assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        return messages
+
+
+def interrupted_among_ranks(rank: int, world_size: int, url: str) -> list[str]:
+    """Ctrl-C ends the wait for a late rank at once; the ranks then notice that they are out of step, and go on."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url)
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        publisher.publish()
+        model(batch(spec, generator)).backward()
+        tracker.step()
+        messages = []
+        if rank == 0:
+            main = threading.main_thread().ident
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
+            timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
+            timer.start()
+            try:
+                publisher.publish()
+            except KeyboardInterrupt:
+                messages.append("interrupted")
+            finally:
+                timer.join()
+                signal.signal(signal.SIGINT, before)
+        dist.barrier()  # the other rank calls publish() only now
+        messages.append(attempt(publisher.publish))
+        publisher.publish()
+        predictor.sync()
+        assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+        return messages
+
+
+def background_thread_waits(rank: int, world_size: int, url: str) -> list[int]:
+    """A version is committed by the calls of ``step()``, a bounded number of them, and by nothing else."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, cadence=Cadence(batches=1))
+        publisher.publish()
+        log = StreamLog(Storage(url))
+        versions = []
+        for _ in range(12):
+            tracker.step()
+            publisher.step()
+            flight = publisher._flight
+            if flight is not None and flight.job is not None:
+                futures.wait([flight.job])  # so that the number of calls does not depend on the worker's pace
+            dist.barrier()
+            versions.append(log.head().version)
+        publisher.flush()
+        publisher.close()
+        return versions

@@ -133,3 +133,24 @@ def test_an_interrupt_leaves_the_version_under_way_its_memory(one_rank: RankPool
 def test_a_fork_of_a_publisher_is_refused(one_rank: RankPool, url: str) -> None:
     (said,) = one_rank.run(f"{_CASES}:forked", url=url)
     assert "Publish in the process that built it" in said
+
+
+def test_ranks_that_call_different_methods_publish_nothing(two_ranks: RankPool, url: str) -> None:
+    for (message,) in two_ranks.run(f"{_CASES}:mixed_calls", url=url):
+        assert message.startswith("PublishError: ")
+        assert "rank 1 failed with the phase stepping where rank 0 has the phase publishing" in message
+
+
+def test_an_interrupt_ends_the_wait_for_another_rank(two_ranks: RankPool, url: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:interrupted_among_ranks", url=url)
+    interrupted, first_error = first
+    (second_error,) = second
+    assert interrupted == "interrupted"
+    assert first_error == second_error
+    assert "rank 1 failed with the phase writing where rank 0 has the phase publishing" in first_error
+
+
+def test_a_version_takes_a_bounded_number_of_steps(two_ranks: RankPool, url: str) -> None:
+    for versions in two_ranks.run(f"{_CASES}:background_thread_waits", url=url):
+        assert versions[:5] == [1, 1, 1, 1, 2], "voted, cut, told, committed"
+        assert versions[-1] >= 3

@@ -30,17 +30,31 @@ REVERTS = [
         },
     ),
     Revert(
-        defect="the training thread starts collectives on the group of the publisher's thread",
-        generator="tests/system/test_collectives.py::test_no_thread_but_the_publishers_starts_a_collective",
+        defect="a background thread starts collectives",
+        generator="tests/system/test_collectives.py::test_no_background_thread_starts_a_collective",
         timeout_seconds=240.0,
         edits={
-            "delta_tracker/publisher/ranks.py": [
+            "delta_tracker/publisher/publisher.py": [
                 (
-                    "self._thread.submit(self._all_gather, self._group, json.dumps(message)).result()",
-                    "self._all_gather(self._group, json.dumps(message))",
+                    "self._exchange.start_messages(answer, count.most.num_bytes)",
+                    "self._worker.submit(self._exchange.start_messages, answer, count.most.num_bytes).result()",
                 ),
             ],
         },
+    ),
+    Revert(
+        defect="a rank that cannot read its rows leaves the others waiting in top-k",
+        generator="tests/tracker/test_top_k.py::test_a_rank_that_cannot_read_does_not_keep_the_others_waiting",
+        timeout_seconds=240.0,
+        edits={
+            "delta_tracker/tracker/delta_reader.py": [("if isinstance(top_k, TopK):", "if not top_k:")],
+        },
+    ),
+    Revert(
+        defect="Ctrl-C is not heard while a rank waits for another",
+        generator="tests/publisher/test_publisher.py::test_an_interrupt_ends_the_wait_for_another_rank",
+        timeout_seconds=240.0,
+        edits={"delta_tracker/distributed.py": [("work.wait(_INTERRUPT_PAUSE)", "work.wait()")]},
     ),
     Revert(
         defect="a closed publisher leaves its thread",

@@ -13,6 +13,7 @@ from torch import Tensor
 from delta_tracker import TopK
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.tracker.top_k import AllRanks, Candidates, _ordered_keys, choose
+from tests.ranks import RankPool
 
 _FQNS = ["t", "u"]
 
@@ -168,3 +169,10 @@ def test_one_process_is_a_world_of_one() -> None:
     ranks = AllRanks()
     assert ranks.total(torch.tensor([3])).tolist() == [3]
     assert ranks.before(torch.tensor([3])).tolist() == [0]
+
+
+@pytest.mark.parametrize(("how", "error"), [("behind", "NeedsSnapshotError"), ("detached", "DetachedError")])
+def test_a_rank_that_cannot_read_does_not_keep_the_others_waiting(two_ranks: RankPool, how: str, error: str) -> None:
+    (first,), (second,) = two_ranks.run("tests.tracker.top_k_cases:failing_rank", how=how)
+    assert "Another rank could not read or score its rows" in first
+    assert second.startswith(error)

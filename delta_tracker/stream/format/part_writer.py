@@ -34,10 +34,6 @@ class _Entry:
     shape: tuple[int, ...]
     chunks: Iterable[Tensor]
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 class PartWriter:
     """The bytes of a part, once through, and then its record.
@@ -77,9 +73,10 @@ class PartWriter:
 
     def _buffers(self) -> Iterator[memoryview]:
         header: dict[str, Any] = {}
+        sizes = [math.prod(entry.shape) * entry.dtype.itemsize for entry in self._entries]
         end = 0
-        for entry in self._entries:
-            begin, end = end, end + entry.num_bytes
+        for entry, num_bytes in zip(self._entries, sizes, strict=True):
+            begin, end = end, end + num_bytes
             header[entry.key] = {
                 "dtype": DTYPE_NAMES[entry.dtype],
                 "shape": list(entry.shape),
@@ -88,14 +85,14 @@ class PartWriter:
         head = json.dumps(header, separators=(",", ":")).encode()
         head += b" " * (-len(head) % ALIGNMENT)
         yield memoryview(len(head).to_bytes(SIZE_BYTES, "little") + head)
-        for entry in self._entries:
-            left = entry.num_bytes
+        for entry, num_bytes in zip(self._entries, sizes, strict=True):
+            given = 0
             for chunk in entry.chunks:
                 assert chunk.dtype == entry.dtype, f"{entry.key} is {entry.dtype}, not {chunk.dtype}"
-                left -= chunk.nbytes
+                given += chunk.nbytes
                 if chunk.nbytes:
                     yield _bytes_of(chunk)
-            assert left == 0, f"the chunks of {entry.key} lack {left} bytes"
+            assert given == num_bytes, f"the chunks of {entry.key} have {given} of {num_bytes} bytes"
 
 
 def dense_key(index: int) -> str:

@@ -36,8 +36,9 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
         try:
             begin = end = 0
             for piece in pieces(buffers):
-                _write(descriptor, piece)
                 end += len(piece)
+                while piece:
+                    piece = piece[os.write(descriptor, piece) :]  # noqa: PLW2901  what is left of it
                 if fsync and end - begin >= _EARLY_BYTES:
                     # Linux answers it by starting to write the dirty pages, without waiting, and drops clean ones only.
                     os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
@@ -84,11 +85,6 @@ def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
             yield piece
             position += len(piece)
             rest = rest[len(piece) :]
-
-
-def _write(descriptor: int, piece: memoryview) -> None:
-    while piece:
-        piece = piece[os.write(descriptor, piece) :]
 
 
 def _link(draft: Path, target: Path) -> bool:
