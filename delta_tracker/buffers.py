@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import operator
 import threading
 import weakref
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,15 +21,6 @@ _MAX_BYTES = 1 << 30
 _ROUNDS = 4
 
 
-@dataclass(slots=True, eq=False)
-class _Buffer:
-    """Memory, and the array of it that was lent last, which is gone if the memory is free."""
-
-    memory: NDArray[np.uint8]
-    loan: weakref.ref[NDArray[np.uint8]]
-    last_request: int
-
-
 class BufferPool:
     """Buffers on the CPU that are reused.
 
@@ -40,8 +31,8 @@ class BufferPool:
     memory while another thread uses it.
 
     Memory: ``max_bytes`` of free buffers at most; a buffer in use has up to half as much again as was asked for. A
-    buffer that is not reused in four requests for each buffer of the pool is freed, which is four reads where all reads
-    are alike.
+    buffer that was free during four requests for each buffer of the pool is freed, which is four reads where all reads
+    are alike. A request takes time that grows with the logarithm of the number of buffers.
 
     Args:
         max_bytes: how many bytes of free buffers are kept at most.
@@ -61,13 +52,22 @@ class BufferPool:
         self._max_bytes = max_bytes
         self._min_bytes = min_bytes
         self._lock = threading.Lock()
-        self._buffers: list[_Buffer] = []
         self._num_requests = 0
+        # A loan is a weak reference to an array; by its id, with the memory of the array.
+        self._loans: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
+        self._ended: deque[int] = deque()  # ids of loans whose arrays are gone
+        # Free memory by the number of its return, the oldest first, with the number of requests then.
+        self._free: OrderedDict[int, tuple[NDArray[np.uint8], int]] = OrderedDict()
+        self._sizes: list[tuple[int, int]] = []  # bytes and number of return of free memory, ascending
+        self._free_bytes = 0
+        self._num_returns = 0
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
     @property
     def free_bytes(self) -> int:
         """Bytes of free buffers."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers if buffer.loan() is None)
+        self._returned()
+        return self._free_bytes
 
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return an array of bytes that nothing else refers to, at an address that suits every dtype; uninitialised."""
@@ -75,51 +75,76 @@ class BufferPool:
             return np.empty(num_bytes, dtype=np.uint8)
         try:
             self._num_requests += 1
-            self._trim()
-            best: _Buffer | None = None
-            for each in self._buffers:
-                is_fitting = num_bytes <= each.memory.nbytes <= num_bytes * 3 // 2 and each.loan() is None
-                if is_fitting and (best is None or each.memory.nbytes < best.memory.nbytes):
-                    best = each
-            # New memory has room for some more rows next time; what is not touched is not provided.
-            memory = np.empty(num_bytes + num_bytes // 8, dtype=np.uint8) if best is None else best.memory
+            self._settle()
+            memory = self._take(num_bytes)
+            if memory is None:
+                # New memory has room for some more rows next time; what is not touched is not provided.
+                memory = np.empty(num_bytes + num_bytes // 8, dtype=np.uint8)
             # Not a slice: the views of that would hold the buffer itself, and nothing would tell that they exist.
             array = np.frombuffer(memory.data[:num_bytes], dtype=np.uint8)
             loan = weakref.ref(array, self._returned)
-            if best is None:
-                self._buffers.append(_Buffer(memory, loan, self._num_requests))
-            else:
-                best.loan, best.last_request = loan, self._num_requests
+            self._loans[id(loan)] = loan, memory
             return array
         finally:
             self._lock.release()
 
+    def join(self, user: object) -> None:
+        """Count ``user`` among those for whom free memory is kept, until it leaves or is garbage."""
+        self._users.add(user)
+
+    def leave(self, user: object) -> None:
+        """End :meth:`join`. The last user that leaves gives all free memory back to the system."""
+        self._users.discard(user)
+        if not self._users:
+            self.give_back()
+
     def give_back(self) -> None:
-        """Let the system have all that is free; nothing while somebody borrows, for whom it would have to wait."""
+        """Return all free memory to the system. Does nothing while another thread uses the pool: it never waits."""
         if self._lock.acquire(blocking=False):
             try:
-                self._buffers = [each for each in self._buffers if each.loan() is not None]
+                self._settle()
+                self._free.clear()
+                self._sizes.clear()
+                self._free_bytes = 0
             finally:
                 self._lock.release()
 
-    def _returned(self, _loan: object) -> None:
-        if self._lock.acquire(blocking=False):  # otherwise the next request will
+    def _returned(self, loan: object = None) -> None:
+        """Note the end of a loan. Any thread may call it at any time, because garbage collection does."""
+        if loan is not None:
+            self._ended.append(id(loan))
+        if self._lock.acquire(blocking=False):  # otherwise the next request settles it
             try:
-                self._trim()
+                self._settle()
             finally:
                 self._lock.release()
 
-    def _trim(self) -> None:
-        """Keep no more free memory than is wanted."""
-        oldest = self._num_requests - _ROUNDS * len(self._buffers)
-        room, kept = self._max_bytes, []
-        for buffer in sorted(self._buffers, key=operator.attrgetter("last_request"), reverse=True):
-            if buffer.loan() is None:
-                room -= buffer.memory.nbytes
-                if room < 0 or buffer.last_request <= oldest:
-                    continue
-            kept.append(buffer)
-        self._buffers = kept
+    def _settle(self) -> None:
+        """Make the memory of ended loans free, and keep no more free memory than is wanted."""
+        while self._ended:
+            _, memory = self._loans.pop(self._ended.popleft())
+            self._num_returns += 1
+            self._free[self._num_returns] = memory, self._num_requests
+            insort(self._sizes, (memory.nbytes, self._num_returns))
+            self._free_bytes += memory.nbytes
+        while self._free:
+            number, (memory, since) = next(iter(self._free.items()))
+            num_buffers = len(self._loans) + len(self._free)
+            if self._free_bytes <= self._max_bytes and self._num_requests - since < _ROUNDS * num_buffers:
+                break
+            del self._free[number]
+            del self._sizes[bisect_left(self._sizes, (memory.nbytes, number))]
+            self._free_bytes -= memory.nbytes
+
+    def _take(self, num_bytes: int) -> NDArray[np.uint8] | None:
+        """Return the smallest free memory of at least this size, None if it is far larger or there is none."""
+        place = bisect_left(self._sizes, (num_bytes, 0))
+        if place == len(self._sizes) or self._sizes[place][0] > num_bytes * 3 // 2:
+            return None
+        _, number = self._sizes.pop(place)
+        memory, _ = self._free.pop(number)
+        self._free_bytes -= memory.nbytes
+        return memory
 
 
 MEMORY = BufferPool()

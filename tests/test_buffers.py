@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -111,6 +112,33 @@ def test_who_finds_it_busy_gets_new_memory() -> None:
         assert len(memory.lend(_LARGE)) == _LARGE
         memory.give_back()
     assert memory.free_bytes == 0
+
+
+def test_the_last_user_that_leaves_gives_free_memory_back() -> None:
+    class User:
+        pass
+
+    memory, first, second, forgotten = BufferPool(), User(), User(), User()
+    for user in (first, second, second, forgotten):
+        memory.join(user)
+    memory.lend(_LARGE)
+    del forgotten, user
+    for _ in range(2):
+        memory.leave(first)
+        assert memory.free_bytes >= _LARGE
+    memory.leave(second)
+    assert memory.free_bytes == 0
+
+
+def test_a_request_among_many_buffers_takes_no_longer() -> None:
+    """Comparing each request with each buffer would take over ten seconds."""
+    memory = BufferPool(min_bytes=1)
+    start = time.perf_counter()
+    for _ in range(3):
+        held = [memory.lend(4096) for _ in range(1500)]
+        held.clear()
+    assert time.perf_counter() - start < 2
+    assert memory.free_bytes >= 1500 * 4096
 
 
 def test_threads_never_get_the_same_memory() -> None:

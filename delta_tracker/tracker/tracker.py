@@ -491,6 +491,26 @@ class ModelDeltaTracker:
         """
         return read_rows(self._model.shard(fqn), ids)
 
+    def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
+        """A copy of the rows of several tables that this rank holds now.
+
+        Takes time linear in the number of tables. :meth:`read_rows` flushes and splits a whole kernel for each table.
+
+        Args:
+            ids: FQN to ids as in :meth:`read_rows`; None for all rows of all tables.
+
+        Returns:
+            FQN to rows as in :meth:`read_rows`.
+
+        Raises:
+            InvalidArgumentError: for a table that is not tracked.
+        """
+        with one_cut():
+            return {
+                fqn: self.read_rows(fqn, table_ids)
+                for fqn, table_ids in (dict.fromkeys(self.tables) if ids is None else ids).items()
+            }
+
     def column_views(self, fqn: str) -> list[Tensor]:
         """Live views ``[R, columns]`` of this rank's rows, one for each range in ``shards[fqn].columns``.
 
@@ -608,9 +628,9 @@ class ModelDeltaTracker:
 
     def detach(self) -> None:
         """Remove every hook; afterwards reads raise :class:`DetachedError`. Calling it again does nothing."""
-        MEMORY.give_back()
         self._remove_hooks()
         self._model.is_attached = False
+        MEMORY.leave(self)
 
     def __enter__(self) -> Self:
         return self
@@ -627,6 +647,7 @@ class ModelDeltaTracker:
 
     def _attach(self) -> list[Watcher]:
         self._model.is_attached = True
+        MEMORY.join(self)
         model, found, lookups = self._model.module, self._model.found, self._records_lookups
         return [
             *(

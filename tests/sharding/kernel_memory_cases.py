@@ -73,6 +73,12 @@ def counts(rank: int, world_size: int, url: str, num_tables: int, mode: str) -> 
     delta = count("read", lambda: tracker.get_delta("reader", with_values=True, with_optimizer=True))
     assert all(len(rows) for rows in delta.values())
     count("publish", publisher.publish)
+    rows = count("read tables", tracker.read_tables)
+    few = {fqn: torch.tensor([1, 0]) for fqn in delta}
+    some = count("read rows of tables", lambda: tracker.read_tables(few))
+    for fqn, now in rows.items():
+        assert torch.equal(now, tracker.read_rows(fqn))
+        assert torch.equal(some[fqn], now[[1, 0]])
     held = {fqn: torch.zeros(table.num_rows, table.dim, dtype=table.dtype) for fqn, table in tracker.tables.items()}
     Predictor(held, url).sync()
     assert all(torch.equal(held[fqn], tracker.read_rows(fqn)) for fqn in held)

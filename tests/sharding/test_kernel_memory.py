@@ -22,7 +22,7 @@ def test_kernels_are_flushed_and_split_once_per_cut(one_rank: RankPool, tmp_path
     for num_tables in (1, 7):
         url = f"file://{tmp_path}/{num_tables}"
         (found,) = one_rank.run(f"{_CASES}:counts", url=url, num_tables=num_tables, mode=mode)
-        assert found["read"] == found["publish"] == _ONCE
+        assert found["read"] == found["publish"] == found["read tables"] == found["read rows of tables"] == _ONCE
         assert max(found["snapshot"].values()) <= 4, "once for the copy, once for the cut"
         keeps_states = mode != "ID_ONLY"
         assert found["train"].get("flush", 0) == (2 if keeps_states else 0)

@@ -50,6 +50,10 @@ def test_case(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")
 
 
+def test_a_tracker_that_detaches_leaves_the_memory_of_others_alone(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{_CASES}:detach_beside_another")
+
+
 @pytest.mark.promise("contained")
 def test_an_error_in_a_hook_does_not_reach_training(two_ranks: RankPool) -> None:
     assert two_ranks.run(f"{_CASES}:failing_hook")[0] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import Delta, DeltaRows, ModelDeltaTracker, TopK, TrackingMode
+from delta_tracker.buffers import MEMORY
 from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError
 from tests.models import Spec, Table, batch, kernels_of, shard, with_kernel
 
@@ -456,3 +458,24 @@ def rewound(rank: int, world_size: int) -> None:
         tracker.get_delta("a")
         tracker.get_delta("b")
         assert tracker.memory().total_bytes == 0
+
+
+def detach_beside_another(rank: int, world_size: int) -> None:
+    """The memory for reads stays while another tracker is attached."""
+    gc.collect()  # trackers of earlier cases
+    model = shard(Spec([Table("large", 40_000, "table:0", dim=64)]))
+    first, second = ModelDeltaTracker(model), ModelDeltaTracker(model)
+    (fqn,) = first.tables
+    all_rows = torch.arange(first.shards[fqn].num_rows)
+    num_bytes = second.read_rows(fqn, all_rows).nbytes
+    assert num_bytes > 8 << 20 if rank == 0 else num_bytes == 0
+    first.detach()
+    assert MEMORY.free_bytes >= num_bytes
+    second.detach()
+    assert MEMORY.free_bytes == 0
+    second.reattach()
+    first.detach()
+    second.read_rows(fqn, all_rows)
+    assert MEMORY.free_bytes >= num_bytes
+    second.detach()
+    assert MEMORY.free_bytes == 0
