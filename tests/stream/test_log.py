@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import pytest
 import torch
 import xxhash
 
-from delta_tracker.errors import FencedError, MalformedError, NameConflictError, StorageError
+from delta_tracker import Predictor
+from delta_tracker.errors import (
+    FencedError,
+    MalformedError,
+    NameConflictError,
+    StorageError,
+    StreamReplacedError,
+)
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
@@ -283,3 +291,41 @@ def test_a_claim_whose_name_cannot_be_had_ends(tmp_path: Path, kind: str) -> Non
     assert caught.value.name == entry_name(2)
     path.unlink()
     assert Writer(storage).claim.head.version == 2
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data.replace(b'rows":0', b'rows":1', 1)]
+)
+def test_versions_continue_behind_an_entry_that_was_damaged(damage: Callable[[bytes], bytes]) -> None:
+    """A commit compares its parent's hash only. Readers that need the entry wait for the next snapshot."""
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    parent = writer.delta([1])
+    held, late = writer.model(), writer.model()
+    at_parent, at_start = Predictor(held, writer.storage), Predictor(late, writer.storage)
+    assert at_parent.sync() == 2
+    name = entry_name(2)
+    whole = writer.storage.read(name, max_bytes=1 << 20).tobytes()
+    assert damage(whole) != whole
+    writer.storage.replace(name, damage(whole))
+
+    after = writer.delta([2])
+    assert (after.version, after.parent) == (3, parent.link)
+    assert at_parent.sync() == 3
+    assert torch.equal(held[FQN], writer.table)
+    for _ in range(2):
+        with pytest.raises((MalformedError, StreamReplacedError)):
+            at_start.sync()
+    assert writer.snapshot().version == 4
+    assert at_start.sync() == at_parent.sync() == 4
+    assert torch.equal(late[FQN], writer.table)
+
+
+def test_a_damaged_head_refuses_a_claim_by_name() -> None:
+    writer = Writer(Storage("memory://"))
+    head = writer.snapshot()
+    writer.storage.replace(entry_name(1), b"{}")
+    with pytest.raises(MalformedError, match=entry_name(1)):
+        StreamLog(writer.storage).claim()
+    assert StreamLog(writer.storage).versions() == [0, 1]
+    assert writer.delta([1]).parent == head.link
