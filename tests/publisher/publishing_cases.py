@@ -479,7 +479,7 @@ def interrupted_among_ranks(rank: int, world_size: int, url: str) -> list[str]:
         return messages
 
 
-def background_thread_waits(rank: int, world_size: int, url: str) -> list[int]:
+def counted_steps(rank: int, world_size: int, url: str) -> list[int]:
     """A version is committed by the calls of ``step()``, a bounded number of them, and by nothing else."""
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
@@ -488,7 +488,7 @@ def background_thread_waits(rank: int, world_size: int, url: str) -> list[int]:
         publisher.publish()
         log = StreamLog(Storage(url))
         versions = []
-        for _ in range(12):
+        for _ in range(14):
             tracker.step()
             publisher.step()
             flight = publisher._flight
