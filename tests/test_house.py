@@ -43,7 +43,6 @@ _TESTS_OF_PROCESSES = {"contract.test_notify", "contract.test_storage"}
 # Modules without a test file of their name, and the file whose tests fail if the module does not do its work.
 _TESTED_THROUGH = {
     "cli.__main__": "system.test_command_line",
-    "cli.charts": "cli.test_report",
     "cli.command": "cli.test_main",
     "cli.commands": "cli.test_main",
     "cli.entries": "cli.test_inspect",
@@ -61,7 +60,7 @@ _TESTED_THROUGH = {
     "publisher.cadence": "publisher.test_background",
     "publisher.coordinator": "publisher.test_publisher",
     "publisher.flight": "publisher.test_publisher",
-    "publisher.ranks": "publisher.test_publisher",
+    "publisher.exchange": "publisher.test_publisher",
     "publisher.row_gatherer": "publisher.test_publisher",
     "publisher.version_source": "publisher.test_publisher",
     "sharding.dense": "publisher.test_publisher",
@@ -69,7 +68,7 @@ _TESTED_THROUGH = {
     "sharding.weights": "tracker.test_modes",
     "stream.cursor": "predictor.test_resync",
     "stream.format.block_rows": "stream.test_part_reader",
-    "stream.format.contents": "stream.test_compaction",
+    "stream.format.contents": "cli.test_movement",
     "stream.format.field_types": "stream.test_parse",
     "stream.format.part_writer": "stream.test_part_reader",
     "stream.maintenance.merging": "stream.test_compaction",

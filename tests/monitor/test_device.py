@@ -9,6 +9,7 @@ import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassF1Score,
@@ -211,11 +212,20 @@ def test_an_epoch_ends_where_training_says(monitor) -> None:
     assert (report.values["mean"], report.window.epoch) == (10.0, 2)
 
 
+class _NoOperation(TorchDispatchMode):
+    """Fails at the first operation on a tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(func)
+
+
 def test_disabled_device_stats_touch_nothing(monitor) -> None:
     for kind in _STATS:
         stat = kind(kind.__name__, monitor=monitor, enabled=False)
-        stat.update(torch.tensor(1.0))
-        assert not stat._vectors
+        value = torch.tensor(1.0)
+        with _NoOperation():
+            stat.update(value)
+    assert not [each for each in monitor.collect().totals if each.definition.name in {kind.__name__ for kind in _STATS}]
 
 
 def test_values_in_inference_mode_and_with_gradients(monitor) -> None:

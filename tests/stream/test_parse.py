@@ -17,7 +17,7 @@ _LINK = {"version": 2, "xxh3": HASH}
 
 _BAD_FIELDS: dict[str, Any] = {
     "format": [2, None, "1", True, 1.0],
-    "stream": ["", "g" * 32, "A" * 32, "0" * 32 + "\n", 0, None],
+    "stream": ["", "0" * 31, "0" * 33, "g" * 32, "A" * 32, "0" * 32 + "\n", 0, None],
     "generation": [-1, True, 1.0, 2**63, "1"],
     "writer": ["../..", None],
     "version": [-1, None, 2, 4],

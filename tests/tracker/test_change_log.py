@@ -20,6 +20,7 @@ from delta_tracker.errors import (
     StaleDeltaError,
 )
 from delta_tracker.tracker.change_log import ChangeLog, Reading
+from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta, DeltaRows
 
@@ -287,7 +288,7 @@ def test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call(monk
     store = SegmentStore(8, engine="torch", was_written=lambda: bool(writes) and writes.pop())
     log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)
     with monkeypatch.context() as patch:
-        patch.setattr(type(store._engine(8, torch.device("cpu"))), "mark_all", _raises_memory_error)
+        patch.setattr(TorchRows, "mark_all", _raises_memory_error)
         with pytest.raises(MemoryError):
             log.read("a")
     assert log.read("a").rows["t"].ids.tolist() == list(range(8))

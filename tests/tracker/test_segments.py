@@ -311,9 +311,16 @@ def test_backward_passes_that_raised_cost_bounded_memory() -> None:
     assert store.changed(3, 4).ids.tolist() == list(range(50))
 
 
-@pytest.mark.parametrize("engine", ["torch", "numba"])
-def test_row_sets_that_are_used_again_hold_nothing_of_before(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+@pytest.fixture
+def always_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row sets of any size are kept to be used again."""
     monkeypatch.setattr(segments, "_SPARE_BYTES", 0)
+
+
+@pytest.mark.parametrize("engine", ["torch", "numba"])
+def test_row_sets_that_are_used_again_hold_nothing_of_before(
+    always_spare: None, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
     for seed in range(6):
         run_random(seed, make_store(engine, keeps_states=True))
     monkeypatch.setattr(RowSet, "clear", lambda _: None)
@@ -321,8 +328,7 @@ def test_row_sets_that_are_used_again_hold_nothing_of_before(monkeypatch: pytest
         _run_seeds(SegmentStore)
 
 
-def test_a_row_set_that_is_kept_to_be_used_again_costs_no_consumer_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_SPARE_BYTES", 0)
+def test_a_row_set_that_is_kept_to_be_used_again_costs_no_consumer_its_place(always_spare: None) -> None:
     log = ChangeLog({"t": SegmentStore(1000, engine="torch")}, ["a", "b"], delete_on_read=True, max_bytes=1500)
     for batch in range(3):
         for name in ("a", "b"):

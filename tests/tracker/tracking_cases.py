@@ -6,6 +6,7 @@ import gc
 import random
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed as dist
@@ -17,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from delta_tracker import Delta, DeltaRows, ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.buffers import MEMORY
 from delta_tracker.errors import DeltaTrackerError, InvalidArgumentError
+from delta_tracker.tracker.change_log import ChangeLog
 from tests.models import Spec, Table, batch, kernels_of, shard, with_kernel
 
 
@@ -178,20 +180,24 @@ def schedule(  # noqa: C901, PLR0912, PLR0915  one branch for each event
         "forward": 2, "backward": 2, "backward inside": 2, "eval": 1, "drop": 1, "step": 1, "read": 2, "abort": 1,
         "top-k": 1, "raise": 0.5, "overwrite": 0.2, "fail read": 0.3,
     }  # fmt: skip
-    with ModelDeltaTracker(model, names, auto_compact=bool(seed % 2), mode=mode) as tracker:
+    opened, is_reading_inside = ChangeLog.opened, False
+
+    def read_when_opened(log: ChangeLog, key: int, ids: Any) -> None:
+        nonlocal is_reading_inside
+        opened(log, key, ids)
+        if not is_reading_inside:
+            return
+        is_reading_inside = False  # once per backward
+        counts["reads inside"] += 1
+        extra = {fqn: set(ids[fqn].tolist()) if fqn in ids else set() for fqn in tracker.tables}
+        copies["b"].read(extra)
+        copies["b"].commit()
+
+    built = ModelDeltaTracker(model, names, auto_compact=bool(seed % 2), mode=mode)
+    with built as tracker, mock.patch.object(ChangeLog, "opened", read_when_opened):
         copies = {name: _Copy(tracker, name) for name in names}
         nothing: dict[str, set[int]] = {fqn: set() for fqn in tracker.tables}
         pending: list[torch.Tensor] = []
-        opened = tracker._log.opened
-
-        def read_when_opened(key: int, ids: Any) -> None:
-            opened(key, ids)
-            tracker._log.opened = opened  # once per backward
-            counts["reads inside"] += 1
-            extra = {fqn: set(ids[fqn].tolist()) if fqn in ids else set() for fqn in tracker.tables}
-            copies["b"].read(extra)
-            copies["b"].commit()
-
         for _ in range(num_events):
             (event,) = draw.choices(list(events), list(events.values()))
             name = draw.choice(names)
@@ -200,12 +206,11 @@ def schedule(  # noqa: C901, PLR0912, PLR0915  one branch for each event
                 pending.append(model(batch(spec, generator)))
             elif event.startswith("backward") and pending:
                 loss = pending.pop(draw.randrange(len(pending)))
-                if event == "backward inside":
-                    tracker._log.opened = read_when_opened
+                is_reading_inside = event == "backward inside"
                 loss.backward(retain_graph=inside)
                 if inside:
                     loss.backward()
-                tracker._log.opened = opened
+                is_reading_inside = False
                 counts["backwards"] += 1
             elif event == "eval":
                 with torch.no_grad():
