@@ -43,7 +43,7 @@ _TESTS_OF_PROCESSES = {"contract.test_notify", "contract.test_storage"}
 # Modules without a test file of their name, and the file whose tests fail if the module does not do its work.
 _TESTED_THROUGH = {
     "cli.__main__": "system.test_command_line",
-    "cli.command": "cli.test_main",
+    "cli.stream_command": "cli.test_main",
     "cli.commands": "cli.test_main",
     "cli.entries": "cli.test_inspect",
     "cli.followers": "cli.test_inspect",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.entries import Entry
+from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import size
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Merged

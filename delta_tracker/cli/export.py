@@ -16,7 +16,7 @@ import click
 import torch
 from torch import Tensor
 
-from delta_tracker.cli.command import Stream, stream_command
+from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import size
 from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, shape_of, write_rows
 from delta_tracker.errors import InvalidArgumentError, StorageError

@@ -7,11 +7,11 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from delta_tracker.cli.command import Stream
 from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.followers import read_followers
 from delta_tracker.cli.history import History
 from delta_tracker.cli.movement import Movement, TableMovement
+from delta_tracker.cli.stream_command import Stream
 from delta_tracker.cli.survey import contiguous
 from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound

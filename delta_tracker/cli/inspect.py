@@ -8,10 +8,10 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.entries import Entry
 from delta_tracker.cli.followers import FollowerView
 from delta_tracker.cli.output import cell, table
+from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.survey import Survey, count_kinds, survey
 from delta_tracker.cli.text import count, duration, moment, several, size
 from delta_tracker.stream.format.manifest import DTYPE_NAMES

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.figures import Limits, gather
 from delta_tracker.cli.page import render
+from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import size
 from delta_tracker.errors import InvalidArgumentError
 

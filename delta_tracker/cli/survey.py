@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from delta_tracker.cli.command import Stream
 from delta_tracker.cli.entries import Amount, Entry, read_all
 from delta_tracker.cli.followers import FollowerView, read_followers
+from delta_tracker.cli.stream_command import Stream
 from delta_tracker.cli.text import plain
 from delta_tracker.errors import MalformedError, NoSnapshotError
 from delta_tracker.stream.cursor import StreamCursor

@@ -6,8 +6,8 @@ import time
 
 import click
 
-from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.entries import Entry
+from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import count, duration, moment, size
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest

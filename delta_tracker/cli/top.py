@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import click
 from rich.live import Live
 
-from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.followers import read_followers
 from delta_tracker.cli.screen import screen
+from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.watch import View, Watch
 from delta_tracker.errors import MalformedError, StorageError
 

@@ -8,8 +8,8 @@ from functools import partial
 
 import click
 
-from delta_tracker.cli.command import Stream, stream_command
 from delta_tracker.cli.entries import read_all
+from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.survey import contiguous
 from delta_tracker.cli.text import plain, several, size
 from delta_tracker.errors import CorruptPartError, MalformedError

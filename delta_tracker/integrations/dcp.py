@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import StorageReader
 
 from delta_tracker.errors import InvalidArgumentError, MalformedStateError
-from delta_tracker.tracker.checkpoint.part import HEADER, parse
+from delta_tracker.tracker.checkpoint.rank_header import HEADER, parse
 
 if TYPE_CHECKING:
     from delta_tracker.tracker.tracker import ModelDeltaTracker

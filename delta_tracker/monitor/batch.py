@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from delta_tracker.monitor.aggregate import Aggregate
 from delta_tracker.monitor.buckets import LogBuckets
-from delta_tracker.monitor.cell import ClosedWindow
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.names import Labels
 from delta_tracker.monitor.policy import Policy
+from delta_tracker.monitor.series import ClosedWindow
 from delta_tracker.monitor.stat import Definition
 
 

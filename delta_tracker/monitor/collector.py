@@ -12,11 +12,11 @@ from enum import Enum, auto
 from functools import partial
 
 from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
-from delta_tracker.monitor.containment import Guard, Runner
+from delta_tracker.monitor.delivery_queues import HandlerQueue, SinkQueue
 from delta_tracker.monitor.event import Event
-from delta_tracker.monitor.events import EventLog, Subscription
+from delta_tracker.monitor.event_log import EventLog, Subscription
+from delta_tracker.monitor.guarded_calls import Guard, Runner
 from delta_tracker.monitor.library import LibraryMetrics
-from delta_tracker.monitor.outlet import HandlerOutlet, SinkOutlet
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
 from delta_tracker.monitor.stat import Kind
@@ -65,9 +65,9 @@ class Collector:
         """Forget thread, sinks and events; for a process that was forked, or that starts again."""
         self._lock = threading.RLock()
         self._runner = Runner(self._registry.progress.clock, self._deadline_seconds)
-        self._sinks: list[SinkOutlet] = []
+        self._sinks: list[SinkQueue] = []
         self._guards: dict[str, Guard] = {}
-        self._handlers: dict[Subscription, HandlerOutlet] = {}
+        self._handlers: dict[Subscription, HandlerQueue] = {}
         self._undelivered: list[Event] = []
         self._losses: dict[tuple[str, str], int] = {}
         self._attributes: dict[str, str] = {}
@@ -96,7 +96,7 @@ class Collector:
     @property
     def sinks(self) -> list[Sink]:
         """Where batches go."""
-        return [outlet.sink for outlet in self._sinks]
+        return [sink_queue.sink for sink_queue in self._sinks]
 
     def start(self, sinks: Sequence[Sink], interval_seconds: float, attributes: Mapping[str, str]) -> None:
         """Collect from now on.
@@ -104,13 +104,13 @@ class Collector:
         Raises:
             RuntimeError: if no thread can be started; nothing is changed then.
         """
-        outlets = [SinkOutlet(sink, self._max_undelivered) for sink in sinks]
+        sink_queues = [SinkQueue(sink, self._max_undelivered) for sink in sinks]
         thread = threading.Thread(
             target=self._loop, args=(interval_seconds, self._wakeups), name="delta_tracker-collector", daemon=True
         )
         # Both threads start now: at the end of a program, when the last batch is delivered, Python 3.12 starts none.
         self._runner.start()
-        self._sinks, self._attributes = outlets, dict(attributes)
+        self._sinks, self._attributes = sink_queues, dict(attributes)
         try:
             thread.start()
         except RuntimeError:
@@ -181,19 +181,19 @@ class Collector:
                 events=events,
                 is_last=is_last,
             )
-            for outlet in self._sinks:
-                self._deliver(outlet, batch)
+            for sink_queue in self._sinks:
+                self._deliver(sink_queue, batch)
             self._metrics.collect_seconds.add((clock.monotonic_ns() - begin_ns) * _NS)
             return batch
 
-    def _deliver(self, outlet: SinkOutlet, batch: Batch) -> None:
-        windows, num_events = outlet.add(batch.windows, batch.events)
+    def _deliver(self, sink_queue: SinkQueue, batch: Batch) -> None:
+        windows, num_events = sink_queue.add(batch.windows, batch.events)
         for report in windows:
             self._metrics.lost_windows.cell(stat=report.definition.name).add(1)
         if num_events:
             self._metrics.dropped_events.cell(reason="undelivered").add(num_events)
-        action = partial(outlet.deliver, batch)
-        self._run(outlet.guard, action, even_if_muted=batch.is_last, here_if_refused=batch.is_last)
+        action = partial(sink_queue.deliver, batch)
+        self._run(sink_queue.guard, action, even_if_muted=batch.is_last, here_if_refused=batch.is_last)
 
     def _read(self, *, is_last: bool) -> tuple[list[WindowReport], list[TotalReport]]:
         windows, totals = [], []
@@ -224,14 +224,16 @@ class Collector:
         self._is_woken = False
         events = self._events.take()
         self._handlers = {
-            each: self._handlers.get(each) or HandlerOutlet(each, self._max_undelivered)
+            each: self._handlers.get(each) or HandlerQueue(each, self._max_undelivered)
             for each in self._events.subscriptions
         }
         until, is_behind, num_dropped = time.monotonic() + seconds, False, 0
-        for outlet in self._handlers.values():
-            num_dropped += outlet.add(events)
-            if outlet.is_waiting and self._run(outlet.guard, partial(outlet.hand, until), here_if_refused=is_last):
-                is_behind = is_behind or outlet.is_waiting
+        for handler_queue in self._handlers.values():
+            num_dropped += handler_queue.add(events)
+            if handler_queue.is_waiting and self._run(
+                handler_queue.guard, partial(handler_queue.hand, until), here_if_refused=is_last
+            ):
+                is_behind = is_behind or handler_queue.is_waiting
         if num_dropped:
             self._metrics.dropped_events.cell(reason="unhandled").add(num_dropped)
         self._undelivered += events
@@ -284,11 +286,13 @@ class Collector:
             runner.stop()
             return  # stop() did not wait so long, and what is started since belongs to another thread
         self._collect_once(is_last=True)
-        for outlet in self._sinks:
-            if outlet.guard.is_busy:
-                _logger.error("monitor: %s is not closed, because it has not returned from a batch", outlet.sink.name)
+        for sink_queue in self._sinks:
+            if sink_queue.guard.is_busy:
+                _logger.error(
+                    "monitor: %s is not closed, because it has not returned from a batch", sink_queue.sink.name
+                )
             else:
-                self._run(outlet.guard, outlet.sink.close, even_if_muted=True, here_if_refused=True)
+                self._run(sink_queue.guard, sink_queue.sink.close, even_if_muted=True, here_if_refused=True)
         self._runner.stop()
 
     def _collect_once(self, *, is_last: bool = False, handler_seconds: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Events: something that happened once, with a name, a message, flat data and a severity."""
+"""One event: something that happened once, with a name, a message, flat data and a severity."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.clock import Clock, Progress
 from delta_tracker.monitor.collector import Collector
 from delta_tracker.monitor.event import Event, Severity, Value, renew_ids
-from delta_tracker.monitor.events import EventLog, EventRule, Handler, Subscription
+from delta_tracker.monitor.event_log import EventLog, EventRule, Handler, Subscription
 from delta_tracker.monitor.label_names import LabelNames
 from delta_tracker.monitor.library import LibraryMetrics
 from delta_tracker.monitor.names import check_label_names
+from delta_tracker.monitor.polled_stats import Readings, Source
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
-from delta_tracker.monitor.source import Readings, Source
 from delta_tracker.monitor.span import Span
 from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Hooks, Kind, Stat
 from delta_tracker.monitor.system import SystemMetrics
@@ -194,7 +194,7 @@ class Monitor(Forkable):
         return self.events.subscribe(pattern, handler, severity)
 
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
-        """Set which events are let in: fields of :class:`~delta_tracker.monitor.events.EventRule`."""
+        """Set which events are let in: fields of :class:`~delta_tracker.monitor.event_log.EventRule`."""
         self.events.rule(pattern, EventRule(**rule))
 
     # Progress

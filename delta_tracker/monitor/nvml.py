@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.monitor.polled_stats import Passive, Readings, Source
 from delta_tracker.monitor.registry import Registry
-from delta_tracker.monitor.source import Passive, Readings, Source
 from delta_tracker.monitor.stat import Definition, Kind
 
 _MILLI = 1e-3

@@ -11,7 +11,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.names import exposed, matches
 from delta_tracker.monitor.policy import Policy
-from delta_tracker.monitor.source import Passive, Readings, Source
+from delta_tracker.monitor.polled_stats import Passive, Readings, Source
 from delta_tracker.monitor.stat import DEFAULT_AGGREGATIONS, KINDS, Definition, Hooks, Kind, Stat
 
 _SETTINGS = tuple(each.name for each in fields(Policy))

@@ -9,10 +9,10 @@ from enum import StrEnum
 from functools import partial
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.cell import Cell
 from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.names import Labels, check_label_names, check_name, check_unit, order_labels
 from delta_tracker.monitor.policy import Policy
+from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.timer import Timer
 
 OTHER = "other"

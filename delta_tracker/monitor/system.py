@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
+from delta_tracker.monitor.polled_stats import Passive, Readings, Source
 from delta_tracker.monitor.registry import Registry
-from delta_tracker.monitor.source import Passive, Readings, Source
 from delta_tracker.monitor.stat import Definition, Kind
 
 _PROC = Path("/proc/self")

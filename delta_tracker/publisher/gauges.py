@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from delta_tracker.errors import FencedError, PublishError, RankLostError, StorageError
-from delta_tracker.monitor.cell import Cell
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.monitor.series import Cell
 from delta_tracker.stream.format.manifest import Kind, Manifest
 
 _FAILURES = (FencedError, PublishError, RankLostError, StorageError)

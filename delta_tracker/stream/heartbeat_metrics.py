@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from delta_tracker.monitor.default import program_monitor
 from delta_tracker.monitor.monitor import Monitor
-from delta_tracker.monitor.source import Source
+from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.stat import Gauge
 from delta_tracker.stream.heartbeat import read_heartbeats
 from delta_tracker.stream.storage.storage import Storage, open_storage

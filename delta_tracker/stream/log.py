@@ -1,4 +1,4 @@
-"""The log of a stream: dense entries, each created exactly once and naming the one before it by its hash.
+"""The log of a stream, in an object store: dense entries, each created once and naming the one before it by its hash.
 
 The protocol, for each publisher:
 

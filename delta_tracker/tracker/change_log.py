@@ -1,4 +1,7 @@
-"""The log of all changes on one rank: a store per table, cut at the same positions, and the consumers that read it."""
+"""The change log of one rank: a row store per table, cut at the same positions, and the consumers that read it.
+
+It is in memory. The log of a stream, which is in an object store, is in ``stream/log.py``.
+"""
 
 from __future__ import annotations
 

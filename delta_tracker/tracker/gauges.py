@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delta_tracker.monitor.cell import Cell
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.monitor.series import Cell
 
 if TYPE_CHECKING:
     from delta_tracker.tracker.change_log import ChangeLog, Standing

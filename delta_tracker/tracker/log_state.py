@@ -1,4 +1,4 @@
-"""What a log knows at one moment: the form in which a checkpoint takes it out and puts it back."""
+"""What a change log knows at one moment: the form in which a checkpoint takes it out and puts it back."""
 
 from __future__ import annotations
 

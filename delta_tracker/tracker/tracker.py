@@ -23,7 +23,7 @@ from delta_tracker.sharding.torchrec_api import load_torchrec
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.write_hooks import watch_writes
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.part import RankHeader
+from delta_tracker.tracker.checkpoint.rank_header import RankHeader
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, Strategy, TrackerCheckpoint
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
@@ -558,7 +558,7 @@ class ModelDeltaTracker:
 
         Returns:
             Key to tensor; keys of different ranks differ. The format is in
-            :mod:`delta_tracker.tracker.checkpoint.part`.
+            :mod:`delta_tracker.tracker.checkpoint.rank_header`.
 
         Raises:
             InvalidArgumentError: for another strategy.

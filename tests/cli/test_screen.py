@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from delta_tracker.cli import top as top_command
-from delta_tracker.cli.command import Stream
 from delta_tracker.cli.output import Output
 from delta_tracker.cli.screen import screen
+from delta_tracker.cli.stream_command import Stream
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block

@@ -21,12 +21,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from delta_tracker.monitor import Monitor
+from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
 from delta_tracker.monitor.sinks.jsonl import JsonlSink
 from delta_tracker.monitor.sinks.logs import LoggingSink
 from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, PrometheusSink
 from delta_tracker.monitor.sinks.sink import Sink
-from delta_tracker.monitor.source import Source
 
 _HANG_SECONDS = 8
 _MOST_HANGS = 2  # each costs its time

@@ -36,7 +36,7 @@ def test_windows_lose_no_record_between_threads() -> None:
 
 def test_signal_handlers_and_finalizers_may_record(monkeypatch) -> None:
     """They run between any two instructions of the thread that is folding."""
-    monkeypatch.setattr("delta_tracker.monitor.cell._MAX_WAITING", 2)
+    monkeypatch.setattr("delta_tracker.monitor.series._MAX_WAITING", 2)
     monitor = Monitor()
     stat = monitor.histogram("s")
     interrupted = 0

@@ -71,7 +71,7 @@ REVERTS = [
         defect="a delivery that fails drops its windows and events",
         generator=_SCHEDULES,
         edits={
-            "delta_tracker/monitor/outlet.py": [
+            "delta_tracker/monitor/delivery_queues.py": [
                 (
                     "num_windows = num_events = 0\n        try",
                     "num_windows, num_events = len(windows), len(events)\n        try",
@@ -82,20 +82,22 @@ REVERTS = [
     Revert(
         defect="a sink is called while it delivers",
         generator=_SCHEDULES,
-        edits={"delta_tracker/monitor/containment.py": [("if guard.is_busy or (now", "if (now")]},
+        edits={"delta_tracker/monitor/guarded_calls.py": [("if guard.is_busy or (now", "if (now")]},
     ),
     Revert(
         defect="the last batch does not wait for a sink that returns late",
-        generator="tests/monitor/test_outlet.py::test_a_sink_is_called_once_at_a_time_and_closed_after_its_call",
+        generator="tests/monitor/test_delivery_queues.py::test_a_sink_is_called_once_at_a_time_and_closed_after_its_call",
         edits={
-            "delta_tracker/monitor/containment.py": [("if even_if_muted and guard.call is not None:", "if not guard:")]
+            "delta_tracker/monitor/guarded_calls.py": [
+                ("if even_if_muted and guard.call is not None:", "if not guard:")
+            ]
         },
     ),
     Revert(
         defect="nothing is delivered where no thread can be started",
         generator=_SCHEDULES,
         edits={
-            "delta_tracker/monitor/containment.py": [
+            "delta_tracker/monitor/guarded_calls.py": [
                 ("            if here_if_refused:\n", "            if not guard:\n")
             ]
         },

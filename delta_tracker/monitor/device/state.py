@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.monitor.clock import Progress
-from delta_tracker.monitor.source import Source
+from delta_tracker.monitor.polled_stats import Source
 
 EpochEnd = tuple[int | None, int | None]
 """Step and epoch."""

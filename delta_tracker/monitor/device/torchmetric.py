@@ -16,7 +16,7 @@ from torch import distributed as dist
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.monitor.default import MONITOR
 from delta_tracker.monitor.monitor import Monitor
-from delta_tracker.monitor.source import Source
+from delta_tracker.monitor.polled_stats import Source
 
 _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(dim=0),

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.monitor.batch import Batch
 from delta_tracker.monitor.event import Event, Value
-from delta_tracker.monitor.events import EventLog
+from delta_tracker.monitor.event_log import EventLog
+from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.sinks.sink import Sink
-from delta_tracker.monitor.source import Source
 
 if TYPE_CHECKING:
     from torch import monitor as torch_monitor

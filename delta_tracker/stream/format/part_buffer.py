@@ -1,4 +1,4 @@
-"""Memory that the parts of one version after the other are read into."""
+"""Memory for the parts of a version, which is used again for the next version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parts, read and checked: nothing of a part is handed out before all of it was found to be what its record says."""
+"""Parts of a version, read and checked.
+
+Nothing of a part is handed out before all of it was found to be what its record says.
+"""
 
 from __future__ import annotations
 

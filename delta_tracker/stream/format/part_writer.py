@@ -1,4 +1,4 @@
-"""Parts: rows and dense tensors to the bytes of a safetensors file, as ``stream/FORMAT.md`` describes.
+"""Parts of a version: rows and dense tensors to the bytes of a safetensors file, as ``stream/FORMAT.md`` describes.
 
 The layout is written straight from the tensors' memory, chunk by chunk, and read without a copy: ``safetensors``
 itself offers neither over an object store, and through its ``save`` to bytes a publish is several times slower.

@@ -1,4 +1,7 @@
-"""Objects in a directory or bucket (through obstore): written whole, created once, never half visible."""
+"""An object store, which is a directory or bucket (through obstore).
+
+Objects are written whole, created once and never visible in half.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a store is and what its objects are called, checked before the store sees them."""
+"""Where an object store is and what its objects are called, checked before the store sees them."""
 
 from __future__ import annotations
 

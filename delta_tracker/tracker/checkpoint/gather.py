@@ -1,4 +1,4 @@
-"""All ranks' saved parts on rank 0, for those who save from rank 0 alone."""
+"""All ranks' saved states on rank 0, for those who save from rank 0 alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.distributed import RankGroup
-from delta_tracker.tracker.checkpoint.part import parse
+from delta_tracker.tracker.checkpoint.rank_header import parse
 
 _BYTE = torch.uint8
 

@@ -1,4 +1,4 @@
-"""Write the saved state of one rank, as :mod:`delta_tracker.tracker.checkpoint.part` reads it.
+"""Write the saved state of one rank, as :mod:`delta_tracker.tracker.checkpoint.rank_header` reads it.
 
 Letters: ``N`` rows.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
-from delta_tracker.tracker.checkpoint.part import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY, RankHeader
+from delta_tracker.tracker.checkpoint.rank_header import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY, RankHeader
 from delta_tracker.tracker.log_state import LogState
 from delta_tracker.types import ShardSpec
 

@@ -19,7 +19,7 @@ from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.counters import Mergeable, as_mergeable, loaders
 from delta_tracker.tracker.checkpoint.gather import gather_parts
 from delta_tracker.tracker.checkpoint.pack import pack, replace_counters
-from delta_tracker.tracker.checkpoint.part import HEADER, RankHeader, check_alike, check_tables, parse
+from delta_tracker.tracker.checkpoint.rank_header import HEADER, RankHeader, check_alike, check_tables, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.tracker.tracked_model import TrackedModel

@@ -1,4 +1,4 @@
-"""A store of raw lookups by batch, for ids without a dense row space: hashed, remapped or counted by somebody else.
+"""A row store of raw lookups by batch, for ids without a dense row space: hashed, remapped or counted by somebody else.
 
 Letters: ``N`` ids.
 """

@@ -1,4 +1,4 @@
-"""Choose the store of a table, and connect it with what this rank holds of the table."""
+"""Choose the row store of a table, and connect it with what this rank holds of the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of one shard: a log of segments, each saying which rows changed between two cuts.
+"""The row store of one shard: a log of segments, each saying which rows changed between two cuts.
 
 Letters: ``N`` ids, ``R`` rows of the shard, ``S`` numbers in an old state.
 

@@ -1,4 +1,4 @@
-"""The store of a shard that anything may write to: a second copy of it tells what changed.
+"""The row store of a shard that anything may write to: a second copy of it tells what changed.
 
 For tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL): momentum, Adam and weight decay move rows that
 nobody looked up, other ranks' gradients arrive through an all-reduce, and the write happens long after the backward.

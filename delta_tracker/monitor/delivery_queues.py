@@ -1,4 +1,4 @@
-"""What waits for a sink or a handler until it was taken."""
+"""Queues of windows and events that a sink or a handler has not taken yet."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from delta_tracker.monitor.batch import Batch, WindowReport
-from delta_tracker.monitor.containment import Guard
 from delta_tracker.monitor.event import Event
-from delta_tracker.monitor.events import Subscription
+from delta_tracker.monitor.event_log import Subscription
+from delta_tracker.monitor.guarded_calls import Guard
 from delta_tracker.monitor.sinks.sink import Sink
 
 MAX_WINDOWS = 8192
 """So many windows wait for one sink at most. A sink that fails is left alone for up to ten minutes."""
 
 
-class SinkOutlet:
+class SinkQueue:
     """A sink, and the windows and events that it has not taken. Any thread may call it.
 
     Args:
@@ -66,7 +66,7 @@ class SinkOutlet:
                 self._num_windows = self._num_events = 0
 
 
-class HandlerOutlet:
+class HandlerQueue:
     """A handler, and the events that it has not been called with.
 
     Args:

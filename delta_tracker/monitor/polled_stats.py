@@ -1,4 +1,4 @@
-"""Stats that nobody records: they are read, once per collection, in the collector's threads."""
+"""Stats that the collector reads, once per collection, in its own threads. Training does not record them."""
 
 from __future__ import annotations
 

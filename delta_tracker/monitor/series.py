@@ -1,4 +1,6 @@
-"""One series of records: the part that training calls, so the part that must cost nothing.
+"""One series of records, a :class:`Cell`: what one stat records under one combination of label values.
+
+Training calls it, so it must cost nothing.
 
 A record is an append to a deque, which CPython makes atomic; no lock is taken and no figure touched. Whoever finds
 enough records waiting, or the collector, takes them out under a lock and adds them up. So totals are exact whatever

@@ -63,7 +63,7 @@ def test_what_a_sink_did_not_take_comes_with_the_next_batch() -> None:
 
 
 def test_what_waits_for_a_sink_is_bounded_and_what_is_dropped_is_counted(monkeypatch) -> None:
-    monkeypatch.setattr("delta_tracker.monitor.outlet.MAX_WINDOWS", 50)
+    monkeypatch.setattr("delta_tracker.monitor.delivery_queues.MAX_WINDOWS", 50)
     clock = ManualClock()
     monitor = Monitor(clock, capacity=2)
     failing = ScriptedSink(0)

@@ -1,4 +1,4 @@
-"""The events of a program: who wants which, how many may come, and the newest ones for whoever asks after a crash."""
+"""The events of a program: which handlers subscribe to them, how many are let through, and a list of the newest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs code of others where it can do no harm: neither what it raises nor how long it takes is felt by anybody."""
+"""Call sinks, handlers and callbacks so that neither their errors nor the time that they take affect the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands on a stream have in common: the URL, the store's options and ``--json``."""
+"""The decorator of commands on a stream, and what they have in common: the URL, the store's options and ``--json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The saved state of one rank: plain tensors, one of which is a header of JSON. Nothing in it is ever unpickled.
+"""The saved state of one rank, which is one part of a tracker's checkpoint, and its header.
+
+It is plain tensors, one of which is a header of JSON. Nothing in it is ever unpickled.
 
 Every key starts with ``rank{rank}of{world_size}/``, so that no two ranks share one: ``torch.distributed.checkpoint``
 silently keeps a single copy of what several ranks save under the same key. Behind that stand
