@@ -1,4 +1,4 @@
-"""Names that are in use, so that two objects of one process never share one."""
+"""Unique names for the objects of a process that record metrics."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import itertools
 
 
 class LabelNames:
-    """The names of the objects that record, each at most once for a role. Any thread may call any method.
+    """Names in use, each unique within its role. Thread-safe.
 
-    No lock is taken, so a forked child can go on using it.
+    It uses no lock, so it stays usable in a forked child.
 
     Example:
         >>> names = LabelNames()
@@ -23,14 +23,14 @@ class LabelNames:
         self._taken: dict[tuple[str, str], object] = {}
 
     def take(self, role: str, wanted: str) -> str:
-        """Take a name until :meth:`release`.
+        """Reserve a name until :meth:`release`.
 
         Args:
-            role: names of different roles do not exclude each other.
-            wanted: the name.
+            role: the role in which the name must be unique.
+            wanted: the preferred name.
 
         Returns:
-            The name; followed by ``-2``, ``-3``, ... where it is in use.
+            ``wanted``, with ``-2``, ``-3``, ... appended if it is in use.
         """
         token = object()
         numbered = (f"{wanted}-{number}" for number in itertools.count(2))
@@ -40,5 +40,5 @@ class LabelNames:
         raise AssertionError("count() does not end")
 
     def release(self, role: str, name: str) -> None:
-        """Free a name; one that is free is no error."""
+        """Release a name, if reserved."""
         self._taken.pop((role, name), None)

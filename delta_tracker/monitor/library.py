@@ -1,14 +1,14 @@
-"""The library's own metrics: names, help, units, labels. The one place to look them up, and to change them.
+"""Names, descriptions, units and labels of the library's built-in metrics.
 
-Each tracker, publisher and predictor records them through a recorder of its own, which adds its name as a label:
+Each tracker, publisher and predictor records them through its own recorder, which adds its name as a label:
 
     recorder.published_rows.cell(table=fqn).add(len(rows))
 
-A counter is exposed as 0 once its cell exists. What may record a fault creates the cell when it starts, as in
-``recorder.resyncs.cell(reason="gap")``, so that an alert sees the first one.
+A counter is exposed as 0 once its cell exists. Counters of faults create their cells at start-up, as in
+``recorder.resyncs.cell(reason="gap")``, so that alerts see the first increment.
 
-Names follow Prometheus (https://prometheus.io/docs/practices/naming/): a prefix, the unit last; a counter gets
-``_total`` where it is exposed. A stat is registered at its first use.
+Names follow Prometheus (https://prometheus.io/docs/practices/naming/): a prefix, the unit last, and ``_total`` appended
+to exposed counters. A stat is registered at its first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Ki
 
 PREFIX = "delta_tracker_"
 
-# Trackers, tables and consumers: far above what is known, far below what would hurt.
+# Far above any known number of trackers, tables and consumers; still cheap.
 _MAX_CELLS = 4096
 _BYTES = (6, 44)  # powers of two: 64 B to 16 TiB
 
@@ -47,47 +47,47 @@ def _seconds(name: str, text: str, *labels: str) -> Definition:
     return Definition(name=PREFIX + name, kind=Kind.HISTOGRAM, help=text, unit="seconds", labels=labels)
 
 
-# Counters of the training run survive a checkpoint; everything else describes the process.
+# Logical counters describe the training run and are saved in checkpoints; all others describe the process.
 DEFINITIONS: dict[str, Definition] = {
     # Volume
     "lookups": _counter(
         "lookups",
-        "Ids looked up for an update of a fused table, repeats included.",
+        "Ids looked up for updates of fused tables, duplicates included; all looked-up ids with record='lookups'.",
         "tracker",
         "table",
         is_logical=True,
     ),
     "touched_rows": _counter(
-        "touched_rows", "Changed rows that a consumer received.", "tracker", "table", "consumer", is_logical=True
+        "touched_rows", "Rows in a consumer's committed reads.", "tracker", "table", "consumer", is_logical=True
     ),
     "pending_rows": _gauge(
         "pending_rows",
-        "Changed rows, of tables on the CPU, that a consumer has not received.",
+        "Pending rows of a consumer; reported only if all tables are on the CPU.",
         "tracker",
         "table",
         "consumer",
     ),
     "pending_ratio": _gauge(
-        "pending_ratio", "Pending rows over all rows.", "tracker", "table", "consumer", unit="ratio"
+        "pending_ratio", "Pending rows divided by the table's rows.", "tracker", "table", "consumer", unit="ratio"
     ),
     "published_rows": _counter("published_rows", "Rows in committed versions.", "publisher", "table", is_logical=True),
     "published_bytes": _counter(
-        "published_bytes", "Bytes of committed parts.", "publisher", "kind", unit="bytes", is_logical=True
+        "published_bytes", "Bytes of parts in committed versions.", "publisher", "kind", unit="bytes", is_logical=True
     ),
     "published_versions": _counter("published_versions", "Committed versions.", "publisher", "kind", is_logical=True),
-    "applied_rows": _counter("applied_rows", "Rows written into a predictor's model.", "predictor", "table"),
-    "applied_versions": _counter("applied_versions", "Versions that a predictor applied.", "predictor", "kind"),
+    "applied_rows": _counter("applied_rows", "Rows written to a predictor's model.", "predictor", "table"),
+    "applied_versions": _counter("applied_versions", "Versions applied by a predictor.", "predictor", "kind"),
     # Cost
-    "record_seconds": _seconds("record_seconds", "Host time of a hook that records a batch.", "tracker"),
+    "record_seconds": _seconds("record_seconds", "Host time of a hook to record a batch's rows.", "tracker"),
     "read_seconds": _seconds("read_seconds", "Time to read a delta from the tracker.", "publisher", "consumer"),
     "encode_seconds": _seconds("encode_seconds", "Time to encode a rank's part.", "publisher"),
     "write_seconds": _seconds("write_seconds", "Time to write a rank's part to the store.", "publisher"),
-    "commit_seconds": _seconds("commit_seconds", "Time from the last part to the committed manifest.", "publisher"),
+    "commit_seconds": _seconds("commit_seconds", "Time to commit the manifest once all parts exist.", "publisher"),
     "apply_seconds": _seconds("apply_seconds", "Time to apply a version to a predictor's model.", "predictor"),
-    "state_bytes": _gauge("state_bytes", "Memory that the tracker holds.", "tracker", "kind", unit="bytes"),
+    "state_bytes": _gauge("state_bytes", "Memory used by the tracker.", "tracker", "kind", unit="bytes"),
     # Freshness
-    "published_version": _gauge("published_version", "The newest version that this publisher committed.", "publisher"),
-    "applied_version": _gauge("applied_version", "The newest version that this predictor applied.", "predictor"),
+    "published_version": _gauge("published_version", "Newest version committed by this publisher.", "publisher"),
+    "applied_version": _gauge("applied_version", "Newest version applied by this predictor.", "predictor"),
     "consumer_lag_batches": _gauge(
         "consumer_lag_batches", "Batches since a consumer's last committed read.", "tracker", "consumer"
     ),
@@ -95,53 +95,54 @@ DEFINITIONS: dict[str, Definition] = {
         "consumer_lag_seconds", "Seconds since a consumer's last committed read.", "tracker", "consumer", unit="seconds"
     ),
     "predictor_lag_versions": _gauge(
-        "predictor_lag_versions", "Versions this predictor is behind the stream's head.", "predictor"
+        "predictor_lag_versions", "Versions of the stream that this predictor has not applied.", "predictor"
     ),
     "predictor_lag_seconds": _gauge(
         "predictor_lag_seconds",
-        "Age of the oldest version that this predictor has not applied.",
+        "Age of the oldest version that this predictor has not applied; 0 if it is up to date.",
         "predictor",
         unit="seconds",
     ),
     "heartbeat_lag_versions": _gauge(
-        "heartbeat_lag_versions", "Versions a predictor is behind, by its heartbeat.", "predictor"
+        "heartbeat_lag_versions", "Versions that a predictor has not applied, from its heartbeat.", "predictor"
     ),
     "heartbeat_lag_seconds": _gauge(
-        "heartbeat_lag_seconds", "Age of what a predictor is behind, by its heartbeat.", "predictor", unit="seconds"
+        "heartbeat_lag_seconds",
+        "Age of the oldest version that a predictor has not applied, from its heartbeat.",
+        "predictor",
+        unit="seconds",
     ),
     "heartbeat_age_seconds": _gauge(
         "heartbeat_age_seconds", "Seconds since a predictor's last heartbeat.", "predictor", unit="seconds"
     ),
     "oldest_pending_seconds": _gauge(
-        "oldest_pending_seconds", "Age of the oldest pending row.", "tracker", "consumer", unit="seconds"
+        "oldest_pending_seconds", "Age of a consumer's oldest pending row.", "tracker", "consumer", unit="seconds"
     ),
     # Health
-    "resyncs": _counter("resyncs", "Times that a predictor went around a fault of its stream.", "predictor", "reason"),
-    "follow_errors": _counter(
-        "follow_errors", "Attempts of a following predictor that failed and are retried.", "predictor", "reason"
-    ),
+    "resyncs": _counter("resyncs", "Recoveries of a predictor from a fault in its stream.", "predictor", "reason"),
+    "follow_errors": _counter("follow_errors", "Failed attempts of follow(), which retries.", "predictor", "reason"),
     "fences": _counter("fences", "Times that a newer publisher fenced this one.", "publisher"),
-    "refused_parts": _counter("refused_parts", "Parts that were refused.", "predictor", "reason"),
-    "publish_failures": _counter("publish_failures", "Versions that could not be published.", "publisher", "reason"),
-    "hook_errors": _counter("hook_errors", "Faults inside hooks; each was contained.", "tracker", "table"),
+    "refused_parts": _counter("refused_parts", "Parts that a predictor rejected.", "predictor", "reason"),
+    "publish_failures": _counter("publish_failures", "Versions that failed to publish.", "publisher", "reason"),
+    "hook_errors": _counter("hook_errors", "Exceptions caught in the tracker's hooks.", "tracker", "table"),
     # The monitor itself
-    "dropped_events": _counter("dropped_events", "Events not delivered.", "reason"),
-    "outlet_errors": _counter("outlet_errors", "Sinks, handlers and callbacks that raised or blocked.", "outlet"),
-    "muted_deliveries": _counter("muted_deliveries", "Deliveries left out while an outlet was muted.", "outlet"),
-    "rejected_values": _counter("rejected_values", "Records that were no finite numbers.", "stat"),
-    "lost_windows": _counter(
-        "lost_windows", "Windows dropped because nobody collected them, or a sink did not take them.", "stat"
+    "dropped_events": _counter("dropped_events", "Events dropped before delivery.", "reason"),
+    "outlet_errors": _counter("outlet_errors", "Exceptions and timeouts of sinks, handlers and callbacks.", "outlet"),
+    "muted_deliveries": _counter("muted_deliveries", "Deliveries skipped while an outlet was muted.", "outlet"),
+    "rejected_values": _counter(
+        "rejected_values", "Recorded values that are not finite numbers, or are negative in a counter.", "stat"
     ),
-    "label_overflows": _counter("label_overflows", "Label sets that got no cell of their own.", "stat"),
+    "lost_windows": _counter("lost_windows", "Windows dropped before they were collected or delivered.", "stat"),
+    "label_overflows": _counter("label_overflows", "Requests for a cell beyond the stat's max_cells.", "stat"),
     "collect_seconds": _seconds("collect_seconds", "Time of a collection, sinks included."),
 }
 
 
 class LibraryMetrics:
-    """The stats of :data:`DEFINITIONS` as attributes, each registered when it is first asked for.
+    """The stats of :data:`DEFINITIONS` as attributes, each registered at its first access.
 
     Args:
-        registry: where.
+        registry: registers the stats.
 
     Example:
         >>> metrics = LibraryMetrics(Registry())
@@ -194,7 +195,7 @@ class LibraryMetrics:
         self._registry = registry
 
     def __getattr__(self, name: str) -> Stat:
-        """Register the stat; from then on it is an ordinary attribute."""
+        """Register the stat and store it as an ordinary attribute."""
         definition = DEFINITIONS.get(name)
         if definition is None:
             raise AttributeError(f"no metric {name!r}; known: {', '.join(DEFINITIONS)}")
@@ -203,7 +204,7 @@ class LibraryMetrics:
         return stat
 
     def define(self, names: Iterable[str]) -> None:
-        """Register those that have one of these full names, as whoever restores them wants it; others are left out."""
+        """Register the built-in metrics among these full names, so that their values can be restored."""
         for name in names:
             if name.removeprefix(PREFIX) in DEFINITIONS and name.startswith(PREFIX):
                 getattr(self, name.removeprefix(PREFIX))

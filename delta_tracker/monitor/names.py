@@ -1,7 +1,8 @@
-"""Which names, units and labels are allowed: those that every sink can carry.
+"""Validation of names, units and labels.
 
-The rules are Prometheus' (https://prometheus.io/docs/concepts/data_model/), with dots allowed between the parts of a
-name: they make namespaces, such as ``training.loss``, and become underscores where a sink has none.
+The rules are those of Prometheus (https://prometheus.io/docs/concepts/data_model/), so that every sink accepts the
+names. In addition, dots separate namespaces, as in ``training.loss``; sinks without namespaces replace them by
+underscores.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def check_name(argument: str, name: object) -> str:
-    """``name`` itself.
+    """Return ``name`` if it is valid for a stat or an event.
 
     Raises:
-        InvalidArgumentError: if it is no name of a stat or an event.
+        InvalidArgumentError: for an invalid name.
 
     Example:
         >>> check_name("name", "training.loss")
@@ -39,10 +40,10 @@ def check_name(argument: str, name: object) -> str:
 
 
 def check_label_names(names: Iterable[str]) -> tuple[str, ...]:
-    """``names`` as a tuple.
+    """Return ``names`` as a tuple.
 
     Raises:
-        InvalidArgumentError: if one is no label, is reserved (``le``, ``quantile``), or stands twice.
+        InvalidArgumentError: for an invalid, reserved (``le``, ``quantile``) or duplicate name.
     """
     found = tuple(names)
     for name in found:
@@ -54,18 +55,18 @@ def check_label_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_unit(unit: str) -> str:
-    """``unit`` itself, which may be empty.
+    """Return ``unit`` if it is empty or a lower-case name such as ``seconds``.
 
     Raises:
-        InvalidArgumentError: if it is no base unit written out, such as ``seconds`` or ``bytes``.
+        InvalidArgumentError: for any other unit.
     """
     if unit and not _UNIT.fullmatch(unit):
-        raise InvalidArgumentError("unit", unit, "Write the base unit out, in lower case: seconds, bytes, ratio")
+        raise InvalidArgumentError("unit", unit, "Spell out the base unit in lower case: seconds, bytes, ratio")
     return unit
 
 
 def exposed(name: str) -> str:
-    """``name`` as Prometheus takes it.
+    """Return ``name`` as exposed to Prometheus, with dots replaced by underscores.
 
     Example:
         >>> exposed("training.loss")
@@ -75,10 +76,10 @@ def exposed(name: str) -> str:
 
 
 def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]) -> Labels:
-    """``labels`` in the order of ``names``, values as text.
+    """Return ``labels`` in the order of ``names``, with values converted to strings.
 
     Raises:
-        InvalidArgumentError: if other labels are given than ``names``.
+        InvalidArgumentError: if the keys of ``labels`` are not exactly ``names``.
     """
     if len(labels) != len(names) or any(name not in labels for name in names):
         raise InvalidArgumentError("labels", dict(labels), f"{stat!r} has exactly the labels {list(names)}")
@@ -86,7 +87,7 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
 
 
 def label_pairs(labels: Labels) -> list[str]:
-    """Return each label as text.
+    """Return each label as ``name=value``.
 
     Example:
         >>> label_pairs((("table", "user"), ("kind", "delta")))
@@ -96,7 +97,7 @@ def label_pairs(labels: Labels) -> list[str]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a name fits a shell pattern, as in ``training.*``; case counts.
+    """Return whether a name matches a shell pattern such as ``training.*``. Case-sensitive.
 
     Example:
         >>> matches("training.*", "training.loss"), matches("training.*", "training")

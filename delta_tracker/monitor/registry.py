@@ -1,4 +1,4 @@
-"""The stats of a program: registered where they are defined, found and configured by pattern."""
+"""Registry of all stats, which finds and configures them by name pattern."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SETTINGS = tuple(each.name for each in fields(Policy))
 
 
 class Registry:
-    """Stats by name, and what the user wants done with them. Any thread may call any method.
+    """Stats by name, with their policies and sources. Thread-safe.
 
     Args:
         progress: clock and step, shared by all stats.
-        hooks: what stats tell.
+        hooks: callbacks of the stats.
     """
 
     def __init__(self, progress: Progress | None = None, hooks: Hooks | None = None) -> None:
@@ -35,14 +35,15 @@ class Registry:
         self._sources: dict[str, Source] = {}
 
     def define(self, definition: Definition, **settings: Any) -> Stat:  # noqa: ANN401  the fields of Policy
-        """Register a stat, or find it: the same definition gives the same stat.
+        """Register a stat, or return the one registered with the same definition.
 
         Args:
-            definition: what it is.
+            definition: name, kind, unit and labels of the stat.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`; :meth:`configure` overrides them.
 
         Raises:
-            InvalidArgumentError: if the name has another definition, or differs from another only by dots.
+            InvalidArgumentError: if the name is registered with another definition. Names that differ only in dots and
+                underscores are the same name.
         """
         settings.setdefault("aggregations", DEFAULT_AGGREGATIONS[definition.kind])
         default = replace(Policy(), **_checked(settings))
@@ -54,7 +55,7 @@ class Registry:
                 known = KINDS[definition.kind](definition, policy, self.progress, self._hooks)
                 self._stats[exposed(definition.name)] = known
             elif known.definition != definition:
-                remedy = f"It is a {known.definition.kind} defined as {known.definition}: use another name"
+                remedy = f"It is already a {known.definition.kind} defined as {known.definition}: use another name"
                 raise InvalidArgumentError("name", definition.name, remedy)
             return known
 
@@ -62,47 +63,47 @@ class Registry:
         """Register a stat that is read through a callback, once per collection.
 
         Args:
-            definition: what it is.
-            callback: gives a number; or label value (tuple of them, if there are several labels) to number; or None
-                for no data. Of a counter it gives the total. It is called in a thread of the library.
+            definition: as in :meth:`define`.
+            callback: returns a number, a dict from label value (a tuple, if there are several labels) to number, or
+                None for no data. For a counter, the numbers are totals. Called in a thread of the library.
             settings: as in :meth:`define`.
 
         Raises:
-            InvalidArgumentError: as :meth:`define`, or if the stat has a callback already.
+            InvalidArgumentError: as :meth:`define`, or if the stat already has a callback.
         """
         with self._lock:
             if definition.name in self._sources:
-                raise InvalidArgumentError("name", definition.name, "It has a callback: unregister the stat first")
+                raise InvalidArgumentError("name", definition.name, "It already has a callback: unregister it first")
             stat = self.define(definition, **settings)
             self._sources[definition.name] = Passive(stat, callback)
             return stat
 
     def add_source(self, source: Source) -> None:
-        """Read something at every collection; a source of the same name is replaced."""
+        """Read a source at every collection. Replaces a source of the same name."""
         with self._lock:
             self.forget_ended()
             self._sources[source.name] = source
 
     def forget_ended(self) -> None:
-        """Forget the sources that are over."""
+        """Remove the sources that have ended."""
         with self._lock:
             for known in [each for each in self._sources.values() if each.is_over]:
                 known.end()
                 del self._sources[known.name]
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401  the fields of Policy
-        """Change how stats are aggregated, without touching the code that records: those there are and those to come.
+        """Change how existing and future stats are aggregated, without changing the code that records.
 
         Args:
-            pattern: a shell pattern of names, such as ``training.*``. Of several that fit the latest call wins, setting
-                by setting.
+            pattern: a shell pattern of names, such as ``training.*``. If several patterns match, the latest call wins
+                for each setting.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
 
         Returns:
-            The names that fit now.
+            The names of the registered stats that match.
 
         Raises:
-            InvalidArgumentError: for an unknown setting or a wrong value; nothing is changed then.
+            InvalidArgumentError: for an unknown setting or an invalid value; nothing is changed.
         """
         replace(Policy(), **_checked(settings))
         with self._lock:
@@ -113,13 +114,13 @@ class Registry:
             return [stat.name for stat in found]
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
-        """The stats whose names fit a shell pattern, by name."""
+        """Return the stats whose names match a shell pattern, sorted by name."""
         with self._lock:
             found = [stat for stat in self._stats.values() if matches(pattern, stat.name)]
         return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)
 
     def unregister(self, name: str) -> None:
-        """Forget a stat and its callback; what still records to it goes nowhere. An unknown name is no error."""
+        """Remove a stat and its callback, if registered. Later records to it are not collected."""
         with self._lock:
             self._stats.pop(exposed(name), None)
             self._defaults.pop(exposed(name), None)
@@ -127,15 +128,15 @@ class Registry:
 
     @property
     def sources(self) -> list[Source]:
-        """What is read at every collection."""
+        """Sources that every collection reads."""
         with self._lock:
             return list(self._sources.values())
 
     def reset(self) -> list[Source]:
-        """Forget all records, and locks that another thread may hold; for a process that was forked.
+        """Discard all records and replace the locks, which another thread may hold. For forked children.
 
         Returns:
-            The sources that raised in the child, which are forgotten.
+            The sources whose ``after_fork()`` raised; they are removed.
         """
         self._lock = threading.RLock()
         for stat in self._stats.values():

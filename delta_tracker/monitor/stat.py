@@ -1,4 +1,4 @@
-"""Stats: what is measured, under a name, with a help text, a unit and labels."""
+"""Stats: named series of numbers with a help text, a unit and labels."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.timer import Timer
 
 OTHER = "other"
-"""The value of every label of the cell that takes what a stat has no more cells for."""
+"""Value of every label of the cell that receives the records beyond ``max_cells``."""
 
 
 class Kind(StrEnum):
-    """What a stat's numbers mean."""
+    """Meaning of a stat's numbers."""
 
     COUNTER = "counter"
-    """Increments of something that only grows."""
+    """Increments of a total that only grows."""
     GAUGE = "gauge"
-    """Readings of something that goes up and down."""
+    """Readings of a value that can go up and down."""
     STAT = "stat"
     """Samples, such as losses."""
     HISTOGRAM = "histogram"
-    """Samples of which quantiles are wanted, such as durations."""
+    """Samples with quantiles, such as durations."""
 
 
 DEFAULT_AGGREGATIONS: Mapping[Kind, tuple[str, ...]] = {
@@ -42,20 +42,21 @@ DEFAULT_AGGREGATIONS: Mapping[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """What is known of a stat before anything is recorded.
+    """Name, kind, unit and labels of a stat.
 
     Args:
-        name: unique in a registry; dots make namespaces.
-        kind: what its numbers mean.
-        help: one sentence for whoever sees the number.
-        unit: base unit written out, such as seconds; empty for a plain number.
-        labels: names of its labels.
-        max_cells: how many different sets of label values it may have; what comes later is recorded as "other".
-        is_logical: it counts something of the training run, not of the process, so it belongs in a checkpoint.
+        name: unique in a registry; dots separate namespaces.
+        kind: meaning of the numbers.
+        help: description of the stat in one sentence.
+        unit: base unit spelled out, such as seconds; empty for a plain number.
+        labels: label names.
+        max_cells: maximum number of label sets; records of further ones go to the cell "other".
+        is_logical: the counter describes the training run, not the process, and is saved in checkpoints.
         bounds: lowest and highest exponent of 2 for sinks that need fixed bucket bounds.
 
     Raises:
-        InvalidArgumentError: for a malformed name, label or unit, or a bound on cells below 1.
+        InvalidArgumentError: for an invalid name, label or unit, ``max_cells`` below 1, or a logical stat that is not a
+            counter.
     """
 
     name: str
@@ -74,30 +75,30 @@ class Definition:
         if type(self.max_cells) is not int or self.max_cells < 1:
             raise InvalidArgumentError("max_cells", self.max_cells, "Pass a whole number of 1 or more")
         if self.is_logical and self.kind is not Kind.COUNTER:
-            raise InvalidArgumentError("is_logical", self.is_logical, "Only a counter can be restored")
+            raise InvalidArgumentError("is_logical", self.is_logical, "Pass it for counters only")
 
 
 @dataclass(slots=True)
 class Hooks:
-    """What a stat tells its registry.
+    """Callbacks of a stat.
 
     Args:
-        overflowed: called with a stat's name for each set of labels that got no cell of its own.
+        overflowed: called with the stat's name at each request for a cell beyond ``max_cells``.
     """
 
     overflowed: Callable[[str], None] = field(default=lambda _: None)
 
 
 class Stat:
-    """Numbers under one name. :class:`Counter`, :class:`Gauge` and :class:`Histogram` are kinds of it.
+    """Named series of samples; the base of :class:`Counter`, :class:`Gauge` and :class:`Histogram`.
 
-    Without labels call :meth:`add`. With labels, get the cell once with :meth:`cell` and keep it: that is the fast way.
+    Without labels, call :meth:`add`. With labels, look up the cell once with :meth:`cell` and keep it.
 
     Args:
-        definition: what it is.
-        policy: what is made of its records.
+        definition: name, kind, unit and labels.
+        policy: how its records are aggregated.
         progress: clock and step.
-        hooks: who is told of overflows.
+        hooks: called when ``max_cells`` is exceeded.
     """
 
     def __init__(self, definition: Definition, policy: Policy, progress: Progress, hooks: Hooks | None = None) -> None:
@@ -112,33 +113,33 @@ class Stat:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name in the definition."""
         return self.definition.name
 
     @property
     def policy(self) -> Policy:
-        """What is made of its records."""
+        """Aggregation of its records."""
         return self._policy
 
     @property
     def enabled(self) -> bool:
-        """Whether records are taken. Ask before computing something only to record it."""
+        """True if records are kept. Check it before computing an expensive value."""
         return self._policy.enabled
 
     @property
     def cells(self) -> list[Cell]:
-        """Its cells; each has its labels."""
+        """All cells, one per label set."""
         return list(self._cells.values())
 
     def cell(self, **labels: object) -> Cell:
-        """The cell of a set of label values, made at the first call.
+        """Return the cell of a label set, created at the first call.
 
-        Beyond ``max_cells`` sets, the one whose labels are all ``"other"``.
+        Beyond ``max_cells`` label sets, return the cell whose labels are all ``"other"``.
 
         Raises:
-            InvalidArgumentError: if other labels are given than the stat has.
+            InvalidArgumentError: if the label names are not those of the stat.
         """
-        if set(map(type, labels.values())) == {str}:  # it is found then, where the order is that of the definition
+        if set(map(type, labels.values())) == {str}:  # fast path for labels in the order of the definition
             found = self._cells.get(tuple(labels.items()))  # type: ignore[arg-type]
             if found is not None:
                 return found
@@ -147,10 +148,10 @@ class Stat:
         return self._make(key) if found is None else found
 
     def remove(self, **labels: object) -> None:
-        """Forget the cells with these label values, such as a consumer's that is gone; none is no error.
+        """Remove all cells with these label values, such as those of a removed consumer.
 
         Args:
-            labels: label values; a label that is left out may have any value.
+            labels: label values; an omitted label matches any value.
 
         Raises:
             InvalidArgumentError: for a label that the stat does not have.
@@ -166,28 +167,28 @@ class Stat:
             self._bind()
 
     def time(self, **labels: object) -> Timer:
-        """A context manager and decorator that records the seconds between its begin and end."""
+        """Return a context manager and decorator that records the duration of its body in seconds."""
         return self.timer(**labels)()
 
     def timer(self, **labels: object) -> Callable[[], Timer]:
-        """Return a function that makes what :meth:`time` returns, without looking the cell up again."""
+        """Return a factory of timers that looks up the cell only once, see :meth:`time`."""
         return partial(Timer, self.cell(**labels).add, self._progress.clock)
 
     def configure(self, policy: Policy) -> None:
-        """Follow another policy from now on."""
+        """Replace the policy of all cells."""
         with self._lock:
             self._policy = policy
             for cell in self._cells.values():
                 cell.configure(policy)
 
     def end_epoch(self) -> None:
-        """Close the windows that end with the epoch."""
+        """Close the windows that end with the epoch, except those of remote cells."""
         for cell in self.cells:
             if not cell.is_remote:
                 cell.end_epoch()
 
     def reset(self) -> None:
-        """Forget everything, locks too; for a process that was forked."""
+        """Discard all records and replace the locks. For forked children."""
         self._lock = threading.RLock()
         for cell in self._cells.values():
             cell.reset()
@@ -201,33 +202,33 @@ class Stat:
                 is_counter = self.definition.kind is Kind.COUNTER
                 self._cells[key] = Cell(key, self._policy, self._progress, is_counter=is_counter)
             found = self._cells[key]
-        # Without the lock: the registry is asked, and it locks stats while others wait for it.
+        # Outside the lock: the hook takes the registry's lock, whose holder may wait for this stat's lock.
         if is_full:
             self._hooks.overflowed(self.name)
         return found
 
     def _bind(self) -> None:
         if not self.definition.labels:
-            # The cell's own method: one call less for each record.
+            # Bind the cell's method to save a call per record.
             self.add = self.cell().add
 
     def _needs_labels(self, value: float = 1) -> None:
         del value
-        raise InvalidArgumentError("labels", {}, f"Keep {self.name}.cell({', '.join(self.definition.labels)}) and add")
+        raise InvalidArgumentError("labels", {}, f"Call {self.name}.cell({', '.join(self.definition.labels)}).add()")
 
 
 class Counter(Stat):
-    """Something that only grows. ``add(n)`` adds ``n``, which is 1 if not given; negative ones are rejected."""
+    """Total that only grows. ``add(n)`` adds ``n``, default 1; negative values are rejected."""
 
     add: Callable[..., None]
 
 
 class Histogram(Stat):
-    """Samples of which quantiles are wanted, with a stated error: see :mod:`delta_tracker.monitor.buckets`."""
+    """Samples with quantiles of bounded error, see :mod:`delta_tracker.monitor.buckets`."""
 
 
 class Gauge(Stat):
-    """Something that goes up and down; the newest reading counts, also after windows without one."""
+    """Value that can go up and down. Its total is the newest reading, also after windows without one."""
 
     def set(self, value: float, **labels: object) -> None:
         """Record a reading."""
