@@ -1,7 +1,8 @@
-"""Record which rows of a sharded model changed, and give each consumer its own delta.
+"""Record which rows of a sharded model changed, and return a separate delta to each consumer.
 
-Open ``tracker.py`` first: it has the public class, which delegates. ``change_log.py`` marks rows for the hooks, in
-the stores of ``store/``, and compacts them; ``modes.py`` says what each tracking mode keeps of a row;
-``consumer_positions.py`` keeps the position of each consumer; ``delta_reader.py`` builds what a consumer reads;
-``consumer_handle.py`` is what a publisher holds; ``checkpoint/`` saves all of it. Does not import ``stream``.
+Open ``tracker.py`` first: it has the public class, which delegates to the other modules. ``change_log.py`` records
+the changes that hooks report in the stores of ``store/`` and compacts them. ``modes.py`` defines the data that each
+tracking mode keeps of a row. ``consumer_positions.py`` keeps the cursor of each consumer. ``delta_reader.py`` builds
+the deltas. ``consumer_handle.py`` is a publisher's access to its consumer. ``checkpoint/`` saves and loads the state.
+Does not import ``stream``.
 """

@@ -1,6 +1,6 @@
-"""The change log of one rank: a row store per table, cut at the same positions, and the consumers that read it.
+"""The change log of one rank: a row store per table, all cut at the same positions, and the consumers that read them.
 
-It is in memory. The log of a stream, which is in an object store, is in ``stream/log.py``.
+It is held in memory. The log of a stream, which is held in an object store, is in ``stream/log.py``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What a consumer's read covers, before anything is left out.
+    """The rows that a read covers, before top-k leaves any out.
 
     Args:
-        consumer: who reads.
+        consumer: name of the consumer.
         start: log position of the cursor.
         stop: log position of the cut.
         batches: half-open range of ``step()`` counts.
-        rows: table FQN to changed rows, carried ones included.
+        rows: table FQN to changed rows, including rows that earlier reads left out.
         shared: the tables whose rows are tensors of the log. Copy them before they leave the tracker.
     """
 
@@ -49,11 +49,11 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far behind a consumer is.
+    """Lag and number of pending rows of a consumer.
 
     Args:
-        lag: since its last committed read.
-        pending: table FQN to pending rows; empty where they were not counted.
+        lag: lag since its last committed read.
+        pending: table FQN to number of pending rows; empty if they were not counted.
     """
 
     lag: Lag
@@ -61,19 +61,20 @@ class Standing:
 
 
 class ChangeLog:
-    """Serialise what the hooks record and what the consumers read.
+    """Thread-safe log of changed rows, written by the hooks and read by the consumers.
 
-    Every method and property takes :attr:`lock` itself, so that all of them may be called from any thread, except
-    :meth:`ended`, which needs none. The lock is reentrant: hold it around calls that have to see one state.
+    All methods and properties may be called from any thread. They acquire :attr:`lock`, except :meth:`ended`, which
+    is lock-free. The lock is reentrant: hold it around several calls that must see the same state.
 
     Args:
         stores: table FQN to its store.
-        consumers: names of the readers.
-        delete_on_read: forget what every consumer has committed.
-        auto_compact: do so, and merge, at :meth:`output_launched`; otherwise after every read.
-        max_bytes: how much the log may hold; above it the consumer that stands furthest back is given up.
-        received: called with each committed read, except those that a publisher makes for the time of a snapshot; the
-            lock is held.
+        consumers: names of the consumers.
+        delete_on_read: drop rows that every consumer has committed.
+        auto_compact: compact in :meth:`output_launched`; otherwise after every read.
+        max_bytes: maximum size in bytes of the log, including rows that reads left out. Above it the consumer that lags
+            furthest is dropped. None for no limit.
+        received: called with each committed read, while the lock is held. Not called for reads of the consumers that a
+            publisher adds while it copies a snapshot.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class ChangeLog:
         self._consumers = ConsumerPositions(consumers)
         self._delete_on_read = delete_on_read
         self._auto_compact = auto_compact
-        self._is_compact = True  # nothing was read since the log was compacted
-        self._is_reading = False  # between a read and its seal no cursor keeps the cut
+        self._is_compact = True  # the log was not cut since the last compaction
+        self._is_reading = False  # no cursor pins the cut between read() and seal()
         self._max_bytes = max_bytes
         self._received = received
         self._position = 0
@@ -109,7 +110,7 @@ class ChangeLog:
 
     @property
     def stores(self) -> Mapping[str, SegmentStore]:
-        """Table FQN to store, as they are now."""
+        """Mapping from table FQN to its current store."""
         with self.lock:
             return dict(self._stores)
 
@@ -121,19 +122,19 @@ class ChangeLog:
 
     @property
     def num_batches(self) -> int:
-        """How often :meth:`step` was called."""
+        """Number of :meth:`step` calls."""
         with self.lock:
             return self._num_batches
 
     @property
     def num_compacted(self) -> int:
-        """:attr:`num_batches` at the last :meth:`compact`; 0 before the first."""
+        """Value of :attr:`num_batches` at the last :meth:`compact`; 0 before the first."""
         with self.lock:
             return self._num_compacted
 
     @property
     def batches(self) -> dict[str, int]:
-        """Consumer to :attr:`num_batches` at its last committed read."""
+        """Mapping from consumer to :attr:`num_batches` at its last committed read."""
         with self.lock:
             return {name: self._consumers.start(name)[1] for name in self._consumers.names}
 
@@ -145,24 +146,24 @@ class ChangeLog:
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the rows that the consumers' reads left out."""
+        """Bytes of the rows that reads left out."""
         with self.lock:
             return self._consumers.num_bytes
 
     def memory(self) -> Memory:
-        """Return the bytes that the log holds, and the stores' copies of their shards."""
+        """Return the bytes held by the log and by the stores' copies of their shards."""
         with self.lock:
             copies = sum(store.copy_bytes for store in self._stores.values())
             return Memory(self.log_bytes, copies, self.carried_bytes)
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
-        """Table FQN to how many rows were recorded as changed up to now, repeats included. Waits for no device."""
+        """Number of rows recorded as changed so far by table FQN, repeats included. Does not wait for the device."""
         with self.lock:
             return dict(self._num_recorded)
 
     def num_pending(self, consumer: str | None) -> dict[str, int]:
-        """Table FQN to how many rows are pending for a consumer. Waits for the device."""
+        """Return the number of pending rows of a consumer by table FQN. Waits for the device."""
         with self.lock:
             name = self._consumers.resolve(consumer)
             self.notice_writes(self._stores)
@@ -178,11 +179,11 @@ class ChangeLog:
             }
 
     def standings(self, *, counts: bool) -> dict[str, Standing]:
-        """Return how far behind each consumer is, without those that a publisher adds for the time of a snapshot.
+        """Return the lag of each consumer, except those that a publisher adds while it copies a snapshot.
 
         Args:
-            counts: count the pending rows, which waits for the device. Without it they are known only of a consumer
-                whose changes were given up: all rows.
+            counts: count the pending rows, which waits for the device. If False, only dropped consumers have a count,
+                which is all rows.
         """
         with self.lock:
             found: dict[str, Standing] = {}
@@ -193,17 +194,17 @@ class ChangeLog:
                 if self._consumers.is_behind(name):
                     pending = {fqn: store.num_rows for fqn, store in self._stores.items()}
                 elif counts:
-                    # Without notice_writes(): another thread's hook may be between a write and its acknowledgement.
+                    # No notice_writes() here: a hook in another thread may not have acknowledged its write yet.
                     pending = self._num_pending(name)
                 lag = self._lag.lag(name, self._num_batches - self._consumers.start(name)[1])
                 found[name] = Standing(lag, pending)
             return found
 
     def resolve(self, consumer: str | None) -> str:
-        """Return the name of a consumer that nobody has reserved; None means the only one.
+        """Return the name of a consumer that is not reserved. None stands for the only consumer.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
             ReservedConsumerError: if it is reserved.
         """
         with self.lock:
@@ -212,9 +213,11 @@ class ChangeLog:
             return name
 
     def reserve(self, consumer: str | None, holder: str) -> str:
-        """Reserve a consumer for ``holder``, which errors name. Until :meth:`release`, :meth:`resolve` refuses it.
+        """Reserve a consumer for ``holder`` until :meth:`release`, and return its name.
 
-        Raises: as :meth:`resolve`.
+        Meanwhile, :meth:`resolve` raises an error that names ``holder``.
+
+        Raises: the errors of :meth:`resolve`.
         """
         with self.lock:
             name = self.resolve(consumer)
@@ -222,22 +225,26 @@ class ChangeLog:
             return name
 
     def release(self, consumer: str) -> None:
-        """End a reservation."""
+        """End the reservation of a consumer."""
         with self.lock:
             self._consumers.reserve(consumer, None)
 
     def position(self, consumer: str) -> int:
-        """Where a consumer's cursor stands; every committed read moves it."""
+        """Return the log position of a consumer's cursor. Every committed read moves it."""
         with self.lock:
             return self._consumers.start(consumer)[0]
 
     def is_behind(self, consumer: str | None) -> bool:
-        """Whether the changes of a consumer were given up."""
+        """Return True if a consumer was dropped and needs a snapshot."""
         with self.lock:
             return self._consumers.is_behind(self._consumers.resolve(consumer))
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Rows of tables were looked up, and that counts."""
+        """Mark rows that were looked up.
+
+        Args:
+            ids: table FQN to ``[N]`` integer local ids; None for all rows.
+        """
         with self.lock, one_cut(), profiler_range("delta_tracker: record"):
             self._notice_before_capture(ids)
             for fqn, table_ids in ids.items():
@@ -245,7 +252,12 @@ class ChangeLog:
                 self._stores[fqn].mark(table_ids)
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Rows of tables are about to be written, under a key that no open batch has."""
+        """Open a batch of rows that are about to be written.
+
+        Args:
+            key: identifies the batch; no other open batch may have it.
+            ids: table FQN to ``[N]`` integer local ids; None for all rows.
+        """
         with self.lock, one_cut(), profiler_range("delta_tracker: record"):
             self._close_ended()
             self._notice_before_capture(ids)
@@ -255,22 +267,22 @@ class ChangeLog:
                 self._stores[fqn].open_batch(key, table_ids)
 
     def applied(self, key: int, tables: Iterable[str]) -> None:
-        """The rows opened under ``key`` are written."""
+        """Close batch ``key`` in some tables, because their rows have been written."""
         with self.lock:
             self._open.pop(key, None)
             for fqn in tables:
                 self._stores[fqn].close_batch(key)
 
     def ended(self, key: int) -> None:
-        """Nothing writes the rows opened under ``key`` any more, whether they were written or not.
+        """Close batch ``key`` at the next cut, batch or :meth:`step`, whether or not its rows were written.
 
-        Takes no lock: it may be called by a destructor in any thread. Every cut before this call has marked the rows
-        again, so that the first read after it includes them.
+        Lock-free, because a destructor may call it in any thread. Call it when nothing can write the rows any more.
+        Every cut before the call has marked the rows again, so that the first read after it includes them.
         """
         self._ended.append(key)
 
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
-        """As :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`."""
+        """Mark rows of a table, as :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark` does."""
         with self.lock, profiler_range("delta_tracker: record"):
             if states is None and not is_written:
                 self._notice_before_capture([fqn])
@@ -278,20 +290,20 @@ class ChangeLog:
             self._stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Make all rows of those tables changed whose weights were written to in place, by nothing that reported it."""
+        """Mark all rows of those tables whose weights were written in place without a report."""
         with self.lock:
             for fqn in fqns:
                 if self._stores[fqn].notice_writes():
                     self._count(fqn, None)
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore the in-place writes so far to the weights of some tables: their rows were reported."""
+        """Ignore the in-place writes to the weights of some tables so far, because their rows were reported."""
         with self.lock:
             for fqn in fqns:
                 self._stores[fqn].acknowledge_writes()
 
     def replace(self, stores: Mapping[str, SegmentStore]) -> None:
-        """Take new stores for some tables; all their rows count as changed, old values unknown. Aborts open reads."""
+        """Replace the stores of some tables and mark all their rows, with unknown old states. Aborts open reads."""
         with self.lock:
             if stores:
                 self._consumers.forget_tables(stores)
@@ -302,7 +314,10 @@ class ChangeLog:
                 store.mark(None, is_written=True)
 
     def state(self) -> LogState:
-        """What every consumer has not received, sealed and open rows included. Waits for the device; moves nothing."""
+        """Return the pending rows of every consumer, those of uncommitted reads and open batches included.
+
+        Waits for the device. Moves no cursor.
+        """
         with self.lock, one_cut():
             self.notice_writes(self._stores)
             for store in self._stores.values():
@@ -319,10 +334,11 @@ class ChangeLog:
             return LogState(self._num_batches, consumers, history)
 
     def restore(self, state: LogState) -> None:
-        """Take a state over: nothing else is pending afterwards, except rows that are open now. Aborts open reads.
+        """Replace all pending rows with ``state``; rows of open batches stay pending. Aborts uncommitted reads.
 
         Args:
-            state: of exactly this log's consumers; a ``history`` of None makes all rows changed for whoever rewinds.
+            state: pending rows of exactly this log's consumers. If its ``history`` is None, :meth:`rewind` makes all
+                rows pending.
         """
         with self.lock, one_cut():
             assert set(state.consumers) == set(self._consumers.names), "checked by the caller"
@@ -338,7 +354,7 @@ class ChangeLog:
                 self._lag.placed(name, self._position, has_rows=pending.has_rows)
 
     def mark_everything(self) -> None:
-        """Make all rows changed for every consumer, old values unknown, whatever was pending. Aborts open reads."""
+        """Replace the pending rows of every consumer with all rows, old states unknown. Aborts uncommitted reads."""
         with self.lock:
             nothing = {name: PendingState(self._num_batches, {}) for name in self._consumers.names}
             self.restore(LogState(self._num_batches, nothing, {}))
@@ -346,10 +362,10 @@ class ChangeLog:
                 self.mark(fqn, None, is_written=True)
 
     def distrust(self, consumer: str, fqn: str, ids: Tensor) -> None:
-        """Make rows pending for one consumer, old values unknown, whatever was pending of them. Aborts its open read.
+        """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
 
         Args:
-            consumer: whose copy of the rows is not what it last received.
+            consumer: consumer whose copy of the rows differs from what it last received.
             fqn: the table.
             ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
         """
@@ -360,7 +376,7 @@ class ChangeLog:
                 self._lag.distrusted(consumer)
 
     def step(self) -> None:
-        """Count a batch, and keep the memory within its bound."""
+        """Count a batch and enforce ``max_bytes``."""
         with self.lock:
             self._close_ended()
             self.notice_writes(self._stores)
@@ -368,9 +384,9 @@ class ChangeLog:
             self._tidy(self._shed)
 
     def output_launched(self) -> None:
-        """Compact after an output distribution was launched, with ``auto_compact``. Neither blocks nor waits.
+        """Compact after an output distribution was launched, if ``auto_compact`` is set. Does not block.
 
-        Does nothing if nothing was read since the last time, or while another thread holds the lock.
+        Does nothing if the log was not cut since the last compaction, or if another thread holds the lock.
         """
         if self._auto_compact and not self._is_compact and self.lock.acquire(blocking=False):
             try:
@@ -381,21 +397,21 @@ class ChangeLog:
 
     @property
     def _compacts_after_odist(self) -> bool:
-        """Whether :meth:`output_launched` compacts. Where that waits for the device, reads do, which wait anyway."""
+        """True if :meth:`output_launched` compacts. Otherwise reads do, because they wait for the device anyway."""
         return self._auto_compact and not any(store.compact_waits for store in self._stores.values())
 
     def read(self, consumer: str, *, with_states: bool = True) -> Reading:
-        """Cut the log and collect what ``consumer`` has not received. Nothing moves before :meth:`seal`.
+        """Cut the log and return the pending rows of ``consumer``. Moves no cursor.
 
         Call :meth:`seal` or :meth:`discard` afterwards.
 
         Args:
-            consumer: who reads.
-            with_states: collect the old states too, in a mode that keeps them. Rows that a read without them leaves
-                out would lose them.
+            consumer: name of the consumer.
+            with_states: return the old states too, in a mode that keeps them. Required if the delta will leave out
+                rows, which would lose their states otherwise.
 
         Raises:
-            NeedsSnapshotError: if its changes were given up.
+            NeedsSnapshotError: if the consumer was dropped.
         """
         with self.lock:
             if self._consumers.is_behind(consumer):
@@ -414,13 +430,13 @@ class ChangeLog:
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows, shared)
 
     def discard(self) -> None:
-        """Remove the cut of a :meth:`read` that failed; the consumer's earlier uncommitted read stays valid."""
+        """Remove the cut of a failed :meth:`read`. An earlier uncommitted read of the consumer stays valid."""
         with self.lock:
             self._is_reading = False
             self._tidy(self.compact)
 
     def seal(self, delta: Delta, *, commit: bool) -> None:
-        """Make ``delta`` its consumer's uncommitted read, or commit it at once."""
+        """Store ``delta`` as the uncommitted read of its consumer, or commit it immediately."""
         with self.lock:
             self._is_reading = False
             replaces = self._consumers.seal(delta)
@@ -428,17 +444,25 @@ class ChangeLog:
                 self._commit(delta)
             if commit or replaces:
                 self._after_read()
-            else:  # its commit or abort compacts the log
+            else:  # commit() or abort() will compact the log
                 self._tidy(self._shed)
 
     def commit(self, delta: Delta) -> None:
-        """As :meth:`~delta_tracker.tracker.consumer_positions.ConsumerPositions.commit`."""
+        """Move a consumer's cursor to the end of its uncommitted read ``delta``.
+
+        Raises:
+            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+        """
         with self.lock:
             self._commit(delta)
             self._after_read()
 
     def abort(self, delta: Delta) -> None:
-        """As :meth:`~delta_tracker.tracker.consumer_positions.ConsumerPositions.abort`."""
+        """Discard a consumer's uncommitted read ``delta``; its rows stay pending.
+
+        Raises:
+            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+        """
         with self.lock:
             self._consumers.abort(delta)
             self._after_read()
@@ -448,20 +472,20 @@ class ChangeLog:
 
         Args:
             consumer: its name.
-            holder: reserve it, and save it in no checkpoint; None for one like those of the constructor.
+            holder: reserve it for this owner and do not save it in checkpoints. None adds an ordinary consumer.
 
         Raises:
-            InvalidArgumentError: if it exists.
+            InvalidArgumentError: if a consumer of this name exists.
         """
         with self.lock:
             if consumer in self._consumers.names:
-                raise InvalidArgumentError("consumer", consumer, f"Pass a name beside {list(self._consumers.names)}")
+                raise InvalidArgumentError("consumer", consumer, f"Pass a name not in {list(self._consumers.names)}")
             self._place_at_end(consumer)
             if holder is not None:
                 self._consumers.reserve(consumer, holder, is_transient=True)
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer, and what only it needed.
+        """Remove a consumer and the changes that only it needed.
 
         Raises:
             UnknownConsumerError: if there is no such consumer.
@@ -473,16 +497,16 @@ class ChangeLog:
             self.compact()
 
     def clear(self, consumer: str) -> None:
-        """Forget all that is pending for a consumer, whose copy is now taken to be as the shard is."""
+        """Discard the pending rows of a consumer and treat it as up to date."""
         with self.lock:
             self._place_at_end(consumer)
             self.compact()
 
     def rewind(self, consumer: str) -> None:
-        """Put a consumer back to the start of the log.
+        """Move a consumer back to the start of the log.
 
         Raises:
-            InvalidArgumentError: if the log forgets what was read.
+            InvalidArgumentError: if the log drops rows after reads (``delete_on_read``).
         """
         with self.lock:
             if self._delete_on_read:
@@ -491,13 +515,13 @@ class ChangeLog:
             self._lag.placed(consumer, 0, has_rows=any(map(len, self._consumers.origin.values())))
 
     def compact(self) -> None:
-        """Drop what every consumer has committed and merge what no cursor tells apart."""
+        """Drop rows that every consumer has committed and merge segments that no cursor separates."""
         with self.lock, profiler_range("delta_tracker: compact"):
             self._num_compacted = self._num_batches
             oldest = self._consumers.oldest
             for store in self._stores.values():
                 if self._delete_on_read:
-                    store.delete(oldest)  # first: what is dropped need not be merged
+                    store.delete(oldest)  # before compact(), so that dropped segments are not merged
             crowded = [store for store in self._stores.values() if store.num_segments > 1]
             pinned = self._consumers.pinned if crowded else set()
             for store in crowded:
@@ -508,7 +532,7 @@ class ChangeLog:
     def _changed_since(
         self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None, *, with_states: bool = True
     ) -> dict[str, ChangedRows]:
-        """Return by table FQN the carried rows and those marked from ``start`` up to ``stop`` or, for None, to now."""
+        """Return the carried rows and those marked in ``[start, stop)``, by table FQN. None stands for the end."""
         end = self._position + 1 if stop is None else stop
         rows = {fqn: store.changed(start, end, with_states=with_states) for fqn, store in self._stores.items()}
         for fqn, older in carried.items():
@@ -529,30 +553,30 @@ class ChangeLog:
 
     def _after_read(self) -> None:
         self._is_compact = False
-        # Every sixteenth read also under auto_compact: the model may be idle.
+        # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
         compacts = not self._compacts_after_odist or self._position % 16 == 0
         self._tidy(*([self.compact] if compacts else []), self._shed)
 
     def _tidy(self, *tasks: Callable[[], None]) -> None:
-        """Run tasks of upkeep. If memory runs out, log it and leave the rest to the next call.
+        """Run maintenance tasks. If memory runs out, log the error and skip the remaining tasks until the next call.
 
-        The log is complete either way, and the read or commit before has succeeded.
+        The log stays complete, and the preceding read or commit has succeeded.
         """
         try:
             for task in tasks:
                 task()
-        except (MemoryError, RuntimeError):  # torch raises the latter, also where a device is out of memory
-            _logger.exception("the log of changed rows was not compacted; the next read tries again")
+        except (MemoryError, RuntimeError):  # torch raises RuntimeError if host or device memory runs out
+            _logger.exception("could not compact the change log; the next read retries")
 
     def _close_ended(self) -> None:
-        """Close the batches of backward passes that have ended without closing them: those that raised."""
+        """Close the batches queued by :meth:`ended`. Only those of backward passes that raised are still open."""
         while self._ended:
             key = self._ended.popleft()
             for fqn in self._open.pop(key, ()):
                 self._stores[fqn].close_batch(key)
 
     def _notice_before_capture(self, fqns: Iterable[str]) -> None:
-        """As :meth:`notice_writes`, for the tables of which old states are captured next."""
+        """Call :meth:`notice_writes` for the tables whose old states are captured next."""
         self.notice_writes([fqn for fqn in fqns if self._stores[fqn].keeps_states])
 
     def _cut(self) -> None:
@@ -563,7 +587,7 @@ class ChangeLog:
         with one_cut():
             for store in self._stores.values():
                 store.cut(self._position)
-                if store.has_open:  # these rows were marked again
+                if store.has_open:  # the cut marked the open rows again
                     self._lag.recorded(self._position)
 
     def _place_at_end(self, consumer: str) -> None:
@@ -582,7 +606,7 @@ class ChangeLog:
             self.compact()
 
     def _is_too_large(self) -> bool:
-        """Whether the log holds more than it may, also without what it only keeps to use again."""
+        """Return True if the log exceeds ``max_bytes`` after the stores have freed their spare row sets."""
         if self._max_bytes is None or self.log_bytes + self.carried_bytes <= self._max_bytes:
             return False
         for store in self._stores.values():

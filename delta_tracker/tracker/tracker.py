@@ -1,4 +1,4 @@
-"""ModelDeltaTracker, the one object that a trainer meets."""
+"""ModelDeltaTracker, the public interface of the tracker."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ Record = Literal["updates", "lookups"]
 
 
 def __getattr__(name: str) -> object:
-    """Return the sharded module classes ``SUPPORTED_MODULES`` that a tracker follows; subclasses count too.
+    """Return ``SUPPORTED_MODULES``, TorchRec's sharded module classes that can be tracked, as can their subclasses.
 
-    They are TorchRec's, which is imported when the name is used first.
+    Computed on access, because it imports TorchRec.
     """
     if name == "SUPPORTED_MODULES":
         return tuple(load_torchrec().collections)
@@ -55,49 +55,50 @@ def __getattr__(name: str) -> object:
 
 
 class ModelDeltaTracker:
-    """Keeps which rows of a model's sharded embedding tables changed, for any number of consumers.
+    """Tracks which rows of a model's sharded embedding tables changed, for any number of consumers.
 
-    A row counts as changed when an update of it is written, not when it is looked up: passes under ``no_grad`` and
-    outputs that are never backpropagated leave no trace. A read may happen at any moment between two operations of
-    the training thread; nothing is lost by it. Every rank tracks its own shards, without any collective, except that
-    a read with ``top_k`` is one.
+    A row counts as changed when an update of it is written, not when it is looked up. Forward passes under ``no_grad``
+    and outputs that are never backpropagated mark no rows. Reads may happen between any two operations of the training
+    thread; no update is lost. Each rank tracks its own shards. Only reads with ``top_k`` and
+    ``state_dict(strategy="gather")`` are collectives.
 
-    Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL) are compared with a second copy at each read:
-    that is right for momentum, Adam, weight decay and other ranks' gradients, and costs the copy.
+    Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL) are compared with a second copy at each read.
+    This is exact for momentum, Adam, weight decay and other ranks' gradients, and takes the memory of the copy.
 
-    ``load_state_dict`` changes all rows of the other tables. So do in-place writes to their weights, such as
-    ``dcp.load({"model": model.state_dict()}, ...)`` or an edit under ``no_grad``: all rows of every table of the same
-    kernel are then pending, with unknown old values. Torch does not count collectives that write to the weights
-    (``broadcast``, ``all_reduce``), and writes through ``.data``, ``untyped_storage()``, DLPack, numpy and raw
-    pointers: call :meth:`mark_changed` after them.
+    For all other tables, ``load_state_dict`` marks all rows. In-place writes to their weights, such as
+    ``dcp.load({"model": model.state_dict()}, ...)`` or an edit under ``no_grad``, mark all rows of every table of the
+    same kernel, with unknown old states. Torch does not count collectives that write to the weights (``broadcast``,
+    ``all_reduce``) or writes through ``.data``, ``untyped_storage()``, DLPack, numpy and raw pointers: call
+    :meth:`mark_changed` after them.
 
-    On each rank: build it once the model is sharded; :meth:`step` after each batch; :meth:`get_delta` at any time.
+    On each rank, create it after the model is sharded, call :meth:`step` after each batch and :meth:`get_delta` at any
+    time.
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded EmbeddingCollections or
-            EmbeddingBagCollections, or subclasses of theirs.
-        consumers: names of the independent readers; one named ``"default"`` if not given.
-        delete_on_read: forget rows once every consumer has committed a read of them. False keeps them all, so that
-            :meth:`rewind` can take a consumer back to the start; it costs at most one set of rows more.
-        auto_compact: merge the log, and drop rows that every consumer has committed, in the post-odist hook: after a
-            collection has launched its output distribution, overlapped with the communication. Otherwise at every
-            read. Old states on a GPU are merged at reads in either case, because merging them waits for the device.
-        mode: what is kept of a changed row.
-        fqns_to_skip: tables to leave alone, each by its FQN, the FQN of a module above it, or one component of it.
-        record: ``"updates"``; or ``"lookups"`` to count every lookup as a change too, as TorchRec's tracker does.
-        max_bytes: how much the log may hold on this rank. Above it the consumer that stands furthest back is given
-            up, and its next read raises :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no bound.
-        engine: which kernels keep the rows, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
-        monitor: where this tracker records its metrics; None for ``delta_tracker.monitor.MONITOR``.
-        name: the label ``tracker`` of these metrics; ``"tracker"`` if None. A name that another tracker of this process
-            has is followed by ``-2``, ``-3``, ...
+            EmbeddingBagCollections or subclasses of them.
+        consumers: names of the independent readers. Default: one consumer named ``"default"``.
+        delete_on_read: drop rows once every consumer has committed a read of them. False keeps them, so that
+            :meth:`rewind` can return a consumer to the start, and takes at most one more set of rows.
+        auto_compact: compact the log in the post-odist hook, after a collection has launched its output distribution,
+            so that compaction overlaps with communication. False compacts after each read. Trackers that keep old
+            states on a GPU always compact after reads, because merging old states waits for the device.
+        mode: the data kept of each changed row.
+        fqns_to_skip: tables not to track, each by its FQN, the FQN of a module above it, or one component of its FQN.
+        record: ``"updates"``, or ``"lookups"`` to count every lookup as a change too, as TorchRec's tracker does.
+        max_bytes: maximum size of the log on this rank, in bytes. Above it the consumer that lags furthest is dropped:
+            its next read raises :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit.
+        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        monitor: records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
+        name: label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this process has the
+            name, ``-2``, ``-3``, ... is appended.
 
     Raises:
         NoShardedModuleError: if the model has nothing to track.
-        UnsupportedModuleError: if the model has sharded modules that cannot be followed, such as a ``DMPCollection``.
+        UnsupportedModuleError: if the model has sharded modules that cannot be tracked, such as a ``DMPCollection``.
         UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
-        UnsupportedTableError: if a table's kernel cannot be followed, or its optimizer cannot serve the mode.
-        InvalidArgumentError: for consumers that are not different names, or an unknown mode, record or engine.
+        UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
+        InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
         MissingExtraError: if torchrec is not installed.
     """
 
@@ -146,7 +147,7 @@ class ModelDeltaTracker:
         self._log_tables()
         self._metrics.watch(ModelDeltaTracker._show_gauges)
 
-    # What is tracked
+    # Tracked tables
 
     @property
     def model(self) -> nn.Module:
@@ -155,45 +156,45 @@ class ModelDeltaTracker:
 
     @property
     def mode(self) -> TrackingMode:
-        """What is kept of a changed row."""
+        """Tracking mode: the data kept of each changed row."""
         return self._mode
 
     @property
     def tables(self) -> Mapping[str, TableSpec]:
-        """FQN to table, the same on every rank."""
+        """Mapping from FQN to table, the same on every rank."""
         return MappingProxyType(self._model.found.tables)
 
     @property
     def shards(self) -> Mapping[str, ShardSpec]:
-        """FQN to the block that this rank holds, with no rows where it holds none."""
+        """Mapping from table FQN to the block on this rank; a block without rows if this rank has none."""
         return {fqn: shard.spec for fqn, shard in self._model.shards.items()}
 
     @property
     def fused_tables(self) -> frozenset[str]:
-        """FQNs of the tables whose optimizer is fused, the same on every rank: each write of theirs is seen."""
+        """FQNs of the tables whose optimizer is fused, the same on every rank. Hooks report each write to them."""
         return frozenset(fqn for fqn, shard in self._model.shards.items() if shard.is_fused)
 
     @property
     def num_hook_errors(self) -> int:
-        """Faults inside hooks since the start; each was contained and made its tables count as wholly changed."""
+        """Number of errors in hooks since the start. Each was caught, and all rows of its tables were marked."""
         return self._num_past_errors + sum(hook.num_errors for hook in self._hooks)
 
     @property
     def tracked_modules(self) -> Mapping[str, nn.Module]:
-        """FQN to sharded embedding module, as :meth:`get_tracked_modules`."""
+        """Mapping from FQN to sharded embedding module; see also :meth:`get_tracked_modules`."""
         return MappingProxyType(self._model.found.modules)
 
     def get_tracked_modules(self) -> dict[str, nn.Module]:
-        """FQN to sharded embedding module."""
+        """Return the sharded embedding modules by FQN."""
         return dict(self._model.found.modules)
 
     def fqn_to_feature_names(self) -> dict[str, list[str]]:
-        """Table FQN to the names of the features that are looked up in it."""
+        """Return the names of the features that are looked up in each table, by table FQN."""
         return {fqn: list(names) for fqn, names in self._model.found.features.items()}
 
     @property
     def feature_to_fqn(self) -> dict[str, str]:
-        """Feature name to the FQN of the table that it is looked up in, the first one if there are several."""
+        """Mapping from feature name to the FQN of its table, the first one if there are several."""
         found: dict[str, str] = {}
         for fqn, names in self._model.found.features.items():
             for name in names:
@@ -202,50 +203,50 @@ class ModelDeltaTracker:
 
     @property
     def store(self) -> Mapping[str, SegmentStore]:
-        """Table FQN to the store of its changed rows, as they are now. Read it between two batches; do not write."""
+        """Mapping from table FQN to the store of its changed rows. Read-only; read it between batches."""
         return MappingProxyType(self._log.stores)
 
     # Training
 
     @property
     def num_batches(self) -> int:
-        """How often :meth:`step` was called."""
+        """Number of :meth:`step` calls."""
         return self._log.num_batches
 
     @property
     def curr_batch_idx(self) -> int:
-        """The index of the present batch: how often :meth:`step` was called, as :attr:`num_batches`."""
+        """Index of the current batch, equal to :attr:`num_batches`."""
         return self._log.num_batches
 
     @property
     def curr_compact_index(self) -> int:
-        """:attr:`curr_batch_idx` at the last compaction; 0 before the first."""
+        """Value of :attr:`curr_batch_idx` at the last compaction; 0 before the first."""
         return self._log.num_compacted
 
     @property
     def per_consumer_batch_idx(self) -> dict[str, int]:
-        """Consumer to :attr:`curr_batch_idx` at its last committed read: its next delta's ``batches`` begin there.
+        """Mapping from consumer to the :attr:`curr_batch_idx` at its last committed read.
 
-        0 for a consumer of the constructor that has not read.
+        The ``batches`` of its next delta start there. 0 for a consumer of the constructor that has not read.
         """
         return self._log.batches
 
     def step(self) -> None:
-        """Count one batch. It orders the log for people; no update is lost if nobody calls it."""
+        """Count one batch and enforce ``max_bytes``. No update is lost if it is not called."""
         self._log.step()
 
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
-        """Say that rows were changed from outside; their old values count as unknown.
+        """Mark rows as changed, with unknown old states.
 
         Needed only after writes that torch does not count: collectives that write to the weights, and writes through
-        ``.data``, ``untyped_storage()``, DLPack, numpy or raw pointers. Other in-place writes are found without it.
+        ``.data``, ``untyped_storage()``, DLPack, numpy or raw pointers. Other in-place writes are detected.
 
         Args:
             fqn: the table.
             ids: ``[N]`` integer local ids, in any order; None for all rows.
 
         Raises:
-            InvalidArgumentError: for a table that is not tracked, or ids outside the shard; nothing is marked.
+            InvalidArgumentError: if the table is not tracked or an id is outside the shard; no row is marked.
         """
         spec = self._model.shard(fqn).spec
         if ids is not None:
@@ -253,27 +254,27 @@ class ModelDeltaTracker:
         self._log.mark(fqn, ids, is_written=True)
 
     def record_ids(self, kjt: KeyedIds) -> None:
-        """Count the ids of a lookup that the hooks do not see as changed. Nothing needs it that the hooks see.
+        """Mark the ids of a lookup as changed. Not needed for lookups that the hooks record.
 
         Args:
-            kjt: a KeyedJaggedTensor of local ids; a feature counts for every table that it is looked up in.
+            kjt: a KeyedJaggedTensor of local ids; a feature's ids are marked in every table that it is looked up in.
         """
         self._recorder.record_ids(kjt)
 
     def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
-        """As :meth:`record_ids`, with the rows as they were before the change.
+        """Mark the ids of a lookup as changed, with the rows as they were before the change.
 
         Args:
             kjt: a KeyedJaggedTensor of local ids.
-            embeddings: the rows, in the order of ``kjt.values()``; any shape with one row for each id.
+            embeddings: the rows, in the order of ``kjt.values()``, in any shape with one row per id.
 
         Raises:
-            InvalidArgumentError: outside EMBEDDING mode, or for another number of rows.
+            InvalidArgumentError: if the mode is not EMBEDDING, or the number or width of the rows is wrong.
         """
         self._recorder.record_embeddings(kjt, embeddings)
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
-        """:meth:`record_embeddings` in EMBEDDING mode, :meth:`record_ids` in the others, which need no ``states``."""
+        """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids`, without ``states``, in others."""
         self._recorder.record_lookup(kjt, states)
 
     # Consumers
@@ -284,18 +285,18 @@ class ModelDeltaTracker:
         return self._log.consumers
 
     def add_consumer(self, consumer: str) -> None:
-        """Add a consumer, to which rows are pending that change from now on.
+        """Add a consumer, starting at the current position.
 
         Args:
             consumer: its name.
 
         Raises:
-            InvalidArgumentError: if it exists.
+            InvalidArgumentError: if a consumer of this name exists.
         """
         self._log.add(consumer)
 
     def remove_consumer(self, consumer: str) -> None:
-        """Remove a consumer and what only it needed.
+        """Remove a consumer and the changes that only it needed.
 
         Raises:
             UnknownConsumerError: if there is no such consumer.
@@ -304,15 +305,15 @@ class ModelDeltaTracker:
         self._log.remove(self._log.resolve(consumer))
 
     def reserve(self, consumer: str | None = None, *, holder: str = "a ConsumerHandle") -> ConsumerHandle:
-        """Reserve a consumer: until the handle is released, nothing but the handle can read, move or remove it.
+        """Reserve a consumer. Until the handle is released, only the handle can read, move or remove the consumer.
 
         Args:
-            consumer: which; may be left out when there is only one.
-            holder: who reserves it, as a :class:`~delta_tracker.errors.ReservedConsumerError` names it.
+            consumer: its name; optional if there is only one.
+            holder: owner named by :class:`~delta_tracker.errors.ReservedConsumerError`.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
-            ReservedConsumerError: if it is reserved already.
+            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+            ReservedConsumerError: if it is already reserved.
             DetachedError: after :meth:`detach`.
         """
         self._model.check_attached()
@@ -322,17 +323,17 @@ class ModelDeltaTracker:
         )
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
-        """Return True if a consumer was given up to bound memory, so that only all rows bring it up to date.
+        """Return True if a consumer exceeded ``max_bytes`` and was dropped, so that it needs all rows.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
         """
         return self._log.is_behind(consumer)
 
     def clear(self, consumer: str | None = None) -> None:
-        """Forget what is pending for a consumer, or for all of them if none is named.
+        """Discard the pending rows of a consumer, or of all consumers if no name is given.
 
-        It is also the way back for a consumer that was given up: clear it, then give it all rows (:meth:`read_rows`).
+        To recover a dropped consumer, clear it, then copy all rows to it (:meth:`read_rows`).
 
         Raises:
             UnknownConsumerError: if there is no such consumer.
@@ -342,12 +343,12 @@ class ModelDeltaTracker:
             self._log.clear(self._log.resolve(name))
 
     def rewind(self, consumer: str | None = None) -> None:
-        """Let a consumer read again everything that changed since the tracker was built; aborts its open read.
+        """Make all rows that changed since the tracker was created pending again, and abort the uncommitted read.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
             ReservedConsumerError: if it is reserved.
-            InvalidArgumentError: if the tracker forgets what was read (``delete_on_read=True``).
+            InvalidArgumentError: if the tracker drops rows after reads (``delete_on_read=True``).
         """
         self._log.rewind(self._log.resolve(consumer))
 
@@ -359,39 +360,39 @@ class ModelDeltaTracker:
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
-        """Table FQN to how many rows were recorded as changed on this rank since the start, repeats included.
+        """Number of rows recorded as changed on this rank since the start by table FQN, repeats included.
 
-        Between two calls of :meth:`num_pending` that number cannot grow by more than this one does. It costs nothing.
+        Does not wait for the device. The result of :meth:`num_pending` for a table with a fused optimizer grows by at
+        most as much, unless the consumer is rewound. Rows found by comparison with a copy are not counted.
         """
         return MappingProxyType(self._log.num_recorded)
 
     def num_pending(self, consumer: str | None = None) -> dict[str, int]:
-        """Table FQN to how many rows of this rank a read would give the consumer now. Waits for the device.
+        """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.
 
-        It takes nothing, so it may be called for a reserved consumer too. A table whose optimizer is not fused counts
-        nothing here until a read compares it with its copy.
+        Moves no cursor, so that it also accepts a reserved consumer. Changes of a table whose optimizer is not fused
+        are counted only after a read has compared the table with its copy.
 
         Args:
-            consumer: who would read; may be left out when there is only one.
+            consumer: its name; optional if there is only one.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
         """
         return self._log.num_pending(consumer)
 
     def compact(self, start_idx: int = 0, end_idx: int | None = None) -> None:
-        """Drop what every consumer has committed and merge what no cursor tells apart.
+        """Drop rows that every consumer has committed and merge segments that no cursor separates.
 
-        Reads give the same rows before and after. The log keeps no batches apart, so what of a range has been compacted
-        already is not compacted again, and any other range compacts all of the log.
+        Reads return the same rows before and after. The log does not store batches separately: a range that ends at or
+        before the last compaction is skipped, and any other range compacts the whole log.
 
         Args:
-            start_idx: the first batch of the range.
-            end_idx: the batch behind the range, at most ``curr_batch_idx + 1``; None for all up to now, which always
-                compacts.
+            start_idx: first batch of the range.
+            end_idx: end of the range, exclusive, at most ``curr_batch_idx + 1``. None always compacts the whole log.
 
         Raises:
-            InvalidArgumentError: for a range that is empty, begins before 0 or ends behind the present batch.
+            InvalidArgumentError: if the range is empty, starts before 0 or ends after the current batch.
         """
         if end_idx is None:
             end, is_done = self._log.num_batches + 1, False
@@ -404,7 +405,7 @@ class ModelDeltaTracker:
             self._log.compact()
 
     def trigger_compaction(self) -> None:
-        """Compact the whole log: :meth:`compact` without a range."""
+        """Compact the whole log, as :meth:`compact` without a range."""
         self._log.compact()
 
     # Reading
@@ -419,31 +420,31 @@ class ModelDeltaTracker:
         with_optimizer: bool = False,
         top_k: TopK | None = None,
     ) -> Delta:
-        """The rows that changed since the consumer's last committed read.
+        """Return the rows that changed since the consumer's last committed read.
+
+        A read that raises changes nothing: an earlier uncommitted read can still be committed.
 
         Args:
-            consumer: who reads; may be left out when there is only one.
-            commit: move the cursor now. With False it stays until :meth:`commit`, and the rows stay pending; a new
-                read replaces the uncommitted one and covers its rows too.
-            with_states: add ``states``, in a mode that has them. Without, the read copies none, so that it holds the
+            consumer: its name; optional if there is only one.
+            commit: move the cursor now. If False, the rows stay pending until :meth:`commit`. A new read replaces the
+                uncommitted one and includes its rows.
+            with_states: add ``states`` in modes that have them. If False, no states are copied, and the read holds the
                 log's lock no longer than in ``ID_ONLY`` mode.
-            with_values: add ``values``, the rows as they are now, ``[N, D]`` in the table's dtype.
-            with_optimizer: add ``optimizer``, the fused optimizer's states of the rows as they are now.
-            top_k: read a part of the rows only, those that changed most; the others stay pending. Every rank must
-                then make this call. A DATA_PARALLEL table is chosen from on rank 0; the others' deltas hold all of it.
+            with_values: add ``values``, the current rows, ``[N, D]`` in the table's dtype.
+            with_optimizer: add ``optimizer``, the current states of the fused optimizer for these rows.
+            top_k: return only the rows that changed most; the others stay pending. The call is then a collective. Rows
+                of a DATA_PARALLEL table are selected on rank 0; the deltas of the other ranks contain all of them.
 
         Returns:
-            Table FQN to rows; a table without changes is present and empty. Rows whose update is under way at the
-            read are in it and will be in the next one too. The tensors are the caller's own.
-
-        A read that raises changes nothing: the earlier uncommitted read can still be committed.
+            Table FQN to rows; a table without changes is present and empty. Rows whose update is in progress are
+            included, and are included in the next delta too. The caller owns the tensors.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
-            ReservedConsumerError: if it is reserved: read it with its :class:`ConsumerHandle`.
-            NeedsSnapshotError: if the consumer was given up to bound memory.
-            InvalidArgumentError: for a ``top_k`` without a score in a mode that has none, or scores that are NaN.
-            UnsupportedTableError: for ``with_optimizer`` where an optimizer is not fused.
+            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+            ReservedConsumerError: if it is reserved; read it with its :class:`ConsumerHandle`.
+            NeedsSnapshotError: if the consumer exceeded ``max_bytes`` and was dropped.
+            InvalidArgumentError: if ``top_k`` has no score in a mode without scores, or a score is NaN.
+            UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
             DetachedError: after :meth:`detach`.
         """
         name = self._log.resolve(consumer)
@@ -457,53 +458,53 @@ class ModelDeltaTracker:
         )
 
     def get_delta_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
-        """Table FQN to ``[N]`` int64 local ids of :meth:`get_delta`, which this call is otherwise the same as."""
+        """Call :meth:`get_delta` and return only the local ids, ``[N]`` int64 by table FQN. Commits the read."""
         return {fqn: rows.ids for fqn, rows in self.get_delta(consumer).items()}
 
     def commit(self, delta: Delta) -> None:
         """Move the consumer's cursor past an uncommitted read.
 
         Raises:
-            StaleDeltaError: if ``delta`` is not the consumer's uncommitted read any more.
+            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
         """
         self._log.commit(delta)
 
     def abort(self, delta: Delta) -> None:
-        """Forget an uncommitted read; its rows stay pending.
+        """Discard an uncommitted read; its rows stay pending.
 
         Raises:
-            StaleDeltaError: if ``delta`` is not the consumer's uncommitted read any more.
+            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
         """
         self._log.abort(delta)
 
     def read_rows(self, fqn: str, ids: Tensor | None = None) -> Tensor:
-        """A copy of the rows that this rank holds now.
+        """Return a copy of this rank's current rows of a table.
 
         Args:
             fqn: the table.
-            ids: ``[N]`` int64 local ids; None for all of them.
+            ids: ``[N]`` int64 local ids; None for all rows.
 
         Returns:
             ``[N, D]`` in the table's dtype, columns as in ``shards[fqn].columns``.
 
         Raises:
-            InvalidArgumentError: for a table that is not tracked.
+            InvalidArgumentError: if the table is not tracked.
         """
         return read_rows(self._model.shard(fqn), ids)
 
     def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
-        """A copy of the rows of several tables that this rank holds now.
+        """Return a copy of this rank's current rows of several tables.
 
         Takes time linear in the number of tables. :meth:`read_rows` flushes and splits a whole kernel for each table.
 
         Args:
-            ids: FQN to ids as in :meth:`read_rows`; None for all rows of all tables.
+            ids: table FQN to ids as in :meth:`read_rows`; None for all rows of all tables.
 
         Returns:
-            FQN to rows as in :meth:`read_rows`.
+            Table FQN to rows as in :meth:`read_rows`.
 
         Raises:
-            InvalidArgumentError: for a table that is not tracked.
+            InvalidArgumentError: if a table is not tracked.
         """
         with one_cut():
             return {
@@ -512,12 +513,12 @@ class ModelDeltaTracker:
             }
 
     def column_views(self, fqn: str) -> list[Tensor]:
-        """Live views ``[R, columns]`` of this rank's rows, one for each range in ``shards[fqn].columns``.
+        """Return views ``[R, columns]`` of this rank's rows, one for each range in ``shards[fqn].columns``.
 
-        Training writes to them; copy before the next batch what must stay.
+        They share memory with the weights, which training overwrites: copy them before the next batch to keep them.
 
         Raises:
-            InvalidArgumentError: for a table that is not tracked.
+            InvalidArgumentError: if the table is not tracked.
         """
         return column_views(self._model.shard(fqn))
 
@@ -525,76 +526,76 @@ class ModelDeltaTracker:
 
     @property
     def restored(self) -> Restored | None:
-        """What the last :meth:`load_state_dict` found; None before the first."""
+        """Outcome of the last :meth:`load_state_dict`; None before the first."""
         return self._checkpoint.restored
 
     @property
     def annotations(self) -> Mapping[str, object]:
-        """Consumer to the note that its handle made, here or in the state that was loaded last."""
+        """Mapping from consumer to its note, set by its handle or loaded with the last state."""
         return self._checkpoint.annotations
 
     def register_counter(self, name: str, counter: object) -> None:
-        """Save and load a figure of which every rank keeps a part, so that its total over the ranks is restored.
+        """Save and load a counter with the tracker's state. Its total over all ranks is restored at any world size.
 
         Args:
-            name: what it is saved as; the same on every rank.
+            name: key in the saved state, the same on every rank.
             counter: a ``torchmetrics.Metric`` whose states are reduced by sum, max, min or cat, or a
                 :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`.
 
         Raises:
-            InvalidArgumentError: for anything else, or a name that is taken or has a slash in it.
+            InvalidArgumentError: if the counter has another type, or the name is empty, taken or contains a slash.
         """
         self._checkpoint.register_counter(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
-        """What is pending for every consumer, what was registered, and what was annotated. Moves no cursor.
+        """Return the pending rows of every consumer, the registered counters and the notes. Moves no cursor.
 
-        Rows of sealed reads and of batches that are under way count as pending. Take it when you take the model's
-        state, with no update between them. The tensors are on the CPU and stay as they are when training goes on.
+        Rows of uncommitted reads and of open batches are pending. Call it together with the model's ``state_dict``,
+        with no update between the two. The tensors are copies on the CPU.
 
         Args:
-            strategy: ``"local"`` for this rank's part, without any collective; every rank saves its own. ``"gather"``
-                for all parts on rank 0, counters merged, and nothing on the others; a collective.
+            strategy: ``"local"`` returns this rank's part without a collective; every rank saves its own. ``"gather"``
+                is a collective that returns all parts, with merged counters, on rank 0 and nothing on the others.
 
         Returns:
-            Key to tensor; keys of different ranks differ. The format is in
+            Key to tensor; keys differ between ranks. The format is defined in
             :mod:`delta_tracker.tracker.checkpoint.rank_header`.
 
         Raises:
-            InvalidArgumentError: for another strategy.
-            RankLostError: if a rank died or did not call it in time.
+            InvalidArgumentError: if the strategy is unknown.
+            RankLostError: if a rank died or did not make the call in time.
         """
         return self._checkpoint.state_dict(strategy=strategy)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take a saved state over, in place of all that is pending now. Restore the model first.
+        """Replace all pending rows with a saved state. Restore the model first.
 
         Every rank passes the parts of all ranks that saved (their keys differ, so that the dicts can be merged), or
-        as many of them as cover its shards: its own part alone if world size and plan are as they were. Open reads
-        are aborted.
+        at least those that cover its shards. Its own part is enough if world size and sharding plan are unchanged.
+        Uncommitted reads are aborted. A call that raises changes nothing.
 
         Args:
-            state: parts of :meth:`state_dict`; an empty one stands for a checkpoint without any: all rows then count
-                as changed for every consumer, which is logged and shown by :attr:`restored`.
+            state: parts of :meth:`state_dict`. Pass an empty dict for a checkpoint without tracker state: all rows are
+                then pending for every consumer, a warning is logged, and :attr:`restored` is ``Restored.NOTHING``.
 
         Raises:
-            UnknownFormatError: for a format version that is not known.
-            StateMismatchError: for a state of another mode, other consumers, tables or counters, or one whose old
-                states belong to other column ranges; it names what differs.
+            UnknownFormatError: if the format version is unknown.
+            StateMismatchError: if the mode, consumers, tables or counters differ, or the old states belong to other
+                column ranges; the error names the difference.
             PartialStateError: if parts are missing.
-            MalformedStateError: for anything else that is no saved state. After any error all is as it was.
-            ReservedConsumerError: if a publisher reads as one of the consumers: build it after this.
+            MalformedStateError: if the state is invalid in any other way.
+            ReservedConsumerError: if a consumer is reserved. Create publishers after this call.
         """
         self._checkpoint.load_state_dict(state)
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """What :meth:`load_state_dict` would take out of which part.
+        """Return which tensors of which parts :meth:`load_state_dict` would read.
 
         Args:
             parts: headers, at least one.
 
         Raises:
-            StateMismatchError: if they are of something else.
+            StateMismatchError: if they belong to another tracker or mode.
             PartialStateError: if parts are missing.
         """
         return self._checkpoint.plan_load(parts)
@@ -602,12 +603,14 @@ class ModelDeltaTracker:
     # Attaching
 
     def reattach(self) -> None:
-        """Watch the model's present modules and shards, after TorchRec resharded it; with no backward still to come.
+        """Attach to the model's current modules and shards, for example after TorchRec has resharded it.
 
-        A table whose block and lookup module on this rank are as they were keeps its log. Of any other one, and of all
-        after :meth:`detach`, all rows held now count as changed, for every consumer: nobody watched them meanwhile.
+        Call it when no backward pass is outstanding. A table whose block and lookup module on this rank are unchanged
+        keeps its log. All rows of any other table are marked as changed for every consumer, because no hook recorded
+        their writes. After :meth:`detach` this applies to all tables, except that tables without a fused optimizer
+        and with an unchanged block are compared with their copy instead, unless lookups are recorded.
 
-        Raises: as the constructor; the tracker is then as it was.
+        Raises: the errors of the constructor; the tracker is then unchanged.
         """
         found = self._model.discover()
         held = self._model.shards
@@ -627,7 +630,7 @@ class ModelDeltaTracker:
         self._hooks = self._attach()
 
     def detach(self) -> None:
-        """Remove every hook; afterwards reads raise :class:`DetachedError`. Calling it again does nothing."""
+        """Remove all hooks. Reads then raise :class:`DetachedError`. Calling it again does nothing."""
         self._remove_hooks()
         self._model.is_attached = False
         MEMORY.leave(self)
@@ -643,7 +646,7 @@ class ModelDeltaTracker:
     def _log_tables(self) -> None:
         for fqn, table in self._model.found.tables.items():
             features = self._model.found.features.get(fqn, [])
-            _logger.info("tracking table %s (%s) in mode %s, features %s", fqn, table, self._mode.value, features)
+            _logger.info("tracking table: fqn=%s shape=%s mode=%s features=%s", fqn, table, self._mode.value, features)
 
     def _attach(self) -> list[Watcher]:
         self._model.is_attached = True

@@ -31,7 +31,7 @@ def what_is_tracked(rank: int, world_size: int) -> None:
         assert list(tracker.store) == [_T, _U]
         assert all(tracker.store[fqn].num_rows == shard.num_rows for fqn, shard in tracker.shards.items())
         lines = [call.args[0] % call.args[1:] for call in logger.info.call_args_list]
-        assert lines[1] == f"tracking table {_U} (30 x 8 float32) in mode embedding, features ['u', 't']", lines
+        assert lines[1] == f"tracking table: fqn={_U} shape=30 x 8 float32 mode=embedding features=['u', 't']", lines
         assert set(module.UPDATE_MODE_MAP) == set(TrackingMode)
         store = DeltaStore(module.UPDATE_MODE_MAP[tracker.mode])
         before = tracker.read_rows(_U)
