@@ -109,4 +109,9 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="a tracker that detaches empties the buffer pool of the other trackers",
+        generator="tests/tracker/test_tracker.py::test_a_tracker_that_detaches_leaves_the_memory_of_others_alone",
+        edits={"delta_tracker/tracker/tracker.py": [("        MEMORY.leave(self)\n", "        MEMORY.give_back()\n")]},
+    ),
 ]

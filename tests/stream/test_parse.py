@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -155,6 +156,13 @@ def test_mutated_manifests_are_refused_or_right() -> None:
     ):
         with pytest.raises(MalformedError):
             parse_manifest("x", garbage)
+
+
+def test_an_error_has_the_path_of_the_field() -> None:
+    entry = some_entry()
+    entry["parts"][0]["blocks"][1]["num_rows"] = 1.0
+    with pytest.raises(MalformedError, match=re.escape("$.parts[0].blocks[1].num_rows")):
+        parsed(entry)
 
 
 def test_an_error_quotes_no_more_than_a_person_reads() -> None:
