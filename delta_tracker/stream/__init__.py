@@ -1,6 +1,6 @@
-"""A durable stream of versions in a store of objects.
+"""A durable stream of versions in an object store.
 
-Open ``log.py`` first: it decides which version is the next one and who may write it. ``cursor.py`` reads version
-after version, ``format/`` has the bytes, ``storage/`` the stores, ``maintenance/`` removes and merges old versions,
-``notify/`` carries hints of new ones. ``FORMAT.md`` specifies all of it.
+Start with ``log.py``: it appends versions and decides which publisher may write. ``cursor.py`` reads one version after
+the other. ``format/`` defines the bytes, ``storage/`` accesses the stores, ``maintenance/`` deletes and merges old
+versions, ``notify/`` sends hints of new versions. ``FORMAT.md`` is the specification.
 """

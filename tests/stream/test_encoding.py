@@ -199,7 +199,7 @@ def test_float16_makes_infinities_of_what_it_cannot_hold():
 def test_what_cannot_be_stored_is_refused():
     with pytest.raises(InvalidArgumentError, match="INT4 needs an even number"):
         encode_rows(torch.zeros(2, 3), Encoding.INT4)
-    with pytest.raises(InvalidArgumentError, match="at least one column"):
+    with pytest.raises(InvalidArgumentError, match="Pass 1 or more"):
         encode_rows(torch.zeros(2, 0), Encoding.INT8)
     with pytest.raises(InvalidArgumentError, match="float32, float16 or bfloat16"):
         Encoding.of(torch.uint8)
@@ -273,14 +273,14 @@ def _deflated(gaps):
         ([1], [], 0, "end after 0 ids"),
         ([1], [], -1, "cannot hold -1"),
         ([1], [], 2**63, "cannot hold"),
-        ([255], [], 1, "1 packed ids have wide gaps, of which 0"),
-        ([1], [300], 1, "0 packed ids have wide gaps, of which 1"),
-        ([255], [254], 1, "wide gaps"),
-        ([255], [-1], 1, "wide gaps"),
-        ([255, 0], [_MAX_ID], 2, "largest int64"),
-        ([0, 255], [_MAX_ID], 2, "largest int64"),
-        ([255, 255], [_MAX_ID, _MAX_ID], 2, "largest int64"),
-        ([255, 255, 255], [_MAX_ID, _MAX_ID, 300], 3, "largest int64"),
+        ([255], [], 1, "1 packed ids need an escape: 0 escapes given"),
+        ([1], [300], 1, "0 packed ids need an escape: 1 escapes given"),
+        ([255], [254], 1, "need an escape"),
+        ([255], [-1], 1, "need an escape"),
+        ([255, 0], [_MAX_ID], 2, "overflow int64"),
+        ([0, 255], [_MAX_ID], 2, "overflow int64"),
+        ([255, 255], [_MAX_ID, _MAX_ID], 2, "overflow int64"),
+        ([255, 255, 255], [_MAX_ID, _MAX_ID, 300], 3, "overflow int64"),
     ],
 )
 def test_what_packing_does_not_write_is_refused(gaps, escapes, num_ids, message):

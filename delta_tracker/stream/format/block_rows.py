@@ -1,4 +1,4 @@
-"""Rows of a block: what is written to parts, read from them, merged, and applied to models."""
+"""Rows of a block, as they are written to parts, read from them, merged, and applied to models."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from delta_tracker.stream.format.encoding import Encoding, decode_rows
 from delta_tracker.stream.format.manifest import Block
 
 CHUNK_BYTES = 4 << 20
-_VALUE_BYTES = 4  # a value that is being encoded or decoded takes a float32
+_VALUE_BYTES = 4  # encoding and decoding work in float32
 _ID_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRows:
-    """The rows of a block, which are read when they are needed.
+    """Rows of a block, read lazily.
 
     Args:
-        block: which rows and columns of which table, and their encoding.
+        block: table, row range, column range and encoding.
         ids: ``[N]`` int64 global row ids, ascending and unique; None if the block holds all rows of its range.
         read: returns the rows ``begin`` to ``end`` of the ``N`` as they are stored, ``[end - begin, width]`` in
-            ``block.encoding.dtype``. The result may be a view of memory that others hold: do not write to it.
+            ``block.encoding.dtype``. The result may be a view of shared memory: do not write to it.
     """
 
     block: Block
@@ -33,30 +33,30 @@ class BlockRows:
 
     @classmethod
     def of(cls, block: Block, ids: Tensor | None, stored: Tensor) -> BlockRows:
-        """Return rows that are in memory, ``[N, width]`` as :func:`~.encoding.encode_rows` returns them."""
+        """Wrap rows that are in memory, ``[N, width]`` as :func:`~.encoding.encode_rows` returns them."""
         return cls(block, ids, lambda begin, end: stored[begin:end])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the stored rows, and of their ids as int64."""
+        """Size in bytes of the stored rows, and of their ids as int64."""
         return self.block.num_rows * (self.block.row_bytes + (0 if self.ids is None else _ID_BYTES))
 
     def chunks(self, num_rows: int | None = None) -> Iterator[Tensor]:
-        """Yield all rows as they are stored, each chunk when it is asked for.
+        """Yield all rows as they are stored, in chunks that are read lazily.
 
         Args:
-            num_rows: maximum number of rows of a chunk; None for as many as stay in the cache while they are encoded.
+            num_rows: maximum number of rows per chunk; None for as many as fit the cache while they are encoded.
         """
         step = num_rows or max(1, CHUNK_BYTES // (self.block.num_columns * _VALUE_BYTES))
         for begin in range(0, self.block.num_rows, step):
             yield self.read(begin, min(begin + step, self.block.num_rows))
 
     def loaded(self) -> BlockRows:
-        """Return the same rows, read now."""
+        """Read the rows now and return them in memory."""
         return BlockRows.of(self.block, self.ids, self.read(0, self.block.num_rows))
 
     def decoded(self, dtype: torch.dtype) -> BlockRows:
-        """Return the same rows in the table's dtype, which is one of float32, float16 and bfloat16."""
+        """Return the same rows decoded to the table's dtype: float32, float16 or bfloat16."""
         block, own = self.block, Encoding.of(dtype)
         if block.encoding is own:
             return self
@@ -67,16 +67,16 @@ class BlockRows:
         )
 
     def within(self, rows: tuple[int, int], columns: tuple[int, int]) -> BlockRows:
-        """Return the rows of a part of the block.
+        """Return the rows and columns of the block that are inside two ranges.
 
         Args:
-            rows: half-open range of global row ids, inside the block's.
-            columns: half-open column range, inside the block's; the same one if the rows are quantized.
+            rows: half-open range of global row ids, inside the block's range.
+            columns: half-open column range, inside the block's; equal to it if the rows are quantized.
         """
         block = self.block
         if rows == block.rows and columns == block.columns:
             return self
-        assert columns == block.columns or not block.encoding.is_quantized, "quantized rows have no single columns"
+        assert columns == block.columns or not block.encoding.is_quantized, "quantized rows cannot be split by columns"
         if self.ids is None:
             ids, start, stop = None, rows[0] - block.rows[0], rows[1] - block.rows[0]
         else:
@@ -89,16 +89,16 @@ class BlockRows:
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
     def take(self, places: Tensor) -> BlockRows:
-        """Return some of the rows, given by their places among the ``N``: ``[M]`` int64, ascending and unique."""
+        """Return the rows at some indices among the ``N``: ``[M]`` int64, ascending and unique."""
         ids = places + self.block.rows[0] if self.ids is None else self.ids[places]
         part = replace(self.block, num_rows=len(places), ids="list")
         return BlockRows(part, ids, lambda begin, end: self.gather(places[begin:end]))
 
     def gather(self, places: Tensor) -> Tensor:
-        """Return the rows at some places as they are stored, ``[M, width]``; reads the span that they lie in.
+        """Return the rows at some indices as they are stored, ``[M, width]``; reads from the first to the last of them.
 
         Args:
-            places: ``[M]`` int64, ascending.
+            places: ``[M]`` int64 indices among the ``N``, ascending.
         """
         if not len(places):
             return self.read(0, 0)
@@ -107,6 +107,6 @@ class BlockRows:
 
 
 def places_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return the half-open range of places of the ids, ``[N]`` ascending, that lie in a range of rows."""
+    """Return the half-open index range of the ids, ``[N]`` ascending, that are in a range of rows."""
     start, stop = torch.searchsorted(ids, torch.tensor(rows)).tolist()
     return start, stop

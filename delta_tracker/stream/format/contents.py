@@ -1,4 +1,4 @@
-"""What a version holds, to be read a few rows at a time: its rows, each as it is in the end, and its dense tensors."""
+"""Rows and dense tensors of a version, read in chunks, with listed rows already written over whole blocks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from delta_tracker.stream.storage.storage import Storage
 
 
 class Contents:
-    """The rows and dense tensors of a version, all checked when it is made.
+    """Rows and dense tensors of a version. The constructor checks all of them.
 
-    Rows of whole blocks are read with the listed rows already in their places, so that no reader sees a row in between.
+    Whole blocks are read with the listed rows already written over them, so a row is never applied in an older state.
 
     Args:
-        storage: where the version lies.
-        manifest: its entry.
-        memory_bytes: how much of its parts may be held in memory; the others are read again as they are needed.
-        buffer: the memory that they are held in; new memory without it.
+        storage: store of the stream.
+        manifest: manifest of the version.
+        memory_bytes: maximum bytes of parts held in memory; the other parts are read again when needed.
+        buffer: memory for the parts; None allocates new memory.
 
     Raises:
-        CorruptPartError: if a part is not exactly what its record says.
+        CorruptPartError: if a part does not match its record.
         StorageError: if the store cannot be read.
 
     Attributes:
-        manifest: as given.
-        whole: blocks that hold all rows of their range, decoded, as they are in the end. Apply them first.
+        manifest: manifest of the version.
+        whole: blocks that hold all rows of their range, decoded, in their final state. Apply them first.
         listed: the other rows, decoded.
         dense: name to dense tensor.
     """
@@ -58,7 +58,7 @@ class Contents:
         self.dense = dense_of(readers)
 
     def chunks(self, num_rows: int = 16_384) -> Iterator[tuple[str, Tensor]]:
-        """FQN and values ``[n, columns]`` of all its rows, at most ``num_rows`` at a time."""
+        """Yield FQN and values ``[n, columns]`` of all rows, at most ``num_rows`` at a time."""
         for rows in (*self.whole, *self.listed):
             for values in rows.chunks(num_rows):
                 yield rows.block.table, values

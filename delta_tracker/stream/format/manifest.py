@@ -1,4 +1,4 @@
-"""Manifests: the records of a stream's versions, as values. ``stream/FORMAT.md`` describes their JSON."""
+"""Manifests, the records of a stream's versions, as dataclasses. ``stream/FORMAT.md`` specifies their JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from delta_tracker.types import TableSpec
 
 FORMAT = 1
 Kind = Literal["claim", "snapshot", "delta"]
-# How a block says which rows it holds: all of its range; a list; a list of compressed gaps.
+# Storage of a block's row ids: all rows of its range, a list of ids, or compressed gaps between ids.
 IdForm = Literal["all", "list", "gaps"]
 
 MAX_DIMS = 16
@@ -43,11 +43,11 @@ class Block:
 
     Args:
         table: fully qualified name.
-        rows: range of global row ids that the rows lie in.
-        columns: range of columns that the values cover.
-        num_rows: how many rows the part holds.
-        ids: how the part says which rows they are.
-        encoding: how the values are stored.
+        rows: range of global row ids.
+        columns: range of columns.
+        num_rows: number of rows that the part holds.
+        ids: storage of the row ids.
+        encoding: encoding of the values.
     """
 
     table: str
@@ -59,25 +59,25 @@ class Block:
 
     @property
     def num_columns(self) -> int:
-        """Columns that the values cover."""
+        """Number of columns."""
         return self.columns[1] - self.columns[0]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one stored row, without its id."""
+        """Size in bytes of one stored row, without its id."""
         return self.encoding.width(self.num_columns) * self.encoding.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One object of rows, written by one rank.
+    """Record of a part: an object with rows and dense tensors, written by one rank or by a compaction.
 
     Args:
-        name: the object's name in the store.
-        num_bytes: its size.
+        name: name of the object in the store.
+        num_bytes: size of the object.
         xxh3: 128-bit xxh3 of its bytes, in hex.
-        blocks: the rows that it holds.
-        dense: names of the dense tensors that it holds.
+        blocks: blocks of rows in the part.
+        dense: names of the dense tensors in the part.
     """
 
     name: _PartName
@@ -99,13 +99,13 @@ class DenseSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
+        """Size in bytes of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """An entry of the log, by its place and the 128-bit xxh3 of its bytes, in hex."""
+    """Reference to an entry of the log: its version and the 128-bit xxh3 of its bytes, in hex."""
 
     version: Count
     xxh3: Hex
@@ -113,25 +113,25 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """One committed version, or the merged versions of a compaction.
+    """Manifest of one version in the log, or of the versions that a compaction merged.
 
     Args:
         stream: id of the stream, 32 hex digits.
-        generation: which publisher's life wrote it.
+        generation: generation of the publisher that wrote it.
         writer: id of that publisher, 32 hex digits.
-        version: place in the log.
+        version: index in the log.
         kind: claim, snapshot or delta.
-        parent: the entry that it follows; None at the start of a log.
-        snapshot: the newest snapshot of the log up to and with this version; None before the first.
-        batches: half-open range of the trainer's step counts that it covers; its cut is the end.
-        cut: unix time at which its rows were read, in seconds.
-        created: unix time of the commit, in seconds.
-        pending_rows: changed rows that it leaves for later versions.
+        parent: the preceding entry; None at the start of a log.
+        snapshot: version of the newest snapshot up to and including this version; None before the first.
+        batches: half-open range of the trainer's step counts that the version covers; the cut is at its end.
+        cut: Unix time at which the rows were read, in seconds.
+        created: Unix time of the commit, in seconds.
+        pending_rows: changed rows that are left for later versions.
         tables: FQN to table.
         dense: name to spec of the dense parameters and buffers.
-        parts: the objects that hold its rows. Blocks of all rows are applied before blocks of some.
-        merges: of a compaction, the last log entry that it stands for, this version's; otherwise None. It then
-            replaces the versions after ``parent``, up to and with this one.
+        parts: objects that hold the rows. Apply blocks with all rows of their range before blocks that list rows.
+        merges: link of the log entry of ``version`` if this is a merged entry, which replaces the versions after
+            ``parent`` up to and including ``version``; None in the log.
         xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty in a draft.
     """
 
@@ -154,17 +154,17 @@ class Manifest:
 
     @property
     def link(self) -> Link:
-        """What the entry after it names as its parent."""
+        """Link that the next entry has as its parent."""
         return self.merges or Link(self.version, self.xxh3)
 
     @property
     def num_rows(self) -> int:
-        """Rows in all its parts; a row in several column shards counts once for each."""
+        """Number of rows in all parts; a row in several column shards counts once for each."""
         return sum(block.num_rows for part in self.parts for block in part.blocks)
 
     @property
     def rows_by_table(self) -> dict[str, int]:
-        """FQN to :attr:`num_rows` of that table; tables without rows are left out."""
+        """FQN to :attr:`num_rows` of that table; only tables that have blocks."""
         found: dict[str, int] = {}
         for part in self.parts:
             for block in part.blocks:
@@ -173,11 +173,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its parts."""
+        """Size in bytes of all parts."""
         return sum(part.num_bytes for part in self.parts)
 
     def to_json(self) -> bytes:
-        """The entry as it stands in the log."""
+        """Return the bytes of the entry as they are stored in the log."""
         tables = {
             fqn: {"num_rows": table.num_rows, "dim": table.dim, "dtype": DTYPE_NAMES[table.dtype]}
             for fqn, table in self.tables.items()

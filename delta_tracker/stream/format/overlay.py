@@ -1,7 +1,7 @@
-"""Listed rows that replace rows of whole blocks.
+"""Overlay of listed rows on whole blocks.
 
-Listed rows are newer than whole blocks, whose rows may have been copied while they were being trained. Readers and
-compaction write them over the whole blocks' rows, so that a row is never applied in an older state first.
+Listed rows are newer than whole blocks, which may be copied while training continues. Readers and compaction write the
+listed rows over the whole blocks, so that a row is never applied in an older state first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from delta_tracker.stream.format.manifest import Block
 class Overlay:
     """Listed rows, indexed by table, columns and row range.
 
-    Making it sorts the blocks. A look-up costs two bisections for each distinct column range of the table, whatever the
+    The constructor sorts the blocks. A lookup costs two bisections per distinct column range of the table, for any
     number of blocks.
 
     Args:
@@ -31,9 +31,9 @@ class Overlay:
         self._index = _Index((each.block, each) for each in listed if each.block.num_rows)
 
     def over(self, whole: BlockRows) -> BlockRows:
-        """Return the rows of a whole block with the listed rows in their places.
+        """Return the rows of a whole block, replaced by listed rows where there are any.
 
-        Listed rows in another encoding are ignored, and those of other columns if the rows are quantized.
+        Ignores listed rows in another encoding, and for quantized rows also those of other columns.
         """
         block = whole.block
         if not any(
@@ -67,17 +67,17 @@ class Overlay:
 
 
 class WholeBlocks:
-    """Whole blocks, over which listed rows are written.
+    """Whole blocks, to which listed rows are written.
 
     Args:
-        blocks: blocks that hold all rows of their ranges, and do not overlap.
+        blocks: blocks that hold all rows of their ranges. They must not overlap.
     """
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._index = _Index((block, block) for block in blocks if block.num_rows)
 
     def outside(self, listed: BlockRows) -> Iterator[BlockRows]:
-        """Yield those of the listed rows that :meth:`Overlay.over` does not write to one whole block."""
+        """Yield the listed rows that :meth:`Overlay.over` does not write completely to one whole block."""
         block = listed.block
         holders = [
             whole.rows
@@ -97,7 +97,7 @@ _T = TypeVar("_T")
 
 
 class _Index(Generic[_T]):
-    """Blocks that do not overlap, with a value each, found by the rows and columns that they share with a range."""
+    """Index from blocks that do not overlap to values, searchable by row and column range."""
 
     def __init__(self, entries: Iterable[tuple[Block, _T]]) -> None:
         columns: defaultdict[str, defaultdict[tuple[int, int], list[tuple[Block, _T]]]]
@@ -109,14 +109,14 @@ class _Index(Generic[_T]):
         }
 
     def overlapping(self, table: str, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[_T]:
-        """Yield the values of those blocks that have a row and a column in these ranges."""
+        """Yield the values of the blocks that have a row and a column in these ranges."""
         for each in self._columns.get(table, ()):
             if each.columns[0] < columns[1] and columns[0] < each.columns[1]:
                 yield from each.overlapping(rows)
 
 
 class _Column(Generic[_T]):
-    """Blocks of one column range, by their rows: none is empty, so both edges ascend."""
+    """Blocks of one column range, sorted by rows. No block is empty, so begins and ends both ascend."""
 
     def __init__(self, entries: list[tuple[Block, _T]]) -> None:
         entries.sort(key=lambda entry: entry[0].rows)
@@ -130,6 +130,6 @@ class _Column(Generic[_T]):
 
 
 def _fits(whole: Block, listed: Block) -> bool:
-    """Return whether columns that both blocks have are stored alike."""
+    """Return True if the columns that both blocks have are stored in the same form."""
     is_alike = whole.encoding is listed.encoding
     return is_alike and (whole.columns == listed.columns or not whole.encoding.is_quantized)

@@ -1,4 +1,4 @@
-"""Memory for the parts of a version, which is used again for the next version."""
+"""Reusable memory for the parts of successive versions."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _MAX_FREE_BYTES = 320 << 20
 
 
 class PartSource(Protocol):
-    """The bytes of a part, which are read and checked as they are needed."""
+    """Bytes of a part, read and checked lazily."""
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)``, which may not be checked before :meth:`finish`."""
+        """Return the bytes ``[begin, end)``. They may be unchecked before :meth:`finish`."""
 
     def finish(self) -> None:
-        """Read the rest and compare the part with its record. A call after an error resumes."""
+        """Read the remaining bytes and compare the part with its record. A call after an error resumes."""
 
 
 class PartBuffer:
-    """Memory for the parts of a version, which is reused for the next one: new memory costs more than to read into it.
+    """Memory for the parts of a version, reused for the next version. Allocating it costs more than reading into it.
 
-    It is reused once every array and tensor that refers to it is gone. A version that is still in use keeps its bytes,
-    and the next one is read into other memory.
+    The memory is reusable once every array and tensor that refers to it has been garbage-collected. While a version is
+    in use, the next one is read into other memory.
 
     Memory: see :class:`~delta_tracker.buffers.BufferPool`; at most 320 MiB of it are free.
     """
@@ -43,20 +43,20 @@ class PartBuffer:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are kept for the next version."""
+        """Number of bytes kept for the next version."""
         return self._pool.free_bytes
 
     def keep(self, parts: Sequence[Part], sources: list[PartSource]) -> None:
-        """Keep what was read of the parts of a version when an error interrupted it."""
+        """Keep the partly read sources of a version after an error."""
         self._begun = tuple(parts), sources
 
     def begun(self, parts: Sequence[Part]) -> list[PartSource] | None:
-        """Return what was kept of exactly these parts, None if nothing was. What was kept is dropped here."""
+        """Return the kept sources of these parts, None if there are none. Drops the kept sources in any case."""
         kept, self._begun = self._begun, None
         return kept[1] if kept is not None and kept[0] == tuple(parts) else None
 
     def lend(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Return an array of each of these sizes in bytes, aligned for every dtype; uninitialised."""
+        """Return one uninitialised array per size in bytes, each aligned for every dtype."""
         ends = [0, *itertools.accumulate([size + -size % _ALIGNMENT for size in sizes])]
         memory = self._pool.lend(ends[-1])
         return [memory[begin : begin + size] for begin, size in zip(ends, sizes, strict=False)]

@@ -1,7 +1,4 @@
-"""Parts of a version, read and checked.
-
-Nothing of a part is handed out before all of it was found to be what its record says.
-"""
+"""Reader of parts. It returns nothing of a part before the whole part has been checked against its record."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from delta_tracker.stream.storage.storage import Storage, Transfer
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Parts up to this size are held in memory while they are applied; a larger one is read twice, piece by piece.
+# Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20
 _PIECE_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
@@ -39,7 +36,7 @@ _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, Overfl
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Where a tensor lies in the file."""
+    """Dtype, shape and byte range of a tensor in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -48,21 +45,21 @@ class _Span:
 
 
 class PartReader:
-    """The rows and dense tensors of a part, all checked when it is made.
+    """Rows and dense tensors of a part. The constructor checks all of them.
 
-    Memory: the whole part up to ``memory_bytes``; of a larger one a few pieces of 8 MiB and its ids, 8 bytes for each
-    row that is listed. Rows are views of that memory.
+    Memory: the whole part if it has at most ``memory_bytes``; otherwise a few pieces of 8 MiB, and 8 bytes per listed
+    row for its id. Rows are views of that memory.
 
     Args:
-        storage: where it lies.
-        part: its record, from a checked manifest.
-        manifest: that manifest.
-        memory_bytes: size above which it is not held in memory.
-        out: the memory that it is held in, for as many bytes; new memory without it.
-        source: its bytes, if reading them has begun already.
+        storage: store of the stream.
+        part: record of the part, from a checked manifest.
+        manifest: the manifest.
+        memory_bytes: maximum size of a part that is held in memory.
+        out: memory for the part's bytes; None allocates new memory.
+        source: the part's bytes, if reading has already begun.
 
     Raises:
-        CorruptPartError: if the bytes are not exactly what the record says.
+        CorruptPartError: if the bytes do not match the record.
         StorageError: if the store cannot be read.
     """
 
@@ -81,7 +78,7 @@ class PartReader:
         source = source or _source(storage, part, memory_bytes, out)
         self._read = source.read
         try:
-            # The header first: it refuses most of what is no part before the rest of a large one is read.
+            # The header first: it rejects most invalid files before the rest of a large one is read.
             self._spans = self._layout()
             source.finish()
             self._ids = [self._checked_ids(index, block) for index, block in enumerate(part.blocks)]
@@ -93,17 +90,17 @@ class PartReader:
 
     @property
     def rows(self) -> list[BlockRows]:
-        """The rows of each block, as they are stored. Reading them raises as :meth:`stored`."""
+        """Rows of each block, as they are stored. Reading them raises the errors of :meth:`stored`."""
         return [
             BlockRows(block, ids, partial(self.stored, index))
             for index, (block, ids) in enumerate(zip(self.part.blocks, self._ids, strict=True))
         ]
 
     def stored(self, index: int, begin: int, end: int) -> Tensor:
-        """The rows ``begin`` to ``end`` of the part's ``index``-th block, ``[N, width]`` as they stand in the part.
+        """Return the rows ``begin`` to ``end`` of the part's ``index``-th block, ``[N, width]`` as they are stored.
 
         Raises:
-            CorruptPartError: if a large part has changed since it was checked.
+            CorruptPartError: if a large part changed after it was checked.
             StorageError: if the store cannot be read.
         """
         row_bytes = self.part.blocks[index].row_bytes
@@ -114,7 +111,7 @@ class PartReader:
         return torch.from_numpy(data).view(span.dtype).view(end - begin, span.shape[1])
 
     def dense(self) -> dict[str, Tensor]:
-        """The dense tensors of the part, by name."""
+        """Return the dense tensors of the part, by name."""
         return {name: self._tensor(dense_key(index)) for index, name in enumerate(self.part.dense)}
 
     def _tensor(self, key: str) -> Tensor:
@@ -125,24 +122,24 @@ class PartReader:
         return torch.from_numpy(data).view(span.dtype).view(span.shape)
 
     def _layout(self) -> dict[str, _Span]:
-        """Where the tensors are, whose names, dtypes and shapes must be the expected ones and fill the file."""
+        """Read the header. Check that the tensors have the expected names, dtypes and shapes, and fill the file."""
         size = self.part.num_bytes
         header_bytes = int.from_bytes(self._read(0, min(SIZE_BYTES, size)).tobytes(), "little")
         position = SIZE_BYTES + header_bytes
         if position > size or position % ALIGNMENT or header_bytes > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header claims {header_bytes} bytes of {size}")
+            raise ValueError(f"invalid header length: {header_bytes} of {size} bytes")
         start = position
         header = load_json(self._read(SIZE_BYTES, start).tobytes())
         expected = self._expected()
         if header.keys() != expected.keys():
-            raise ValueError(f"it holds the tensors {sorted(header)} instead of {sorted(expected)}")
+            raise ValueError(f"it has the tensors {sorted(header)} instead of {sorted(expected)}")
         spans: dict[str, _Span] = {}
         for key, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
             dtype, shape = expected[key]
-            if shape is None:  # as long as it says
+            if shape is None:  # the header defines the length
                 (length,) = entry["shape"]
                 shape = (_length(length),)
-            end = position + math.prod(shape) * dtype.itemsize  # Size.numel() would wrap around
+            end = position + math.prod(shape) * dtype.itemsize  # Size.numel() would overflow
             offsets = [position - start, end - start]
             wanted = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
             if json.dumps(entry, sort_keys=True) != json.dumps(wanted, sort_keys=True):  # 1.0 and true equal 1
@@ -156,7 +153,7 @@ class PartReader:
         return spans
 
     def _expected(self) -> dict[str, tuple[torch.dtype, tuple[int, ...] | None]]:
-        """Dtype and shape of every tensor; None for a shape that the file itself says."""
+        """Return dtype and shape of every tensor; None for a shape that only the file defines."""
         expected: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
         for index, block in enumerate(self.part.blocks):
             if block.ids == "list":
@@ -171,11 +168,11 @@ class PartReader:
         return expected
 
     def _check_flags(self) -> None:
-        """Torch takes every byte for a bool, and computes with it."""
+        """Check that bool tensors hold only 0 and 1; torch does not check it."""
         for index, name in enumerate(self.part.dense):
             span = self._spans[dense_key(index)]
             if span.dtype == torch.bool and (self._read(span.begin, span.end) > 1).any():
-                raise ValueError(f"the dense tensor {name!r} has bytes that are no bool")
+                raise ValueError(f"the bool tensor {name!r} has bytes other than 0 and 1")
 
     def _checked_ids(self, index: int, block: Block) -> Tensor | None:
         if block.ids == "all":
@@ -186,7 +183,7 @@ class PartReader:
             ids = unpack_ids(self._tensor(f"{index}.gaps"), self._tensor(f"{index}.escapes"), block.num_rows)
         first, end = block.rows
         if len(ids) and (int(ids[0]) < first or int(ids[-1]) >= end):
-            raise ValueError(f"ids of table {block.table!r} lie outside its rows {block.rows}")
+            raise ValueError(f"ids of table {block.table!r} are outside the rows {block.rows}")
         if not bool((ids[1:] > ids[:-1]).all()):
             raise ValueError(f"ids of table {block.table!r} are not ascending and unique")
         return ids
@@ -203,7 +200,7 @@ def _source(storage: Storage, part: Part, memory_bytes: int, out: NDArray[np.uin
 
 
 class _InMemory:
-    """A part that is read at once. After an error it is resumed where it stopped."""
+    """Part that is read into memory as a whole. After an error, reading resumes where it stopped."""
 
     def __init__(self, storage: Storage, part: Part, out: NDArray[np.uint8] | None) -> None:
         self._storage = storage
@@ -234,9 +231,9 @@ class _InMemory:
 
 
 class _Pieces:
-    """A part that is read once for its hash; then again as it is asked for, each piece compared with what it was.
+    """Part that is read once to hash it, and then again on demand. Each piece is compared with its hash.
 
-    After an error hashing is resumed where it stopped.
+    After an error, hashing resumes where it stopped.
     """
 
     def __init__(self, storage: Storage, part: Part) -> None:
@@ -256,7 +253,7 @@ class _Pieces:
         self._is_checked = True
 
     def _hash(self, end: int) -> None:
-        """Hash the pieces up to a byte, the size first."""
+        """Check the size, then hash the pieces up to the byte ``end``."""
         if not self._digests:
             _check_size(self._part, self._storage.size(self._part.name))
         while len(self._digests) * _PIECE_BYTES < end:
@@ -282,7 +279,7 @@ class _Pieces:
             return self._held[1]
         piece = self._fetch(number)
         if xxhash.xxh3_128_digest(piece.data) != self._digests[number]:
-            raise CorruptPartError(self._part.name, "it changed while it was being read")
+            raise CorruptPartError(self._part.name, "it changed while it was read")
         self._held = number, piece
         return piece
 
@@ -292,7 +289,7 @@ class _Pieces:
         end = min(begin + _PIECE_BYTES, self._part.num_bytes)
         data = self._storage.read_range(self._part.name, begin, end)
         if data is None:
-            raise CorruptPartError(self._part.name, "it is gone while it is being read")
+            raise CorruptPartError(self._part.name, "it was deleted while it was read")
         return data
 
 
@@ -305,9 +302,10 @@ def _check_size(part: Part, size: int | None) -> None:
 def read_parts(
     storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMORY_BYTES, buffer: PartBuffer | None = None
 ) -> list[PartReader]:
-    """All parts of a version, checked; together at most ``memory_bytes`` of them are held, in ``buffer`` if given.
+    """Read and check all parts of a version, holding at most ``memory_bytes`` of them in memory.
 
-    What was read of them before a :class:`StorageError` is kept in ``buffer``, and the next call goes on from there.
+    If ``buffer`` is given, the parts are read into it. It also keeps what was read before a :class:`StorageError` or an
+    interruption, and the next call for the same parts resumes there.
 
     Raises:
         CorruptPartError, StorageError: as :class:`PartReader`.
@@ -337,5 +335,5 @@ def _sources(storage: Storage, parts: Sequence[Part], memory_bytes: int, buffer:
 
 
 def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
-    """The dense tensors of a version, by name."""
+    """Return the dense tensors of a version, by name."""
     return {name: tensor for reader in readers for name, tensor in reader.dense().items()}

@@ -1,7 +1,7 @@
-"""Parts of a version: rows and dense tensors to the bytes of a safetensors file, as ``stream/FORMAT.md`` describes.
+"""Writer of parts: rows and dense tensors as the bytes of a safetensors file, as ``stream/FORMAT.md`` specifies.
 
-The layout is written straight from the tensors' memory, chunk by chunk, and read without a copy: ``safetensors``
-itself offers neither over an object store, and through its ``save`` to bytes a publish is several times slower.
+The file is written directly from the tensors' memory, chunk by chunk, and read without a copy. The ``safetensors``
+package supports neither on an object store, and its ``save`` to bytes makes a publish several times slower.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """A tensor of the file."""
+    """Tensor in the file."""
 
     key: str
     dtype: torch.dtype
@@ -36,12 +36,12 @@ class _Entry:
 
 
 class PartWriter:
-    """The bytes of a part, once through, and then its record.
+    """Single-pass writer of a part's bytes, which then provides the part's record.
 
     Args:
-        name: the part's name in the store.
-        rows: the rows that go into it. Each chunk of them is read when the one before it was written.
-        dense: the dense tensors that go into it.
+        name: name of the part in the store.
+        rows: rows to write. Each chunk is read after the preceding one was written.
+        dense: dense tensors to write, by name.
     """
 
     def __init__(self, name: str, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> None:
@@ -51,21 +51,24 @@ class PartWriter:
         self._entries = [entry for index, each in enumerate(rows) for entry in _entries(index, each)]
         for index, tensor in enumerate((dense or {}).values()):
             self._entries.append(_Entry(dense_key(index), tensor.dtype, tuple(tensor.shape), [tensor]))
-        # Wide items first: every tensor then starts at a multiple of its item size, whatever the dtypes and shapes.
+        # Wide items first, so that every tensor starts at a multiple of its item size, for all dtypes and shapes.
         self._entries.sort(key=lambda entry: -entry.dtype.itemsize)
         self._part: Part | None = None
 
     @property
     def part(self) -> Part:
-        """The record, once :meth:`buffers` has given all bytes."""
-        assert self._part is not None, "buffers() was not drawn to its end"
+        """Record of the part; available once :meth:`buffers` is exhausted."""
+        assert self._part is not None, "buffers() is not exhausted"
         return self._part
 
     def buffers(self) -> Iterator[memoryview]:
-        """Buffers whose concatenation is the part. They are views of the tensors' memory: write each at once."""
+        """Yield buffers whose concatenation is the part.
+
+        They are views of the tensors' memory: write each one before the next is requested.
+        """
         digest = xxhash.xxh3_128()
         num_bytes = 0
-        for buffer in pieces(self._buffers()):  # so that what is written was just hashed, and is in the cache
+        for buffer in pieces(self._buffers()):  # small pieces stay in the cache until they are written
             digest.update(buffer)
             num_bytes += len(buffer)
             yield buffer
@@ -92,11 +95,11 @@ class PartWriter:
                 given += chunk.nbytes
                 if chunk.nbytes:
                     yield _bytes_of(chunk)
-            assert given == num_bytes, f"the chunks of {entry.key} have {given} of {num_bytes} bytes"
+            assert given == num_bytes, f"the chunks of {entry.key} have {given} bytes instead of {num_bytes}"
 
 
 def dense_key(index: int) -> str:
-    """Name of a part's ``index``-th dense tensor."""
+    """Return the name of a part's ``index``-th dense tensor."""
     return f"dense.{index}"
 
 
