@@ -1,6 +1,6 @@
 """Track which embedding rows of a TorchRec model change, publish exactly those, apply them while serving.
 
-The names below are imported when they are first used: a serving host does not wait for what only a trainer needs.
+Each public name is imported at its first use, so that a serving host does not import the modules of a trainer.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name, or one of the two modules that programs use; afterwards it is an ordinary attribute."""
+    """Import a public name, or the public modules ``errors`` and ``monitor``, at the first access."""
     if name in ("errors", "monitor"):
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:

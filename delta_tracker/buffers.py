@@ -1,4 +1,4 @@
-"""Memory on the CPU for rows and parts, which is reused once nothing refers to it any more."""
+"""CPU memory for rows and parts, reused once no array refers to it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torch import Tensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LARGE_BYTES = 4 << 20  # from here on numpy asks for huge pages, and new memory costs more than what is written to it
+_LARGE_BYTES = 4 << 20  # numpy requests huge pages from this size on, and a first touch costs more than the copy
 _MAX_BYTES = 1 << 30
 _ROUNDS = 4
 
 
 class BufferPool:
-    """Buffers on the CPU that are reused.
+    """Pool of reusable CPU buffers.
 
-    New memory costs more than to copy rows into it: the first touch of 256 MB takes 17 ms of processor time in huge
-    pages and 110 to 180 in small ones, the copy 15. Nothing has to be returned: a buffer is free when the array that
-    :meth:`lend` returned is gone, which every view and tensor of it keeps alive; a weak reference shows that. For
-    several threads, signal handlers and forked processes: :meth:`lend` never waits for the pool, but allocates new
-    memory while another thread uses it.
+    New memory costs more than copying rows into it: the first touch of 256 MB takes 17 ms of processor time with huge
+    pages and 110 to 180 ms without, the copy takes 15 ms. Buffers are not returned explicitly. A buffer becomes free
+    when the array from :meth:`lend` is garbage, which a weak reference detects; every view and tensor of the array
+    keeps it alive. The pool is safe for threads, signal handlers and forks: :meth:`lend` allocates a new buffer instead
+    of blocking while another thread uses the pool.
 
-    Memory: ``max_bytes`` of free buffers at most; a buffer in use has up to half as much again as was asked for. A
-    buffer that was free during four requests for each buffer of the pool is freed, which is four reads where all reads
-    are alike. A request takes time that grows with the logarithm of the number of buffers.
+    Memory: at most ``max_bytes`` of free buffers; a buffer in use may be half as large again as requested. A buffer
+    that stays free for four requests per buffer of the pool is released, which is four reads of equal size. A request
+    takes O(log n) for n buffers.
 
     Args:
-        max_bytes: how many bytes of free buffers are kept at most.
-        min_bytes: smaller memory is not taken from the pool.
+        max_bytes: maximum size of all free buffers.
+        min_bytes: smaller requests bypass the pool.
 
     Example:
         >>> memory = BufferPool()
@@ -53,24 +53,24 @@ class BufferPool:
         self._min_bytes = min_bytes
         self._lock = threading.Lock()
         self._num_requests = 0
-        # A loan is a weak reference to an array; by its id, with the memory of the array.
+        # Arrays in use: id of the weak reference to (weak reference, memory of the array).
         self._loans: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
-        self._ended: deque[int] = deque()  # ids of loans whose arrays are gone
-        # Free memory by the number of its return, the oldest first, with the number of requests then.
+        self._ended: deque[int] = deque()  # ids of the weak references whose arrays are garbage
+        # Free memory, oldest first: number of its return to (memory, number of requests at that time).
         self._free: OrderedDict[int, tuple[NDArray[np.uint8], int]] = OrderedDict()
-        self._sizes: list[tuple[int, int]] = []  # bytes and number of return of free memory, ascending
+        self._sizes: list[tuple[int, int]] = []  # (bytes, number of return) of free memory, ascending
         self._free_bytes = 0
         self._num_returns = 0
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of free buffers."""
+        """Size of all free buffers in bytes."""
         self._returned()
         return self._free_bytes
 
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return an array of bytes that nothing else refers to, at an address that suits every dtype; uninitialised."""
+        """Return an uninitialized array of bytes that is aligned for every dtype."""
         if num_bytes < self._min_bytes or not self._lock.acquire(blocking=False):
             return np.empty(num_bytes, dtype=np.uint8)
         try:
@@ -78,9 +78,9 @@ class BufferPool:
             self._settle()
             memory = self._take(num_bytes)
             if memory is None:
-                # New memory has room for some more rows next time; what is not touched is not provided.
+                # Leave room for a few more rows next time; untouched pages cost nothing.
                 memory = np.empty(num_bytes + num_bytes // 8, dtype=np.uint8)
-            # Not a slice: the views of that would hold the buffer itself, and nothing would tell that they exist.
+            # Not a slice: views of a slice would refer to the buffer itself, and the weak reference would miss them.
             array = np.frombuffer(memory.data[:num_bytes], dtype=np.uint8)
             loan = weakref.ref(array, self._returned)
             self._loans[id(loan)] = loan, memory
@@ -89,17 +89,17 @@ class BufferPool:
             self._lock.release()
 
     def join(self, user: object) -> None:
-        """Count ``user`` among those for whom free memory is kept, until it leaves or is garbage."""
+        """Keep free memory for ``user`` until :meth:`leave`, or until it is garbage."""
         self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """End :meth:`join`. The last user that leaves gives all free memory back to the system."""
+        """End :meth:`join`. When the last user leaves, free memory is returned to the system."""
         self._users.discard(user)
         if not self._users:
             self.give_back()
 
     def give_back(self) -> None:
-        """Return all free memory to the system. Does nothing while another thread uses the pool: it never waits."""
+        """Return all free memory to the system, unless another thread uses the pool: this call never blocks."""
         if self._lock.acquire(blocking=False):
             try:
                 self._settle()
@@ -110,17 +110,17 @@ class BufferPool:
                 self._lock.release()
 
     def _returned(self, loan: object = None) -> None:
-        """Note the end of a loan. Any thread may call it at any time, because garbage collection does."""
+        """Record that an array is garbage. Garbage collection may call this in any thread at any time."""
         if loan is not None:
             self._ended.append(id(loan))
-        if self._lock.acquire(blocking=False):  # otherwise the next request settles it
+        if self._lock.acquire(blocking=False):  # otherwise the next request does it
             try:
                 self._settle()
             finally:
                 self._lock.release()
 
     def _settle(self) -> None:
-        """Make the memory of ended loans free, and keep no more free memory than is wanted."""
+        """Free the memory of garbage arrays, and release free memory above the limits."""
         while self._ended:
             _, memory = self._loans.pop(self._ended.popleft())
             self._num_returns += 1
@@ -137,7 +137,7 @@ class BufferPool:
             self._free_bytes -= memory.nbytes
 
     def _take(self, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Return the smallest free memory of at least this size, None if it is far larger or there is none."""
+        """Return the smallest free memory of at least this size; None if it is over 1.5 times as large."""
         place = bisect_left(self._sizes, (num_bytes, 0))
         if place == len(self._sizes) or self._sizes[place][0] > num_bytes * 3 // 2:
             return None
@@ -148,13 +148,13 @@ class BufferPool:
 
 
 MEMORY = BufferPool()
-"""This process's."""
+"""Buffer pool of this process."""
 
 
 def new_rows(num_rows: int, like: Tensor) -> Tensor:
-    """Memory for rows, ``[num_rows, ...]``, with the dtype, device and other dimensions of ``like``; not set.
+    """Allocate uninitialized rows ``[num_rows, ...]`` with the dtype, device and other dimensions of ``like``.
 
-    Large memory on the CPU is this process's :class:`BufferPool`.
+    Large CPU memory comes from the :class:`BufferPool` of this process.
     """
     num_bytes = num_rows * math.prod(like.shape[1:]) * like.element_size()
     if like.device.type != "cpu" or num_bytes < _LARGE_BYTES:

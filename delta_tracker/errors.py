@@ -1,7 +1,7 @@
-"""Typed errors: what went wrong, with the offender as an attribute, and the next step.
+"""Typed errors. Each message names the offender, which is also an attribute, and the next step.
 
-Every error of the library derives from :class:`DeltaTrackerError`. An error that is raised has changed nothing:
-no cursor moved, no row was applied, no entry was committed.
+Every error of the library derives from :class:`DeltaTrackerError`. A call that raises changes no state unless its
+docstring says so: no cursor moves, no row is applied, no entry is committed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 
 def _listed(names: Iterable[object]) -> str:
-    """``names`` as readable text, ``none`` when there are none."""
+    """Return the names, separated by commas; ``none`` for an empty list."""
     return ", ".join(repr(name) for name in names) or "none"
 
 
@@ -18,8 +18,8 @@ class DeltaTrackerError(Exception):
     """Base of all errors of the library.
 
     Args:
-        problem: what went wrong, naming the offender.
-        remedy: the next step for the one who reads it.
+        problem: what went wrong, with the offender.
+        remedy: the next step.
     """
 
     def __init__(self, problem: str, remedy: str) -> None:
@@ -29,15 +29,15 @@ class DeltaTrackerError(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether Rust code of an extension panicked.
+    """Return True for a panic of an extension that is written in Rust.
 
-    Each extension has a class of its own, which derives from ``BaseException`` and cannot be imported.
+    Each extension raises its own class, which derives from ``BaseException`` and cannot be imported.
     """
     return type(error).__name__ == "PanicException"
 
 
 class InvalidArgumentError(DeltaTrackerError, ValueError):
-    """An argument has a value that the call cannot serve; ``argument`` and ``value`` hold it."""
+    """An argument has an invalid value, or the call is invalid at this moment; see ``argument`` and ``value``."""
 
     def __init__(self, argument: str, value: object, remedy: str) -> None:
         super().__init__(f"{argument}={value!r} cannot be used", remedy)
@@ -46,7 +46,7 @@ class InvalidArgumentError(DeltaTrackerError, ValueError):
 
 
 class MissingExtraError(DeltaTrackerError, ImportError):
-    """A package that this feature needs is not installed; ``package`` and ``extra`` name it."""
+    """A package that this feature needs is not installed: ``package``, part of the extra ``extra``."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
@@ -60,7 +60,7 @@ class MissingExtraError(DeltaTrackerError, ImportError):
 
 
 class NoShardedModuleError(DeltaTrackerError, ValueError):
-    """The model has no sharded embedding module to track; ``found`` lists the embedding-like modules it has."""
+    """The model has no sharded embedding module; ``found`` lists its other embedding modules."""
 
     def __init__(self, found: Iterable[str]) -> None:
         self.found = tuple(found)
@@ -71,7 +71,7 @@ class NoShardedModuleError(DeltaTrackerError, ValueError):
 
 
 class UnsupportedTableError(DeltaTrackerError, ValueError):
-    """A table is sharded or computed in a way that the tracker cannot follow; ``table`` and ``reason`` say which."""
+    """A table has an unsupported sharding or kernel; see ``table`` and ``reason``."""
 
     def __init__(self, table: str, reason: str) -> None:
         super().__init__(
@@ -83,7 +83,7 @@ class UnsupportedTableError(DeltaTrackerError, ValueError):
 
 
 class UnsupportedModuleError(DeltaTrackerError, ValueError):
-    """Sharded modules or tensors of the model cannot be followed; ``modules`` maps their FQNs to what they are."""
+    """The model has sharded modules or tensors of unsupported types; ``modules`` maps their FQNs to their types."""
 
     def __init__(self, modules: Mapping[str, str], remedy: str) -> None:
         self.modules = dict(modules)
@@ -92,7 +92,7 @@ class UnsupportedModuleError(DeltaTrackerError, ValueError):
 
 
 class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
-    """A fused optimizer writes rows that no backward pass names; ``optimizer`` and ``tables`` say which."""
+    """A fused optimizer may write rows that no backward pass looked up; see ``optimizer`` and ``tables``."""
 
     def __init__(self, optimizer: str, tables: Iterable[str]) -> None:
         self.optimizer = optimizer
@@ -105,7 +105,7 @@ class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
 
 
 class UnknownConsumerError(DeltaTrackerError, LookupError):
-    """A consumer that the tracker does not have; ``known`` lists those it has."""
+    """The tracker has no such consumer; ``known`` lists its consumers."""
 
     def __init__(self, consumer: str | None, known: Iterable[str]) -> None:
         self.consumer = consumer
@@ -119,7 +119,7 @@ class UnknownConsumerError(DeltaTrackerError, LookupError):
 
 
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
-    """A consumer belongs to a publisher: whoever else reads or moves it would take rows out of its stream."""
+    """A consumer is reserved, for example by a publisher; other reads would remove rows from its stream."""
 
     def __init__(self, consumer: str, owner: str) -> None:
         super().__init__(
@@ -131,31 +131,31 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 
 
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
-    """A consumer fell so far behind that its changes were given up to bound memory."""
+    """A consumer exceeded ``max_bytes``: its pending rows were dropped, and it needs a snapshot."""
 
     def __init__(self, consumer: str, max_bytes: int | None) -> None:
-        bound = "a former run's bound" if max_bytes is None else f"max_bytes={max_bytes}"
+        bound = "max_bytes of an earlier run" if max_bytes is None else f"max_bytes={max_bytes}"
         super().__init__(
-            f"consumer {consumer!r} fell behind: its pending rows passed {bound} and were given up",
-            "Call clear(consumer), then give it every row (read_rows), then read deltas again; or raise max_bytes",
+            f"consumer {consumer!r} needs a snapshot: its pending rows exceeded {bound} and were dropped",
+            "Call clear(consumer), copy every row (read_rows), then read deltas again; or increase max_bytes",
         )
         self.consumer = consumer
         self.max_bytes = max_bytes
 
 
 class StaleDeltaError(DeltaTrackerError, RuntimeError):
-    """A delta that is no longer its consumer's open read: committed, aborted, or replaced by a newer read."""
+    """A delta is not its consumer's uncommitted read: it was committed, aborted, or replaced by a newer read."""
 
     def __init__(self, consumer: str) -> None:
         super().__init__(
-            f"this delta is not the open read of consumer {consumer!r} any more",
-            "Its rows are not lost: call get_delta(commit=False) again and commit the new delta",
+            f"this delta is no longer the uncommitted read of consumer {consumer!r}",
+            "Call get_delta(commit=False) again and commit the new delta; no row was lost",
         )
         self.consumer = consumer
 
 
 class DetachedError(DeltaTrackerError, RuntimeError):
-    """The tracker was detached from its model and records nothing any more."""
+    """The tracker was detached from its model and no longer records."""
 
     def __init__(self) -> None:
         super().__init__("the tracker is detached from its model", "Build a new ModelDeltaTracker")
@@ -165,11 +165,11 @@ class DetachedError(DeltaTrackerError, RuntimeError):
 
 
 class CheckpointError(DeltaTrackerError, ValueError):
-    """Base of what keeps a saved tracker state from being loaded; nothing was changed."""
+    """Base of the errors of loading a saved tracker state; the tracker is unchanged."""
 
 
 class UnknownFormatError(CheckpointError):
-    """A saved state has a format version that this release does not read; ``found`` and ``known`` hold both."""
+    """A saved state has an unknown format version ``found``; this release reads ``known``."""
 
     def __init__(self, found: object, known: int) -> None:
         super().__init__(
@@ -181,12 +181,12 @@ class UnknownFormatError(CheckpointError):
 
 
 class StateMismatchError(CheckpointError):
-    """A saved state is of something else than what it is loaded into; ``what`` differs, ``saved`` and ``found`` how."""
+    """A saved state does not fit the tracker: ``what`` is ``saved`` in the state and ``found`` in the tracker."""
 
     def __init__(self, what: str, saved: object, found: object) -> None:
         super().__init__(
             f"the saved tracker state has {what} {saved}, where {found} is expected",
-            "Load it into a tracker built as the one that saved it, or load {} to count everything as changed",
+            "Load it into a tracker with the same arguments, or load {} to mark every row as changed",
         )
         self.what = what
         self.saved = saved
@@ -194,24 +194,24 @@ class StateMismatchError(CheckpointError):
 
 
 class PartialStateError(CheckpointError):
-    """Parts of a saved state are missing; ``ranks`` lists whose."""
+    """A saved state lacks the parts of ``ranks``."""
 
     def __init__(self, reason: str, ranks: Iterable[int]) -> None:
         self.reason = reason
         self.ranks = tuple(ranks)
         super().__init__(
-            f"the saved tracker state is not whole: {reason}; parts missing of ranks: {_listed(self.ranks)}",
-            "Load the parts of all ranks that saved it, or load {} to count everything as changed",
+            f"the saved tracker state is incomplete: {reason}; missing parts of ranks: {_listed(self.ranks)}",
+            "Load the parts of all ranks that saved it, or load {} to mark every row as changed",
         )
 
 
 class MalformedStateError(CheckpointError):
-    """A saved state does not follow the format; ``part`` and ``reason`` say where."""
+    """A saved state is malformed; see ``part`` and ``reason``."""
 
     def __init__(self, part: str, reason: str) -> None:
         super().__init__(
             f"part {part!r} of the saved tracker state is malformed: {reason}",
-            "Load an older checkpoint, or load {} to count everything as changed",
+            "Load an older checkpoint, or load {} to mark every row as changed",
         )
         self.part = part
         self.reason = reason
@@ -237,32 +237,32 @@ class StorageError(StreamError, OSError):
 
 
 class NameConflictError(StorageError):
-    """The store at ``url`` refuses to create ``name`` because it exists, and does not show it; nothing was created."""
+    """The store at ``url`` refuses to create ``name`` as existing, but does not list it; nothing was created."""
 
     def __init__(self, url: str, name: str, attempts: int) -> None:
-        super().__init__(url, f"it refused {attempts} times to create {name} as if it existed, and does not show it")
+        super().__init__(url, f"it refused {attempts} times to create {name} as existing, but does not list it")
         self.name = name
         self.attempts = attempts
 
 
 class UnsafeStoreError(StreamError, RuntimeError):
-    """The store at ``url`` lets a second writer replace an object that it was to create: nothing would fence it."""
+    """The store at ``url`` has no atomic create, so that a second writer could replace an entry."""
 
     def __init__(self, url: str) -> None:
         super().__init__(
-            f"the store {url} does not create an object only if it is absent",
+            f"the store {url} has no atomic create-if-absent",
             "Use a store that honours If-None-Match: S3, GCS, Azure, a local directory, SeaweedFS, MinIO",
         )
         self.url = url
 
 
 class FencedError(StreamError, RuntimeError):
-    """A newer generation owns the stream; this publisher published nothing and never can again."""
+    """A newer generation owns the stream; this publisher can publish no more versions."""
 
     def __init__(self, generation: int, owner: int, version: int) -> None:
         super().__init__(
             f"publisher of generation {generation} is fenced: generation {owner} holds version {version}",
-            "Stop this trainer, or build a new Publisher to take the stream over",
+            "Stop this trainer, or build a new Publisher to claim the stream again",
         )
         self.generation = generation
         self.owner = owner
@@ -270,67 +270,67 @@ class FencedError(StreamError, RuntimeError):
 
 
 class PublishError(StreamError, RuntimeError):
-    """A version was not published because a rank failed; all rows stay pending. ``rank`` and ``reason`` say which."""
+    """A version was not published because ``rank`` failed with ``reason``; all rows stay pending."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(
             f"the version was not published: rank {rank} failed with {reason}",
-            "Mend the cause there and publish again; no row was lost",
+            "Fix the problem on that rank and publish again; no row was lost",
         )
         self.rank = rank
         self.reason = reason
 
 
 class RankLostError(StreamError, RuntimeError):
-    """Another rank died or did not answer in time, so that nobody knows what it did; all rows stay pending."""
+    """Another rank died or did not answer in time, so that its progress is unknown; all rows stay pending."""
 
-    def __init__(self, reason: str, remedy: str = "Restart the job: a new Publisher takes the stream over") -> None:
+    def __init__(self, reason: str, remedy: str = "Restart the job: a new Publisher claims the stream") -> None:
         super().__init__(f"a rank was lost: {reason}", remedy)
         self.reason = reason
 
 
 class MalformedError(StreamError, ValueError):
-    """A manifest or part does not follow the format; ``path`` and ``reason`` say where."""
+    """A manifest or part is malformed; see ``path`` and ``reason``."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
             f"{path} is malformed: {reason}",
-            "Find out who else writes to this stream; if it is an entry of the log, start a new stream at another url",
+            "Check for other writers to this stream; if it is an entry of the log, start a new stream at another url",
         )
         self.path = path
         self.reason = reason
 
 
 class CorruptPartError(StreamError, ValueError):
-    """A part is missing, truncated or differs from what its manifest says; nothing of its version was applied."""
+    """A part is missing, truncated, or differs from its manifest; no row of its version was applied."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
-            f"part {path} is corrupt: {reason}", "Publish a new snapshot: predictors go on from there by themselves"
+            f"part {path} is corrupt: {reason}", "Publish a new snapshot: predictors continue from it by themselves"
         )
         self.path = path
         self.reason = reason
 
 
 class MissingVersionError(StreamError, LookupError):
-    """A version in the middle of the log is gone; nothing beyond it was applied. ``head`` is the newest version."""
+    """A version before ``head``, the newest one, is missing; no later version was applied."""
 
     def __init__(self, version: int, head: int) -> None:
         super().__init__(
-            f"version {version} is missing while the stream goes on to version {head}",
-            "Publish a new snapshot: predictors go on from there by themselves",
+            f"version {version} is missing, and the newest version is {head}",
+            "Publish a new snapshot: predictors continue from it by themselves",
         )
         self.version = version
         self.head = head
 
 
 class StreamReplacedError(StreamError, RuntimeError):
-    """What stands at ``url`` is not the stream of which version ``version`` was applied."""
+    """The stream at ``url`` is not the one of which version ``version`` was applied."""
 
     def __init__(self, url: str, version: int) -> None:
         super().__init__(
             f"the stream {url} is not the one of which version {version} was applied",
-            "Publish a snapshot to the stream that is there now: predictors go on from it by themselves",
+            "Publish a snapshot to the present stream: predictors continue from it by themselves",
         )
         self.url = url
         self.version = version
@@ -344,15 +344,15 @@ class NoSnapshotError(StreamError, LookupError):
             problem = f"the stream {url} has no snapshot yet"
             remedy = "Call Publisher.snapshot() on the trainer, then sync() again; or check the url"
         else:
-            problem = f"version {version} of {url} lies before the first snapshot: it has no rows"
-            remedy = "Name the first snapshot's version, most often 1, or a later one"
+            problem = f"version {version} of {url} precedes the first snapshot and has no rows"
+            remedy = "Pass the version of the first snapshot, usually 1, or a later one"
         super().__init__(problem, remedy)
         self.url = url
         self.version = version
 
 
 class ForkedError(StreamError, RuntimeError):
-    """This process was forked while `Predictor.follow` ran in its parent: nothing applies versions here."""
+    """This process was forked while `Predictor.follow` ran in its parent; no thread applies versions here."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"this process was forked while follow() ran in its parent: {problem}", remedy)
@@ -372,7 +372,7 @@ class PanicError(StreamError, RuntimeError):
     def __init__(self, panic: BaseException) -> None:
         super().__init__(
             f"Rust code panicked: {type(panic).__name__}: {panic}",
-            "Report it to the authors of that package; follow() keeps trying",
+            "Report it to the authors of that package; follow() retries",
         )
         self.__cause__ = panic
 
@@ -393,9 +393,9 @@ class TableMismatchError(StreamError, ValueError):
 
 
 class PartialRowsError(StreamError, ValueError):
-    """Rows came with a part of their columns for a table that takes whole rows only; nothing was applied.
+    """A version has only some columns of rows of a table that accepts whole rows only; nothing was applied.
 
-    ``table``, ``num_rows``, the column ranges ``found`` and the one that was ``needed`` say which.
+    See ``table``, ``num_rows``, the column ranges ``found``, and the column range ``needed``.
     """
 
     def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:
@@ -404,7 +404,7 @@ class PartialRowsError(StreamError, ValueError):
         self.found = tuple(found)
         self.needed = needed
         super().__init__(
-            f"{num_rows} rows of table {table!r} came with the columns {_listed(self.found)} only, "
+            f"{num_rows} rows of table {table!r} have the columns {_listed(self.found)} only, "
             f"and the predictor's model quantises the columns {needed!r} together",
             "Wait for the next snapshot, which has whole rows; publish column-wise tables without top-k and with fused "
             "kernels, or do not shard this one by columns",
@@ -427,12 +427,12 @@ class DenseMismatchError(StreamError, ValueError):
 
 
 class HeldVersionError(StreamError, RuntimeError):
-    """A predictor's gate holds a version back; its tables stay as they were. ``version`` and ``reason`` say why."""
+    """A predictor's gate rejected ``version`` for ``reason``; the tables are unchanged."""
 
     def __init__(self, version: int, reason: str) -> None:
         super().__init__(
-            f"version {version} is held back: {reason}",
-            f"Look at the trainer; then call accept({version}), or rollback(...), or let it publish a good snapshot",
+            f"version {version} is held back by the gate: {reason}",
+            f"Check the trainer; then call accept({version}) or rollback(...), or publish a good snapshot",
         )
         self.version = version
         self.reason = reason

@@ -1,4 +1,4 @@
-"""Handlers around ``os.fork`` for objects whose locks or threads do not survive it."""
+"""Handlers around ``os.fork`` for objects with locks or threads."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from abc import ABC, abstractmethod
 
 
 class Forkable(ABC):
-    """An object with locks or threads. The thread that forks calls its methods, after :func:`protect`."""
+    """Object with locks or threads. After :func:`protect`, the forking thread calls its methods."""
 
-    def before_fork(self) -> None:  # noqa: B027  most need not wait
-        """Reach a state that the child can use. Must return soon, also if the calling thread holds any lock."""
+    def before_fork(self) -> None:  # noqa: B027  optional
+        """Bring the object to a consistent state. Must return soon, even if the calling thread holds a lock."""
 
     def after_fork_in_parent(self) -> None:  # noqa: B027
         """Undo :meth:`before_fork`."""
 
     @abstractmethod
     def after_fork_in_child(self) -> None:
-        """Replace locks that other threads held; only the calling thread exists."""
+        """Replace the locks that other threads may have held. Only the calling thread exists in the child."""
 
 
 class _Registry:
@@ -35,7 +35,7 @@ class _Registry:
             )
 
     def _alive(self) -> list[Forkable]:
-        # A copy made in one step: other threads may add objects meanwhile.
+        # An atomic copy: other threads may add objects during the iteration.
         return [forkable for reference in self._known.valuerefs() if (forkable := reference()) is not None]
 
     def _before(self) -> None:
@@ -55,5 +55,5 @@ _registry = _Registry()
 
 
 def protect(forkable: Forkable) -> None:
-    """Call the methods of ``forkable`` around each fork from now on, as long as it lives."""
+    """Call the methods of ``forkable`` around each later fork, while it is alive."""
     _registry.add(forkable)

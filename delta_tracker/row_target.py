@@ -1,6 +1,6 @@
-"""RowTarget: a table of a serving model that rows are written into, and the one that is made of tensors.
+"""Tables of a serving model that a predictor writes rows to.
 
-Letters: ``N`` rows handed over, ``R`` rows of a region, ``C`` columns.
+Letters: ``N`` rows of a write, ``R`` rows of a region, ``C`` columns.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from delta_tracker.rows import put_rows
 
 @runtime_checkable
 class RowTarget(Protocol):
-    """A table of a serving model, or the block of it that this process holds. Derive from it for what is no tensor.
+    """Table of a serving model, or the block of it that this process holds. Derive from it if rows are not in tensors.
 
-    Only rows and columns of the block are handed over. For each chunk of rows, :meth:`prepare` is called first, while
-    lookups may go on, then :meth:`write`, while none does; neither is called twice at a time. All columns that a
-    version has of a row are written before lookups go on.
+    The predictor passes only rows and columns of the block. For each chunk of rows it calls :meth:`prepare`, during
+    which lookups may run, and then :meth:`write`, during which no lookup runs. Calls never overlap. All columns of a
+    row in a version are written before the next lookup.
 
-    A method may raise. ``sync()`` then raises it, ``follow()`` tries again; either way the version is applied again
-    from its beginning, and until then ``reading()`` names it as being applied. Rows of the chunk that was being
-    written may be torn meanwhile: let ``write`` do nothing that can fail once it has written a part of them.
+    If a method raises, ``sync()`` raises the same error and ``follow()`` retries. In both cases the version is applied
+    again from its start, and ``reading()`` reports it as ``applying`` until then. Rows of the interrupted chunk may be
+    torn: ``write`` should not fail once it has written some of them.
 
     Args:
         num_rows: rows of the whole table.
         dim: columns of the whole table.
-        dtype: dtype that the stream's table must have, in which values are handed over; None if any will do.
+        dtype: required dtype of the stream's table, which values have; None for any.
         rows: half-open range of global row ids held here.
-        columns: half-open column ranges held here, ascending and disjoint; none if nothing is held.
-        needs_whole_rows: values are handed over with all the columns of one of ``columns``, never with a part of them.
-            A version that has only a part of a row's columns is refused.
+        columns: half-open column ranges held here, ascending and disjoint; empty if nothing is held.
+        needs_whole_rows: True to receive all columns of a range of ``columns`` together. Versions with only some
+            columns of a row are then rejected.
 
     Example:
         A table in a file, for lookups in other processes:
@@ -64,15 +64,15 @@ class RowTarget(Protocol):
     columns: tuple[tuple[int, int], ...]
     needs_whole_rows: bool = False
 
-    def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002  a default for others
-        """Bring values into the form in which :meth:`write` takes them: on its device, quantised, ...
+    def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002  a default
+        """Convert values for :meth:`write`, for example move them to a device or quantize them.
 
         Args:
-            values: ``[N, C]`` in the table's dtype, on the CPU; read only, and not to be kept.
-            columns: which columns they are.
+            values: ``[N, C]`` in the table's dtype, on the CPU; read-only, and valid during the call only.
+            columns: half-open range of their columns.
 
         Returns:
-            What :meth:`write` is given; by default the values themselves.
+            The argument ``values`` of :meth:`write`; by default the values unchanged.
         """
         return values
 
@@ -80,21 +80,21 @@ class RowTarget(Protocol):
         """Write rows in place.
 
         Args:
-            ids: ``[N]`` int64 global row ids on the CPU, ascending and unique; or a slice of them, start to stop.
-            values: what :meth:`prepare` gave.
-            columns: which columns they are; they lie inside one of ``self.columns``.
+            ids: ``[N]`` int64 global row ids on the CPU, ascending and unique; or a slice with start and stop.
+            values: result of :meth:`prepare`.
+            columns: half-open range of their columns, inside one range of ``self.columns``.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A rectangle of a table, and the tensor that holds it.
+    """Rectangle of a table, with the tensor that holds it.
 
     Args:
         rows: half-open range of global row ids.
         columns: half-open column range.
-        memory: ``[R, ...]``, what lookups read.
+        memory: ``[R, ...]``, the tensor that lookups read.
     """
 
     rows: tuple[int, int]
@@ -103,15 +103,15 @@ class Region:
 
 
 class TensorTarget(RowTarget):
-    """A table whose rows stand in tensors: one, or several that each hold a rectangle of it.
+    """Table whose rows are in one tensor, or in several that hold a rectangle each.
 
     Args:
         num_rows: rows of the whole table.
         dim: columns of the whole table.
         dtype: dtype of the table.
-        regions: what is held of it, disjoint: each column range with the same rows altogether. They are detached.
-        written: called after every write, such as to drop cached rows.
-        obstacle: why no row can be written, if so.
+        regions: disjoint rectangles held here; each column range covers the same rows. They are detached.
+        written: called after every write, for example to drop cached rows.
+        obstacle: reason why rows cannot be written; empty if they can.
     """
 
     def __init__(
@@ -138,17 +138,17 @@ class TensorTarget(RowTarget):
 
     @classmethod
     def of(cls, table: Tensor) -> TensorTarget:
-        """The target of a whole table, ``[num_rows, dim]``."""
+        """Return the target of a whole table ``[num_rows, dim]``."""
         num_rows, dim = table.shape
         return cls(num_rows, dim, table.dtype, [Region((0, num_rows), (0, dim), table)])
 
     @property
     def obstacle(self) -> str:
-        """Why rows cannot be written; nothing if they can."""
+        """Reason why rows cannot be written; empty if they can."""
         return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
-        """The values on the table's device, if it is all on one."""
+        """Move the values to the table's device, if all regions are on one."""
         return values if self._device is None or values.device == self._device else values.to(self._device)
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
@@ -157,26 +157,26 @@ class TensorTarget(RowTarget):
         for region in self.regions:
             start, stop = region.columns
             if start <= first and end <= stop:
-                # A view costs as much as some rows, and no_grad() does: the regions are detached.
+                # A view costs as much as several rows. no_grad() is not needed: the regions are detached.
                 is_whole = columns == region.columns
                 memory = region.memory if is_whole else region.memory[:, first - start : end - start]
                 write_rows(memory, region.rows, ids, values)
         self.finish()
 
     def finish(self) -> None:
-        """Tell whoever keeps copies of rows that these have changed."""
+        """Call ``written``, so that cached copies of rows are dropped."""
         if self._written is not None:
             with torch.no_grad():
                 self._written()
 
 
 def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> None:
-    """Write those of the rows that lie in a range.
+    """Write the rows that are in a range.
 
     Args:
         memory: ``[R, C]``, written in place.
         rows: half-open range of global ids that ``memory`` holds.
-        ids: ``[N]`` int64 global ids on the CPU, ascending; or a slice of them.
+        ids: ``[N]`` int64 global ids on the CPU, ascending; or a slice with start and stop.
         values: ``[N, C]`` in the dtype of ``memory``.
     """
     if isinstance(ids, slice):
@@ -194,11 +194,11 @@ def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, value
 
 
 def obstacle_of(tensor: Tensor) -> str:
-    """Why rows cannot be written into a tensor; nothing if they can."""
+    """Return the reason why rows cannot be written to a tensor; empty if they can."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return f"a {tensor.layout} tensor on {tensor.device}"
     if tensor.is_inference():
-        return "a tensor made in inference mode, which nothing may write to"
+        return "an inference tensor, which is read-only"
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return "an expanded tensor, whose rows share memory"
     return ""

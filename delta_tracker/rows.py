@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 NewRows = Callable[[int, Tensor], Tensor]
-"""Gives memory ``[num_rows, ...]`` like a tensor; not set."""
+"""Allocate uninitialized memory ``[num_rows, ...]`` with the dtype and device of a tensor."""
 
 
 def plain_rows(num_rows: int, like: Tensor) -> Tensor:
-    """Memory from torch's own allocator; see :data:`NewRows`."""
+    """Allocate with torch's own allocator; see :data:`NewRows`."""
     return like.new_empty((num_rows, *like.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedRows:
-    """Changed rows of one shard and what is known of them from before the change.
+    """Changed rows of one shard, with their old states.
 
     Args:
         ids: ``[N]`` int64 local ids, ascending and unique.
-        states: ``[N, S]`` old states, NaN where unknown; None where none are kept.
-        known: ``[N]`` bool, whether the old state is known; None where none are kept.
-        ages: ``[N]`` int32, how many reads have left the row out; None stands for zeros.
+        states: ``[N, S]`` old states, NaN where unknown; None in a mode without old states.
+        known: ``[N]`` bool, True where the old state is known; None in a mode without old states.
+        ages: ``[N]`` int32, number of reads that left the row out; None for all zeros.
     """
 
     ids: Tensor
@@ -47,15 +47,15 @@ class ChangedRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it holds."""
+        """Size in bytes."""
         return sum(each.nbytes for each in (self.ids, self.states, self.known, self.ages) if each is not None)
 
     def take(self, index: Tensor, new_rows: NewRows = plain_rows) -> ChangedRows:
-        """Some of the rows.
+        """Return some of the rows.
 
         Args:
-            index: ``[M]`` int64 places in ascending order, or ``[N]`` bool.
-            new_rows: where the memory comes from.
+            index: ``[M]`` int64 row numbers in ascending order, or an ``[N]`` bool mask.
+            new_rows: allocates the memory.
         """
         places = index.nonzero().flatten() if index.dtype == torch.bool else index
         columns = (self.states, self.known, self.ages)
@@ -65,24 +65,24 @@ class ChangedRows:
         )
 
     def copy(self, new_rows: NewRows = plain_rows) -> ChangedRows:
-        """Return the same rows in tensors of their own, in memory from ``new_rows``."""
+        """Return a copy of the rows in memory from ``new_rows``."""
         columns = (self.ids, self.states, self.known, self.ages)
         ids, *rest = (None if each is None else new_rows(len(each), each).copy_(each) for each in columns)
         assert ids is not None, "rows have ids"
         return ChangedRows(ids, *rest)
 
     def without_states(self) -> ChangedRows:
-        """Return the same rows with nothing said of their old states, in the same memory."""
+        """Return the same rows without their old states; the tensors are shared."""
         return ChangedRows(self.ids, ages=self.ages)
 
     def aged(self) -> ChangedRows:
-        """The same rows, left out by one read more."""
+        """Return the same rows with their ages increased by one."""
         ages = torch.zeros_like(self.ids, dtype=torch.int32) if self.ages is None else self.ages
         return ChangedRows(self.ids, self.states, self.known, ages + 1)
 
 
 def merge_first(older: ChangedRows, newer: ChangedRows) -> ChangedRows:
-    """The union of two sets of rows of one shard; of a row in both, what the older one says.
+    """Return the union of two sets of rows of one shard. A row in both keeps its older state.
 
     Example:
         >>> older = ChangedRows(torch.tensor([2, 5]), torch.tensor([[2.0], [5.0]]), torch.tensor([True, True]))
@@ -109,7 +109,7 @@ def _or_zeros(column: Tensor | None, rows: ChangedRows) -> Tensor:
 
 
 def first_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Each id once, ascending, with the state of its first occurrence.
+    """Return each id once, ascending, with the state of its first occurrence.
 
     Args:
         ids: ``[N]`` int64, in any order.
@@ -129,17 +129,17 @@ def first_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`first_per_id`, with the state of the last occurrence."""
+    """Return the same as :func:`first_per_id`, with the state of the last occurrence."""
     return first_per_id(ids.flip(0), states.flip(0))
 
 
 def take_rows(memory: Tensor, places: Tensor, new_rows: NewRows = plain_rows) -> Tensor:
-    """A copy of rows.
+    """Copy rows.
 
     Args:
         memory: ``[R, ...]``.
         places: ``[N]`` int64 in ``[0, R)``.
-        new_rows: where the memory comes from.
+        new_rows: allocates the memory.
 
     Returns:
         ``[N, ...]``.
@@ -167,19 +167,19 @@ def put_rows(memory: Tensor, places: Tensor, values: Tensor) -> None:
     if devices == {"cpu"} and memory.dim() == 2 and memory.stride(1) == values.stride(1) == 1:  # noqa: PLR2004  rows
         held = _items(memory)
         if held.flags.c_contiguous:
-            held.put(places.numpy(), _items(values))  # faster, but it would copy the whole of other memory, twice
+            held.put(places.numpy(), _items(values))  # faster, but copies non-contiguous memory twice
         else:
             held[places.numpy()] = _items(values)
-        torch.autograd.graph.increment_version(memory)  # as torch's own writes do: a graph that saved it must notice
+        torch.autograd.graph.increment_version(memory)  # as torch's own writes do, so that autograd detects the change
     else:
         memory.index_copy_(0, places.to(memory.device), values.to(memory.device))
 
 
 def _items(rows: Tensor) -> NDArray[np.void]:
-    """Rows as single items: numpy copies each at once, twice as fast as index_copy_, which goes number by number.
+    """Return a view with one item per row, which numpy copies twice as fast as ``index_copy_`` copies numbers.
 
-    It uses one thread and lets others run meanwhile. Lookups need the other cores, and a team of threads that must wait
-    for a core makes everybody wait who waits for the write.
+    numpy uses one thread and releases the GIL. The other cores stay free for lookups, and the write does not wait for a
+    team of threads.
     """
     held = rows.view(torch.uint8).numpy()
     return held.view(np.dtype((np.void, held.shape[1])))[:, 0]

@@ -1,4 +1,4 @@
-"""Frozen values that the tracker hands out; each checks itself when it is made.
+"""Immutable values that the tracker returns. Each validates its fields.
 
 Shapes: ``N`` rows in a delta, ``R`` rows of a shard, ``D`` columns of a table that this rank holds.
 """
@@ -18,22 +18,22 @@ from delta_tracker.rows import ChangedRows
 
 
 class TrackingMode(Enum):
-    """What the tracker keeps of a changed row."""
+    """Old state that the tracker keeps for each changed row."""
 
     ID_ONLY = "id_only"
-    """Only that it changed."""
+    """No state: ids only."""
     EMBEDDING = "embedding"
     """The row as the consumer last received it: states ``[N, D]``."""
     MOMENTUM_LAST = "momentum_last"
-    """L2 norm of the optimizer's first state of the row, as it is at the read: states ``[N]``."""
+    """L2 norm of the row's first optimizer state at the time of the read: states ``[N]``."""
     MOMENTUM_DIFF = "momentum_diff"
-    """How far the optimizer's row-wise sum of squared gradients has grown since the consumer's read: states ``[N]``."""
+    """Growth of the optimizer's row-wise sum of squared gradients since the consumer's last read: states ``[N]``."""
     ROWWISE_ADAGRAD = "rowwise_adagrad"
-    """The same as MOMENTUM_DIFF, under the name that it had first."""
+    """Former name of MOMENTUM_DIFF, with the same meaning."""
 
 
 class EmbdUpdateMode(Enum):
-    """Which of a row's recorded states a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` keeps."""
+    """Choice of the recorded state that a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` keeps per row."""
 
     NONE = "none"
     """None: ids only."""
@@ -45,10 +45,10 @@ class EmbdUpdateMode(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexedLookup:
-    """What one batch looked up in one table.
+    """Ids that one batch looked up in one table.
 
     Args:
-        batch_idx: the batch.
+        batch_idx: index of the batch.
         ids: ``[N]`` ids, in any order, duplicates allowed.
         states: ``[N, ...]`` recorded states, None for ids only.
     """
@@ -93,7 +93,7 @@ class ShardSpec:
         row_offset: global id of local row 0.
         num_rows: rows held here, ``R``.
         columns: half-open column ranges held here, ascending and disjoint.
-        is_replicated: every rank holds the same block (DATA_PARALLEL), so that one rank has to publish it.
+        is_replicated: True if every rank holds the same block (DATA_PARALLEL); one rank publishes it.
 
     Example:
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)
@@ -119,7 +119,7 @@ class ShardSpec:
             )
 
     def check_ids(self, ids: Tensor) -> None:
-        """Refuse what are not local ids of this shard.
+        """Validate local ids of this shard.
 
         Raises:
             InvalidArgumentError: unless ``ids`` is ``[N]`` integers, each from 0 to ``num_rows - 1``.
@@ -128,7 +128,7 @@ class ShardSpec:
             raise InvalidArgumentError("ids", (tuple(ids.shape), ids.dtype), "Pass a [N] tensor of integers")
         outside = ids[(ids < 0) | (ids >= self.num_rows)]
         if len(outside):
-            remedy = f"Pass local ids of {self.table.fqn!r} on this rank, 0 up to and without {self.num_rows}"
+            remedy = f"Pass local ids of {self.table.fqn!r} on this rank: at least 0 and less than {self.num_rows}"
             raise InvalidArgumentError("ids", outside[:5].tolist(), remedy)
 
     @property
@@ -143,13 +143,13 @@ class DeltaRows:
 
     Args:
         ids: ``[N]`` int64, local to the shard, ascending and unique.
-        states: ``[N, ...]`` old states, in the modes that keep them; otherwise None.
-        values: ``[N, D]`` rows as they were at the read, in the table's dtype, columns in the order of
+        states: ``[N, ...]`` old states; None in the modes without old states.
+        values: ``[N, D]`` values of the rows at the read, in the table's dtype, columns in the order of
             ``shard.columns``; None unless the read asked for them.
-        shard: the block that ``ids`` count in.
-        known: ``[N]`` bool, whether the old state is known; its row in ``states`` is NaN otherwise. None in the modes
-            that keep no old states.
-        optimizer: the optimizer's states of the rows, if the read asked for them, in the optimizer's order: each
+        shard: the block that ``ids`` refer to.
+        known: ``[N]`` bool, True where the old state is known; elsewhere the row in ``states`` is NaN. None in the
+            modes without old states.
+        optimizer: states of the fused optimizer for the rows, if the read asked for them, in its order: each
             ``[N, D]``, or ``[N, S]`` with one number for each of the shard's ``S`` column ranges.
 
     Example:
@@ -174,7 +174,7 @@ class DeltaRows:
 
     @property
     def global_ids(self) -> Tensor:
-        """``[N]`` int64, counted within the whole table, ascending and unique."""
+        """``[N]`` int64 ids in the whole table, ascending and unique."""
         return self.ids if self.shard is None else self.ids + self.shard.row_offset
 
     def __len__(self) -> int:
@@ -186,15 +186,15 @@ class DeltaRows:
 
 
 class Delta(Mapping[str, DeltaRows]):
-    """Table FQN to :class:`DeltaRows` of one read; every tracked table is a key, also one without changes.
+    """Mapping of table FQN to the :class:`DeltaRows` of one read. Every tracked table is a key.
 
     Args:
         rows: the changed rows per table.
-        consumer: who read it.
-        start: log position that the read starts from, the consumer's cursor.
-        stop: log position of the read's cut; committing moves the cursor here.
+        consumer: name of the consumer.
+        start: position in the change log where the read starts: the consumer's cursor.
+        stop: position of the read's cut; a commit moves the cursor here.
         batches: half-open range of ``step()`` counts that the read covers.
-        left_out: changed rows that are not in it, per table with any; committing keeps them pending.
+        left_out: table FQN to the changed rows that top-k left out; a commit keeps them pending.
     """
 
     __slots__ = ("_left_out", "_rows", "batches", "consumer", "kept", "start", "stop")
@@ -212,7 +212,7 @@ class Delta(Mapping[str, DeltaRows]):
         self._rows = MappingProxyType(dict(rows))
         kept = {fqn: rows for fqn, rows in left_out.items() if len(rows)} if left_out else {}
         self.kept = MappingProxyType(kept)
-        """What :attr:`left_out` says, in tensors of the tracker: do not write to them."""
+        """Same rows as :attr:`left_out`, in the tracker's own tensors: do not write to them."""
         self._left_out: Mapping[str, ChangedRows] | None = None
         self.consumer = consumer
         self.start = start
@@ -229,24 +229,24 @@ class Delta(Mapping[str, DeltaRows]):
         return len(self._rows)
 
     def items(self) -> ItemsView[str, DeltaRows]:
-        """Its tables and their rows; what every mapping has, and faster."""
+        """Return the tables and their rows, faster than the default of ``Mapping``."""
         return self._rows.items()
 
     @property
     def left_out(self) -> Mapping[str, ChangedRows]:
-        """Changed rows that are not in it, per table with any. They are copied at the first access."""
+        """Table FQN to the changed rows that top-k left out; copied at the first access."""
         if self._left_out is None:
             self._left_out = MappingProxyType({fqn: rows.copy() for fqn, rows in self.kept.items()})
         return self._left_out
 
     @property
     def num_rows(self) -> int:
-        """Changed rows over all tables on this rank."""
+        """Number of changed rows in all tables on this rank."""
         return sum(len(rows) for rows in self._rows.values())
 
     @property
     def pending_rows(self) -> int:
-        """Changed rows that it leaves out, over all tables on this rank; 0 unless top-k chose."""
+        """Number of changed rows that top-k left out, in all tables on this rank."""
         return sum(len(rows) for rows in self.kept.values())
 
     def __repr__(self) -> str:
@@ -256,12 +256,12 @@ class Delta(Mapping[str, DeltaRows]):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that a tracker holds on this rank.
+    """Memory of a tracker on this rank, in bytes.
 
     Args:
-        log_bytes: which rows changed, their old states in the modes that keep them, and the ids of open batches.
-        copy_bytes: second copies of the shards whose optimizer is not fused.
-        carried_bytes: rows that reads with top-k have left out.
+        log_bytes: changed ids, their old states, and the ids of open batches.
+        copy_bytes: copies of the shards without a fused optimizer.
+        carried_bytes: rows that top-k left out.
     """
 
     log_bytes: int

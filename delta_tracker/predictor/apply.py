@@ -1,4 +1,4 @@
-"""Writes versions into a serving model, a chunk of rows at a time, between its lookups."""
+"""Write versions to a serving model between its lookups, one chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Model = nn.Module | Mapping[str, Tensor | RowTarget]
 
 
 class Applier:
-    """The model that versions are written into.
+    """Writes versions to one model.
 
     Args:
         model: see :func:`~delta_tracker.predictor.targets.find_targets`.
-        names: name in the stream to name in the model, of tables and of dense tensors, where they differ.
-        takes_dense: write dense tensors too.
-        lock: held for writing while rows are written.
+        names: name in the stream to name in the model, for tables and dense tensors whose names differ.
+        takes_dense: True to write dense tensors too.
+        lock: acquired for writing while rows are written.
         chunk_rows: maximum number of rows that are written under one hold of the lock.
-        recorder: records how long versions take.
+        recorder: records the time of each version.
 
     Raises:
         InvalidArgumentError: as :func:`~delta_tracker.predictor.targets.find_targets`.
@@ -58,16 +58,16 @@ class Applier:
         known = {*find_targets(model), *_tensors(model)}
         for own in self._names.values():
             if own not in known:
-                raise InvalidArgumentError("names", own, f"Name what the model has: {sorted(known)}")
+                raise InvalidArgumentError("names", own, f"Pass names of the model: {sorted(known)}")
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Look up what a version is written into, and refuse a version that the model cannot receive.
+        """Look up the tables and tensors of a version in the model, and reject a version that does not fit.
 
-        The model is looked up for each version, so that ``model.to(device)`` and the like may be called in between.
+        The lookup is repeated for each version, so that ``model.to(device)`` may be called between versions.
 
         Raises:
             TableMismatchError, InvalidArgumentError: as :func:`~delta_tracker.predictor.targets.check_targets`.
-            DenseMismatchError: for a dense tensor that the model does not have, or with another dtype or shape.
+            DenseMismatchError: for a dense tensor that is missing in the model or has another dtype or shape.
         """
         tables = find_targets(self._model)
         targets = renamed(tables, {name: own for name, own in self._names.items() if own in tables})
@@ -75,10 +75,10 @@ class Applier:
         return Receiver(targets, self._dense(manifest.dense))
 
     def write(self, placements: Iterable[Placement]) -> Iterator[int]:
-        """Write the rows of a version, chunk by chunk; yield the number of rows after each chunk.
+        """Write the rows of a version chunk by chunk, and yield the number of rows of each chunk.
 
         Raises:
-            CorruptPartError: if a large part has changed since it was checked; some rows are written.
+            CorruptPartError: if a large part changed after its check; some rows are written.
             StorageError: if it cannot be read again; some rows are written.
         """
         with self._timer():
@@ -89,12 +89,12 @@ class Applier:
                     yield chunk.num_rows
 
     def _dense(self, specs: Mapping[str, DenseSpec]) -> dict[str, Tensor]:
-        """Return name in the stream to the model's tensor."""
+        """Return the model's dense tensors by their names in the stream."""
         if not specs or not self._takes_dense:
             return {}
         held = _tensors(self._model)
         found: dict[str, Tensor] = {}
-        names: dict[tuple[torch.device, int], str] = {}  # of the memory that was found
+        names: dict[tuple[torch.device, int], str] = {}  # memory to the first name that uses it
         for name, spec in specs.items():
             tensor = held.get(self._names.get(name, name))
             if tensor is None:
@@ -106,14 +106,14 @@ class Applier:
                 raise DenseMismatchError(name, spec, obstacle)
             shared = names.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
             if shared != name:
-                raise DenseMismatchError(name, spec, f"in memory that {shared!r} has too (tied weights)")
+                raise DenseMismatchError(name, spec, f"in memory shared with {shared!r} (tied weights)")
             found[name] = tensor.detach()
         return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receiver:
-    """What one version is written into: the model's tables and dense tensors as they were looked up for it.
+    """Tables and dense tensors of the model that one version is written to.
 
     Args:
         targets: FQN to table.
@@ -124,22 +124,22 @@ class Receiver:
     dense: Mapping[str, Tensor]
 
     def place(self, contents: Contents) -> list[Placement]:
-        """Return where the rows of the version go, in the order in which to write them. Nothing is written yet.
+        """Map the rows of the version to the tables, in the order of writing. Nothing is written.
 
         Raises:
-            PartialRowsError: if a table takes whole rows and the version has a part of one.
+            PartialRowsError: if a table accepts whole rows only and the version has some columns of a row.
         """
         return [*place(contents.whole, self.targets), *place(contents.listed, self.targets)]
 
     @torch.no_grad()
     def write_dense(self, contents: Contents) -> None:
-        """Write the dense tensors of the version. The caller holds the lock for writing."""
+        """Write the dense tensors of the version. The caller must hold the lock for writing."""
         for name, tensor in self.dense.items():
             tensor.copy_(contents.dense[name])
 
 
 def _tensors(model: Model) -> dict[str, Tensor]:
-    """Every tensor of a model that a dense one could be written into."""
+    """Return the tensors of a model that dense tensors can be written to, by name."""
     if not isinstance(model, nn.Module):
         return {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
     if has_sharded(model):

@@ -1,4 +1,4 @@
-"""The background thread of a predictor: it looks for versions, waits, and gets over faults."""
+"""Background thread of a predictor: it polls for versions, applies them, and retries after errors."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ from delta_tracker.stream.notify.notifier import Hints, Notifier
 
 _logger = logging.getLogger(__name__)
 
-# A poll costs one probe of the next name; telling a gap from the head costs a listing, so that is done less often.
+# A poll costs one request for the next entry. To distinguish a gap from the head costs a listing, done less often.
 _GAP_CHECK_SECONDS = 5.0
 _MAX_BACK_OFF_SECONDS = 5.0
 _NO_STREAM_SECONDS = 0.5
-_START_SECONDS = 2.0  # how long start() waits for a store that does not answer
-_LOCK_SECONDS = 0.1  # how long waiting for the lock takes to see that it is to stop
+_START_SECONDS = 2.0  # maximum wait of start() for a store that does not answer
+_LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop flag
 
 
 class Advance(Protocol):
-    """Applies one version, if there is one."""
+    """Function that applies the next version, if there is one."""
 
     def __call__(self, *, looks_for_gap: bool) -> bool:
-        """Whether there was one."""
+        """Return True if there was a version."""
         ...
 
 
 class Beat(Protocol):
-    """Writes a heartbeat, if one is due."""
+    """Function that writes a heartbeat if one is due."""
 
     def __call__(self, *, is_last: bool = False) -> None:
-        """Write it now if it is the last one."""
+        """Write a heartbeat if it is due, or if it is the last one."""
         ...
 
 
 class Follower:
-    """Calls ``advance`` again and again in a thread of its own.
+    """Thread that calls ``advance`` repeatedly.
 
-    Any error of ``advance`` is retried with growing pauses: versions hold absolute rows, so that one that was cut short
-    can be applied again. Only what is no ``Exception``, such as ``SystemExit``, ends the thread.
+    Every error of ``advance`` is retried with increasing pauses. Versions hold absolute rows, so an interrupted version
+    can be applied again. Only other exceptions than ``Exception``, such as ``SystemExit``, end the thread.
 
     Args:
-        advance: applies one version, if there is one.
-        cursor: the reader's place, for its lag.
+        advance: applies the next version, if there is one.
+        cursor: stream position, for the lag.
         lock: held while ``advance`` runs.
-        notifier: carries hints of new versions.
-        beat: called after each look at the stream.
-        gauges: count the errors.
+        notifier: delivers hints of new versions.
+        beat: called after each poll.
+        gauges: counts the errors.
     """
 
     def __init__(
@@ -82,25 +82,25 @@ class Follower:
         self._beat = beat
         self._gauges = gauges
         self._stop = threading.Event()
-        # Held while the thread is started or stopped. A signal handler may call stop() meanwhile.
+        # Held while the thread is started or stopped. Reentrant: a signal handler may call stop() in that time.
         self._control = threading.RLock()
         self._notifier = notifier
         self._hints = Hints(notifier, self._stop)
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()  # the thread has ended
+        self._over = threading.Event()  # set at the end of the thread
         self._pause = self._gap_check = 0.0
         self.error: Exception | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs."""
+        """True if the thread runs."""
         return self._thread is not None and not self._over.is_set()
 
     def check(self, poll_seconds: float) -> None:
-        """Refuse a start.
+        """Validate the arguments of :meth:`start`.
 
         Raises:
-            InvalidArgumentError: if it runs already, or for a time that is negative or not finite.
+            InvalidArgumentError: if the thread runs already, or for a time that is negative or not finite.
         """
         if not 0 <= poll_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, 0 or more")
@@ -110,16 +110,16 @@ class Follower:
     def start(self, poll_seconds: float, refuse: Callable[[], None]) -> None:
         """Start the thread, which calls ``refuse`` first.
 
-        A ``refuse`` that takes over two seconds, because the store does not answer, no longer holds up the caller.
-        What it raises then is ignored: the thread meets the same fault when it takes the version, and retries.
+        The caller waits at most two seconds for ``refuse``, for example if the store does not answer. A later error of
+        ``refuse`` is ignored: the thread gets the same error when it applies the version, and retries.
 
         Args:
-            poll_seconds: seconds between two looks at the stream.
+            poll_seconds: seconds between two polls.
             refuse: raises if the stream cannot be followed.
 
         Raises:
             InvalidArgumentError: as :meth:`check`.
-            Exception: what ``refuse`` raises; the thread has ended then.
+            Exception: the error of ``refuse``; the thread has then ended.
         """
         with self._control:
             self.check(poll_seconds)
@@ -129,7 +129,7 @@ class Follower:
             over = threading.Event()
             arguments = poll_seconds, refuse, begun, over
             thread = threading.Thread(target=self._run, args=arguments, name="predictor", daemon=True)
-            self._thread, self._over = thread, over  # before it runs: it may call stop(), which must know it
+            self._thread, self._over = thread, over  # set before it runs, because it may call stop()
             try:
                 thread.start()
             except BaseException:
@@ -146,11 +146,14 @@ class Follower:
                 raise
 
     def stop(self, *, raises: bool = True) -> None:
-        """End the thread at its next piece or request; raises what ended it before, or holds it up.
+        """End the thread at its next chunk or request.
+
+        Args:
+            raises: True to raise the current error of the thread.
 
         Raises:
-            InvalidArgumentError: in the thread itself, which cannot wait for its own end.
-            Exception: what ended the thread, or holds it up, if ``raises``.
+            InvalidArgumentError: if called in the thread itself.
+            Exception: the error that ended or delays the thread, if ``raises``.
         """
         if self._thread is threading.current_thread():
             raise InvalidArgumentError("stop()", "called in the thread of follow()", "Call it in another thread")
@@ -163,16 +166,16 @@ class Follower:
         if self.error is not None and raises:
             raise self.error
         if self.error is not None:
-            _logger.warning("the predictor was held up when it was stopped: %s", self.error)
+            _logger.warning("predictor stopped with an error: %s", self.error)
 
     def after_fork_in_child(self, lock: threading.Lock) -> None:
-        """Forget the thread, which does not exist in the child, and the locks that it may have held.
+        """Drop the thread, which does not exist in the child, and the locks that it may have held.
 
         Args:
-            lock: what is to be held from now on while ``advance`` runs.
+            lock: new lock to hold while ``advance`` runs.
         """
         if self._thread is threading.current_thread():
-            return  # it forked, in a RowTarget: the child is what it continues as
+            return  # a RowTarget forked in this thread, which continues in the child
         self._lock, self._control, self._stop = lock, threading.RLock(), threading.Event()
         self._hints = Hints(self._notifier, self._stop)
         if self._thread is not None and not isinstance(self.error, FollowEndedError):
@@ -180,12 +183,16 @@ class Follower:
         self._thread = None
 
     def forget_error(self) -> None:
-        """The tables are up to date by other means: what ended the thread is over."""
+        """Clear the error of an ended thread, after the tables were updated without it."""
         if not self.is_running:
             self.error = None
 
     def lag(self) -> tuple[int, float] | None:
-        """Versions that are committed and not applied, and the age of the oldest in seconds; None if nobody knows."""
+        """Return the number of committed versions that are not applied, and the age in seconds of the oldest.
+
+        Returns:
+            None if the store cannot be read.
+        """
         try:
             count, created = self._cursor.lag()
         except StreamError:
@@ -193,8 +200,8 @@ class Follower:
         return count, max(0.0, time.time() - created) if count else 0.0
 
     def _join(self, thread: threading.Thread) -> None:
-        """Wait for the end of the thread. Until it has come the thread is not forgotten, also after an interrupt."""
-        self._over.wait()  # not join(): if that is interrupted, Python 3.11 takes the thread for ended
+        """Wait for the end of the thread. After an interrupt the thread is still known."""
+        self._over.wait()  # not join(): Python 3.11 considers the thread ended if join() is interrupted
         thread.join()
         self._thread = None
 
@@ -205,7 +212,7 @@ class Follower:
             over.set()
 
     def _follow(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None]) -> None:
-        """Run until stopped. A version that is cut short is read again by the next advance, as after a fault."""
+        """Run until stopped. The next advance reads an interrupted version again."""
         self._pause, self._gap_check = poll_seconds, time.monotonic() + _GAP_CHECK_SECONDS
         with interruptible(self._stop), suppress(Interrupted):
             if not self._begins(refuse, begun):
@@ -215,17 +222,17 @@ class Follower:
                     self._turn(poll_seconds)
             except Interrupted:
                 raise
-            except BaseException as error:  # noqa: BLE001  no caller sees what is raised here
+            except BaseException as error:  # noqa: BLE001  there is no caller
                 self.error = ended = FollowEndedError(error)
                 url = self._cursor.log.storage.url
-                _logger.error("the predictor stopped following %s: %s", url, _described(error))  # noqa: TRY400  see _described
+                _logger.error("predictor stopped following %s: %s", url, _described(error))  # noqa: TRY400  see _described
                 _drop_frames(error)
                 self._survives(lambda: self._beat(is_last=True))
                 self.error = ended
 
     @staticmethod
     def _begins(refuse: Callable[[], None], begun: Future[None]) -> bool:
-        """Call ``refuse`` and let :meth:`start` return or raise; return whether to follow."""
+        """Call ``refuse`` and pass its result to :meth:`start`. Return True to follow."""
         refusal: BaseException | None = None
         try:
             refuse()
@@ -251,7 +258,7 @@ class Follower:
             self._lock.release()
 
     def _turn(self, poll_seconds: float) -> None:
-        """Look for a version, then wait unless there was one."""
+        """Poll once, then wait unless there was a version."""
         has_moved = self._survives(lambda: self._look(poll_seconds))
         self._survives(self._beat)
         if has_moved:
@@ -263,19 +270,19 @@ class Follower:
             self._hints.wait(place.stream, place.link.version, self._pause)
 
     def _look(self, poll_seconds: float) -> bool:
-        """Take one version; return whether there was one."""
-        # What a listing found stays found until another listing says otherwise.
+        """Apply the next version. Return True if there was one."""
+        # An error that a listing found remains until another listing clears it.
         looks_for_gap = self.error is not None or time.monotonic() >= self._gap_check
         has_moved = False
         try:
             with self._held_lock():
                 has_moved = self._advance(looks_for_gap=looks_for_gap)
         except NoSnapshotError:
-            # No hint can come of a stream whose id is not known.
+            # There are no hints for a stream whose id is unknown.
             self.error, self._pause = None, min(poll_seconds, _NO_STREAM_SECONDS)
         else:
             if self.error is not None:
-                _logger.warning("the predictor follows again, at version %s", self._cursor.version)
+                _logger.warning("predictor recovered at version %s", self._cursor.version)
             self.error, self._pause = None, poll_seconds
         finally:
             if looks_for_gap and not has_moved:
@@ -283,10 +290,10 @@ class Follower:
         return has_moved
 
     def _survives(self, call: Callable[[], object]) -> bool:
-        """Return what ``call`` returns, as a bool; False where it raises, which is shown and retried."""
+        """Return the result of ``call`` as a bool; if it raises, record the error and return False."""
         try:
             return bool(call())
-        except Exception as error:  # noqa: BLE001  whatever it is may pass: memory, the store, a user's target
+        except Exception as error:  # noqa: BLE001  every error is retried: memory, the store, a user's target
             self._failed(error)
         except BaseException as error:
             if not is_panic(error):
@@ -298,16 +305,16 @@ class Follower:
         self._pause = min(_MAX_BACK_OFF_SECONDS, max(2 * self._pause, 0.001))
         is_new = (type(error), str(error)) != (type(self.error), str(self.error))
         if is_new and not isinstance(error, HeldVersionError):
-            _logger.warning("the predictor cannot go on and keeps trying: %s", _described(error))
+            _logger.warning("predictor failed and retries: %s", _described(error))
         self._gauges.failed_to_follow(error)
         _drop_frames(error)
         self.error = error
 
 
 def _described(error: BaseException) -> str:
-    """Return the message, with the type and the line for what is no error of the library.
+    """Return the message of an error; for errors from outside the library with its type and line.
 
-    Not the whole traceback: Python 3.11 parses source text to print one, which fails in other threads that do the same.
+    The traceback is left out: Python 3.11 parses source files to print one, which is not thread-safe.
     """
     if isinstance(error, StreamError):
         return str(error)
@@ -317,7 +324,7 @@ def _described(error: BaseException) -> str:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Free what the frames of an error hold: an error is kept to be shown, and a version may take 320 MiB."""
+    """Drop the tracebacks of an error that is kept: their frames refer to a version of up to 320 MiB."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

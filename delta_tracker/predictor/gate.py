@@ -1,4 +1,4 @@
-"""Gate: what a version must pass before a predictor lets it in front of users."""
+"""Gate: checks that a version must pass before a predictor applies it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from delta_tracker.stream.format.manifest import Link, Manifest
 _logger = logging.getLogger(__name__)
 
 Measure = dict[tuple[str, str], float]
-"""Kind of version and FQN to the size of its rows."""
+"""(Kind of version, FQN) to the size of its rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """Bounds on the rows and dense tensors of a version.
 
-    The size of a table's rows in a version is the root of the mean of their squared L2 norms. It does not depend on
-    how the trainer cut the table into columns.
+    The size of a table's rows in a version is the root mean square of their L2 norms. It does not depend on the
+    trainer's column-wise sharding.
 
     Args:
-        non_finite: refuse NaN and infinite values.
-        max_drift: by how much that size may differ from that of the last version of its kind (snapshot or delta) that
-            was let through, as a share of the smaller one: 0.5 lets it grow by half, or shrink by a third. None for
-            no bound. The first version of a kind sets the measure.
-        min_rows: tables with fewer rows in the version are not measured for drift: few rows vary much.
+        non_finite: True to reject NaN and infinite values.
+        max_drift: maximum relative difference of that size from the last applied version of the same kind (snapshot or
+            delta), as a fraction of the smaller size: 0.5 allows growth by half or shrinkage by a third. None for no
+            bound. The first version of a kind is the baseline.
+        min_rows: tables with fewer rows in the version are not checked for drift, because few rows vary much.
 
     Raises:
         InvalidArgumentError: for a bound that is not a positive number.
@@ -46,13 +46,13 @@ class Gate:
 
 
 class GateKeeper:
-    """Measures versions, and remembers what the last one that was let through measured.
+    """Checks versions against a gate, and keeps the sizes of the last applied ones as the baseline.
 
     Args:
         gate: the bounds.
 
     Attributes:
-        held: the version that was held back last, None once another one was let through.
+        held: error of the last held version; None once a version was applied after it.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -65,20 +65,20 @@ class GateKeeper:
         self.held: HeldVersionError | None = None
 
     def accept(self, version: int) -> None:
-        """Let a version through, once.
+        """Accept a version once, whatever its check finds.
 
         Raises:
-            InvalidArgumentError: for what is no version.
+            InvalidArgumentError: for an invalid version number.
         """
         if type(version) is not int or version < 0:
             raise InvalidArgumentError("version", version, "Pass the number of the version that is held")
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:
-        """Hold a version that was held before, without reading it again: it may be large.
+        """Reject a version that was held before, without reading it again.
 
         Raises:
-            HeldVersionError: if it was, and is not accepted since.
+            HeldVersionError: if it was held and is not accepted since.
         """
         refused = self._refused.get(manifest.link)
         if refused is not None and manifest.version not in self._accepted:
@@ -86,40 +86,40 @@ class GateKeeper:
             raise refused
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Measure a version.
+        """Check a version.
 
         Returns:
-            Its measure, for :meth:`passed`.
+            The sizes of its rows, for :meth:`passed`.
 
         Raises:
-            HeldVersionError: if it is outside the bounds, and not accepted.
+            HeldVersionError: if it violates a bound and is not accepted.
         """
         measure, reason = self._measure(manifest, contents)
         reason = reason or self._drift(measure)
         if reason and manifest.version not in self._accepted:
-            _logger.error("version %d is held back: %s", manifest.version, reason)
+            _logger.error("version %d is held back by the gate: %s", manifest.version, reason)
             self.held = self._refused[manifest.link] = HeldVersionError(manifest.version, reason)
             raise self.held
         return measure
 
     def passed(self, manifest: Manifest, measure: Measure) -> None:
-        """A version with this measure was applied."""
-        # What is not finite, and was let through all the same, measures nothing.
+        """Make the sizes of an applied version the baseline."""
+        # An accepted version with values that are not finite is no baseline.
         self._sizes |= {key: size for key, size in measure.items() if math.isfinite(size)}
         self._accepted.discard(manifest.version)
         self._refused.clear()
         self.held = None
 
     def restart(self) -> None:
-        """The tables go back: what newer versions measured counts no more."""
+        """Reset the baseline, after a rollback."""
         self._sizes.clear()
 
     def follow(self, manifest: Manifest, contents: Contents) -> Measure:
-        """The measure of a version that is applied again, whatever it is."""
+        """Return the sizes of a version that is applied again, without a check."""
         return self._measure(manifest, contents)[0]
 
     def _measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """The size of its rows, and what is not finite, if anything."""
+        """Return the sizes of a version's rows, and a reason if it has values that are not finite."""
         sums: dict[str, tuple[float, float]] = {}
         reason = ""
         for fqn, values in contents.chunks():
@@ -146,5 +146,5 @@ class GateKeeper:
                 continue
             smaller, larger = sorted((before, size))
             if smaller == 0 or not larger / smaller <= 1 + bound:
-                return f"the size of the rows of table {fqn!r} went from {before:.4g} to {size:.4g}"
+                return f"the size of the rows of table {fqn!r} changed from {before:.4g} to {size:.4g}"
         return ""

@@ -12,27 +12,27 @@ from delta_tracker.stream.format.manifest import Manifest
 
 
 class HasStatus(Protocol):
-    """A predictor."""
+    """Object with a status, such as a predictor."""
 
     def status(self) -> Status:
         """Return its state."""
 
 
 class PredictorGauges:
-    """Counts what one predictor applies and what goes wrong, and shows its lag.
+    """Metrics of one predictor: versions, rows, faults and lag.
 
     Args:
-        recorder: records for the predictor.
+        recorder: recorder of the predictor.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     def begin(self, faults: Iterable[type[Exception]]) -> None:
-        """Show the counters of faults from 0 on, and the lag at each collection while the predictor lives.
+        """Initialize the fault counters to 0, and report the lag at each collection while the predictor is alive.
 
         Args:
-            faults: which the predictor may go around.
+            faults: errors that may cause a resync.
         """
         self._recorder.refused_parts.cell(reason="corrupt")
         self._recorder.follow_errors.cell(reason=StorageError.__name__)
@@ -41,24 +41,24 @@ class PredictorGauges:
         self._recorder.watch(self._show_lag)
 
     def applied(self, manifest: Manifest) -> None:
-        """Count a version that was applied."""
+        """Count an applied version."""
         self._recorder.applied_versions.cell(kind=manifest.kind).add(1)
         for fqn, num_rows in manifest.rows_by_table.items():
             self._recorder.applied_rows.cell(table=fqn).add(num_rows)
         self._recorder.applied_version.set(manifest.version)
 
     def resynced(self, fault: Exception) -> None:
-        """Count a fault of the stream that the predictor went around."""
+        """Count a resync and the fault that caused it."""
         self._recorder.resyncs.cell(reason=type(fault).__name__).add(1)
         if isinstance(fault, CorruptPartError):
             self._recorder.refused_parts.cell(reason="corrupt").add(1)
 
     def failed_to_follow(self, error: Exception) -> None:
-        """Count an attempt of ``follow()`` that failed and is retried."""
+        """Count a failed attempt of ``follow()``, which is retried."""
         self._recorder.follow_errors.cell(reason=type(error).__name__).add(1)
 
     def _show_lag(self, predictor: HasStatus) -> None:
-        """Set the gauges of the lag, in the collector's thread; it asks the store."""
+        """Set the gauges of the lag. Runs in the collector's thread and reads from the store."""
         status = predictor.status()
         if status.lag_versions is None or status.lag_seconds is None:  # the store does not answer
             self._recorder.predictor_lag_versions.remove()

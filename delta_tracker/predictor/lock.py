@@ -1,4 +1,4 @@
-"""Lookups of many threads beside one thread that writes rows."""
+"""Reader-writer lock for lookups in many threads and one thread that writes rows."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from contextlib import contextmanager
 from delta_tracker.stream.interruption import check
 
 _FORK_SECONDS = 1.0
-_SLICE_SECONDS = 0.1  # how long waiting for readers takes to see that the thread is to stop
+_SLICE_SECONDS = 0.1  # interval at which a waiting writer checks its stop flag
 
 
 class TableLock:
-    """Many readers at a time, or one writer, in turns: neither can keep the other out.
+    """Phase-fair reader-writer lock: readers and writers alternate, so that neither starves.
 
-    A writer that waits goes before readers that come after it; the readers that wait when it ends go before the next
-    writer. So a reader waits for the readers inside and one write at most, however often there is one. (Phase-fair:
-    B. Brandenburg, J. Anderson, "Spin-Based Reader-Writer Synchronization for Multiprocessor Real-Time Systems", 2010.)
+    A waiting writer precedes readers that arrive later. Readers that wait at the end of a write precede the next
+    writer. A reader therefore waits for the current readers and at most one write. See B. Brandenburg, J. Anderson,
+    "Spin-Based Reader-Writer Synchronization for Multiprocessor Real-Time Systems", 2010.
 
-    A thread that reads may enter :meth:`reading` again. One that reads must not enter :meth:`writing`: it would wait
-    for itself.
+    :meth:`reading` is reentrant. A thread inside :meth:`reading` must not enter :meth:`writing`: it would deadlock.
     """
 
     def __init__(self) -> None:
-        self._readers: Counter[int] = Counter()  # thread to how often it has entered
-        self._writer: int | None = None  # the thread inside `writing`
+        self._readers: Counter[int] = Counter()  # thread id to depth of reading()
+        self._writer: int | None = None  # id of the thread inside writing()
         self._reset()
 
     def _reset(self) -> None:
@@ -35,20 +34,20 @@ class TableLock:
         self._may_read = threading.Condition(self._mutex)
         self._may_write = threading.Condition(self._mutex)
         self._may_fork = threading.Condition(self._mutex)
-        self._forking: set[int] = set()  # threads that are about to fork; no write begins meanwhile
+        self._forking: set[int] = set()  # ids of threads that fork; no write starts in this time
         self._num_queued = 0  # readers that wait for the end of a write
-        self._num_invited = 0  # readers that waited for it, and have not come in yet
+        self._num_invited = 0  # readers that were woken and have not entered yet
         self._num_writes = 0
         self._num_waiting = 0  # writers
 
     @property
     def is_reading(self) -> bool:
-        """Whether this thread is inside :meth:`reading`."""
+        """True if this thread is inside :meth:`reading`."""
         return threading.get_ident() in self._readers
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep writers out."""
+        """Acquire the lock for reading."""
         thread = threading.get_ident()
         with self._mutex:
             if thread not in self._readers and (self._writer is not None or self._num_waiting):
@@ -65,10 +64,10 @@ class TableLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep everybody else out.
+        """Acquire the lock for writing.
 
         Raises:
-            Interrupted: if the stop flag of this thread is set while it waits.
+            Interrupted: if the stop flag of this thread is set during the wait.
         """
         with self._mutex:
             self._num_waiting += 1
@@ -98,7 +97,7 @@ class TableLock:
     # Forks
 
     def before_fork(self) -> None:
-        """Wait for the end of another thread's write, a second at most; let none begin until the fork is done."""
+        """Wait at most one second for another thread's write to end, and block new writes until the fork is done."""
         thread, end = threading.get_ident(), time.monotonic() + _FORK_SECONDS
         if not self._mutex.acquire(timeout=_FORK_SECONDS):
             return  # a signal handler forks while its own thread holds it
@@ -110,14 +109,14 @@ class TableLock:
             self._mutex.release()
 
     def after_fork_in_parent(self) -> None:
-        """Let writes begin again."""
+        """Allow writes again."""
         if threading.get_ident() in self._forking:
             with self._mutex:
                 self._forking.discard(threading.get_ident())
                 self._may_write.notify()
 
     def after_fork_in_child(self) -> bool:
-        """Forget the threads that do not exist here; return whether one of them was in the middle of a write."""
+        """Remove the threads of the parent. Return True if one of them was inside a write."""
         thread = threading.get_ident()
         is_torn = self._writer not in (None, thread)
         if is_torn:
@@ -128,7 +127,7 @@ class TableLock:
         return is_torn
 
     def _await_turn(self) -> None:
-        """Wait for the end of the write that goes on or comes next. The caller holds the mutex."""
+        """Wait for the end of the current or next write. The caller must hold the mutex."""
         writes = self._num_writes
         self._num_queued += 1
         try:

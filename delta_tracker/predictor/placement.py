@@ -1,7 +1,7 @@
-"""The rows of a version, cut to what the targets hold: each row once, with all of its columns at once.
+"""Map the rows of a version to the targets, each row once and with all of its columns.
 
-A trainer writes a column-wise table as several blocks. They are joined here, because a row that is written half by half
-is torn, and because a quantised row can be made from all of its columns only.
+A trainer writes a column-wise table as several blocks. They are joined here, because a row must be written as a whole,
+and because a row can be quantized only from all of its columns.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from delta_tracker.stream.format.block_rows import BlockRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Rows on their way to a target.
+    """Rows for one target.
 
     Args:
-        target: where they go.
-        rows: the columns of these rows as they came, ascending and disjoint. All have the same rows.
+        target: the table.
+        rows: blocks of the same rows with ascending, disjoint column ranges.
     """
 
     target: RowTarget
@@ -33,23 +33,23 @@ class Placement:
 
     @property
     def num_rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.rows[0].block.num_rows
 
     @property
     def ids(self) -> Tensor | slice:
-        """``[N]`` int64 global row ids, ascending and unique; or a slice of them."""
+        """``[N]`` int64 global row ids, ascending and unique; or a slice with start and stop."""
         first = self.rows[0]
         return slice(*first.block.rows) if first.ids is None else first.ids
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
-        """Yield the same rows in chunks that are ready to be written. Lookups may continue meanwhile.
+        """Yield the rows in chunks that are prepared for writing. Lookups may run in this time.
 
         Args:
             num_rows: maximum number of rows of a chunk.
 
         Raises:
-            InvalidArgumentError: for a count under 1.
+            InvalidArgumentError: for a number under 1.
         """
         if num_rows < 1:
             raise InvalidArgumentError("num_rows", num_rows, "Pass a count of 1 or more")
@@ -66,7 +66,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Rows that are ready for their target, by column range."""
+    """Prepared rows of one target, by column range."""
 
     target: RowTarget
     ids: Tensor | slice
@@ -74,23 +74,21 @@ class Chunk:
 
     @property
     def num_rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.ids.stop - self.ids.start if isinstance(self.ids, slice) else len(self.ids)
 
     def write(self) -> None:
-        """Write them. No lookup may go on meanwhile."""
+        """Write the rows. The caller must hold the lock for writing."""
         for columns, values in self.values:
             self.target.write(self.ids, values, columns)
 
 
 def place(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[Placement]:
-    """Cut all rows of a version to what the targets hold.
-
-    Nothing is written, and no values are read yet.
+    """Map all rows of a version to the targets, without reading or writing values.
 
     Args:
-        rows: the blocks of one version, of one table or several; none overlap.
-        targets: FQN to target, one for each table.
+        rows: disjoint blocks of one version, of one or more tables.
+        targets: FQN to target, for each table.
 
     Raises:
         PartialRowsError: if a target needs whole rows and the version has only some columns of a row.
@@ -114,7 +112,7 @@ def _place(blocks: Sequence[BlockRows], target: RowTarget) -> Iterator[Placement
 
 
 def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
-    """Return what a target holds of a block, by its column ranges."""
+    """Return the parts of a block that a target holds, one for each column range."""
     block, found = rows.block, []
     first, end = max(block.rows[0], target.rows[0]), min(block.rows[1], target.rows[1])
     for held in target.columns if first < end else ():
@@ -125,7 +123,7 @@ def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
 
 
 def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
-    """Return the rows between each two neighbouring edges of the row ranges, each by columns, from the first on."""
+    """Split the parts at every edge of a row range, and return the parts of each range in the order of columns."""
     if len(parts) == 1:
         return [[parts[0]]]
     edges = sorted({edge for each in parts for edge in each.block.rows})
@@ -138,7 +136,7 @@ def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
 
 
 def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
-    """Return the rows of one row range, grouped by the columns that there are of them."""
+    """Group the rows of one row range by the columns that the version has of them."""
     if len(rows) == 1 or all(each.ids is None for each in rows):
         return [tuple(rows)]
     every = [torch.arange(*each.block.rows) if each.ids is None else each.ids for each in rows]
@@ -166,7 +164,7 @@ def _check_whole(rows: Sequence[BlockRows], target: RowTarget) -> None:
 def _joined(
     values: Sequence[tuple[tuple[int, int], Tensor]], target: RowTarget
 ) -> list[tuple[tuple[int, int], Tensor]]:
-    """Return one tensor for each column range of the target of which there are any columns."""
+    """Concatenate the values of each column range of the target, where there are any."""
     joined = []
     for first, end in target.columns:
         inside = [each for columns, each in values if first <= columns[0] and columns[1] <= end]

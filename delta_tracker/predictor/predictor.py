@@ -1,4 +1,4 @@
-"""Predictor: keeps a serving model at a stream's newest version, while it is being read."""
+"""Predictor: applies the versions of a stream to a model that serves lookups."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from delta_tracker.stream.storage.storage import Storage, open_storage
 
 _logger = logging.getLogger(__name__)
 
-# Faults of the stream that another entry may lead past.
+# Errors after which a merged version or a newer snapshot may still apply.
 _FAULTS = (
     CorruptPartError,
     DenseMismatchError,
@@ -55,44 +55,45 @@ _FAULTS = (
     StreamReplacedError,
     TableMismatchError,
 )
-# After so many failures in a row at one place a way around is looked for: one object may be unreadable for good, for
-# want of permission or for a bad sector.
+# Consecutive storage errors before a resync: one object may stay unreadable, for example for missing permissions or a
+# bad sector.
 _NUM_TRIES = 3
-_NUM_WAYS = 100  # ways around faults that are remembered
+_NUM_WAYS = 100  # number of resyncs that are remembered
 
 
 class Predictor(Forkable):
     """Applies the versions of a stream, in order and each once, to the tables of a model.
 
-    It starts from the newest snapshot and follows from there. A version is read and checked whole before its first row
-    is written, in memory that is kept for the next, up to 320 MiB: an error leaves the tables and :attr:`version` as
-    they were. Where the next one cannot be had (a gap, damage, retention, the gate, another stream in its place) it
-    goes on from a merged version or the newest snapshot, and logs that. Models of plain torch need no torchrec.
+    It starts from the newest snapshot and applies every later version. A version is read and validated completely
+    before its first row is written, in a reused buffer of up to 320 MiB: an error leaves the tables and :attr:`version`
+    unchanged. If the next version is unusable (a gap, damage, retention, the gate, another stream at the url), the
+    predictor resyncs: it continues from a merged version or the newest snapshot, and logs that. Models of plain torch
+    do not need torchrec.
 
-    Lookups in other threads stand inside ``with predictor.reading()``: no row changes there. Rows are written in
-    chunks between such blocks, so while a version is being applied some rows are of the next version already; none is
-    ever torn. Dense tensors change all at once, at its end.
+    Lookups in other threads run inside ``with predictor.reading()``, where no row changes. Rows are written in chunks
+    between such blocks. While a version is applied, some rows already belong to it; no row is ever torn. Dense tensors
+    change together at its end.
 
     Args:
-        model: a module whose tables are named as the stream's (``<fqn>.weight``): ``nn.Embedding``,
-            ``nn.EmbeddingBag``, TorchRec collections, unsharded, sharded or quantised; or a mapping of FQN to tensor or
-            :class:`~delta_tracker.row_target.RowTarget`. Its tables are looked up anew for each version, so that
-            ``model.to(device)`` and the like may be called in between.
+        model: a module whose tables have the names of the stream's (``<fqn>.weight``): ``nn.Embedding``,
+            ``nn.EmbeddingBag``, TorchRec collections, unsharded, sharded or quantized; or a mapping of FQN to tensor or
+            :class:`~delta_tracker.row_target.RowTarget`. The tables are looked up for each version, so that
+            ``model.to(device)`` may be called between versions.
         url: the stream, ``file:///directory``, ``s3://bucket/prefix``, ... or an opened
             :class:`~delta_tracker.stream.storage.storage.Storage`.
-        names: name in the stream to name in the model, of tables and of dense tensors, where they differ.
-        dense: apply dense parameters and buffers too, if the stream has any; the model must then have them all.
-        gate: bounds that a version must keep to; one that does not is held back.
-        chunk_rows: rows written under one hold of the lock: a lookup waits for one chunk at most.
-        notifier: carries hints of new versions, for :meth:`follow`; without it, or when it fails, polling finds them.
-        name: leave a heartbeat of this name beside the stream every few seconds, see
-            :mod:`~delta_tracker.stream.heartbeat`; None for none. It needs leave to write there. The name is also the
-            label ``predictor`` of the metrics, ``"predictor"`` if None. There a name that another predictor of this
-            process has is followed by ``-2``, ``-3``, ...
-        monitor: where this predictor records its metrics; None for ``delta_tracker.monitor.MONITOR``.
+        names: name in the stream to name in the model, for tables and dense tensors whose names differ.
+        dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
+        gate: bounds for versions; a version that violates them is held.
+        chunk_rows: number of rows written per acquisition of the lock: a lookup waits for at most one chunk.
+        notifier: delivers hints of new versions to :meth:`follow`; without it, or when it fails, polling finds them.
+        name: write a heartbeat with this name to the stream every few seconds, see
+            :mod:`~delta_tracker.stream.heartbeat`; None for no heartbeat. Requires write permission. The name is also
+            the label ``predictor`` of the metrics (default ``"predictor"``), with a suffix ``-2``, ``-3``, ... if
+            another predictor of this process has the same name.
+        monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
 
     Raises:
-        InvalidArgumentError: for a model without tables, names that it has not, or a url that names no store.
+        InvalidArgumentError: for a model without tables, unknown names, or an invalid url.
         StorageError: if the store cannot be opened.
 
     Example:
@@ -127,14 +128,14 @@ class Predictor(Forkable):
         self._cursor = StreamCursor(StreamLog(self._storage))
         self._gate = None if gate is None else GateKeeper(gate)
         self._manifest: Manifest | None = None
-        self._begun: Manifest | None = None  # the newest version of which some rows may be there, and not all
-        self._is_mixed = False  # rows of versions of which none leads to the others: only a snapshot helps
+        self._begun: Manifest | None = None  # newest version that may be partly written
+        self._is_mixed = False  # True if rows of unrelated versions are mixed: only a snapshot repairs that
         self._pinned: int | None = None
         self._rows = self._num_bytes = self._resyncs = self._num_failures = 0
         self._last_resync = ""
         self._ways: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
         self._dead_ends: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
-        self._syncing = threading.Lock()  # held by whoever moves the version
+        self._syncing = threading.Lock()  # held while the version changes
         self._pulse = None if name is None else Pulse(self._storage, name)
         self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat, self._gauges)
         self._is_torn = False
@@ -143,39 +144,41 @@ class Predictor(Forkable):
 
     @property
     def manifest(self) -> Manifest | None:
-        """Manifest of the last snapshot or delta that was applied, None before the first."""
+        """Manifest of the last applied snapshot or delta; None before the first."""
         return self._manifest
 
     @property
     def version(self) -> int | None:
-        """The last version that was applied, claims included, None before the first."""
+        """Last applied version, claims included; None before the first."""
         return self._cursor.version
 
     @property
     def error(self) -> Exception | None:
-        """What ended :meth:`follow`, or what it is trying to get over; None while all is well."""
+        """Error that ended :meth:`follow`, that it retries, or of the held version; None without an error."""
         return self._follower.error or (None if self._gate is None else self._gate.held)
 
     @contextmanager
     def reading(self) -> Iterator[Served]:
-        """Hold the tables still for lookups, and say what they hold. Short, and without ``await``: applying waits.
+        """Block writes for the duration of lookups, and yield the versions that the tables hold.
+
+        Keep the block short and without ``await``: it delays :meth:`follow` and :meth:`sync`.
 
         A process that is forked while :meth:`follow` runs has the tables as they were at that moment, between two
-        chunks, and ``applying`` says if some rows of a version are missing. Nothing changes them there until it calls
-        :meth:`follow` or :meth:`sync` itself. That is not so for tables in shared memory, which the parent goes on
-        writing to: do not look them up in a forked process.
+        chunks; ``applying`` is set if rows of a version are missing. The tables do not change there until the process
+        calls :meth:`follow` or :meth:`sync`. Tables in shared memory are an exception: the parent continues to write to
+        them, so do not look them up in a forked process.
 
         Raises:
-            ForkedError: if a write took so long that the fork came in the middle of it, and rows may be torn; until
-                :meth:`sync` has applied that version.
+            ForkedError: if the process was forked during a long write, so that rows may be torn. :meth:`sync` repairs
+                that.
         """
         with self._lock.reading():
             if self._is_torn:
-                raise ForkedError("rows were being written, and may be torn here", "Call sync() in this process first")
+                raise ForkedError("rows were being written and may be torn", "Call sync() in this process first")
             yield Served(self.version, None if self._begun is None else self._begun.version)
 
     def status(self) -> Status:
-        """How it stands. Asks the store for its lag."""
+        """Return the state of the predictor. Reads the lag from the store."""
         place, lag, error = self._cursor.place, self._follower.lag(), self.error
         return Status(
             stream=None if place is None else place.stream,
@@ -191,25 +194,26 @@ class Predictor(Forkable):
         )
 
     def sync(self, limit: int | None = None) -> int:
-        """Apply the versions that are committed and not yet applied; none after :meth:`rollback`.
+        """Apply the committed versions that are not applied yet. After :meth:`rollback` this applies none.
 
         Args:
-            limit: apply this many versions at most; None for all. The first one is the newest snapshot.
+            limit: maximum number of versions to apply; None for all. The first one is the newest snapshot.
 
         Returns:
-            The version that the tables hold now.
+            The version that the tables hold.
 
         Raises:
             NoSnapshotError: if the stream has no snapshot to start from.
-            HeldVersionError: if the gate holds the next version back.
-            MissingVersionError: if a version is gone and nothing leads past it.
-            StreamReplacedError: if another stream stands in its place, and has no snapshot.
-            TableMismatchError, DenseMismatchError: if the model cannot receive a version, and nothing leads past it.
-            PartialRowsError: if a table takes whole rows and gets a part of one, and nothing leads past it.
-            CorruptPartError, MalformedError: if a version is not what it says it is, and nothing leads past it.
-            StorageError: if the store cannot be read. The third time in a row, an object that cannot be read is a fault
-                like the others: a newer snapshot or a merged version leads past it, if there is one that can.
-            InvalidArgumentError: for a limit under 1, or inside :meth:`reading`, for whose end it would wait.
+            HeldVersionError: if the gate rejects the next version.
+            MissingVersionError: if a version is missing and no resync is possible.
+            StreamReplacedError: if another stream without a snapshot is at the url.
+            TableMismatchError, DenseMismatchError: if a version does not fit the model and no resync is possible.
+            PartialRowsError: if a table accepts whole rows only, a version has some columns of a row, and no resync is
+                possible.
+            CorruptPartError, MalformedError: if a version is damaged and no resync is possible.
+            StorageError: if the store cannot be read. After three consecutive storage errors, a resync past an
+                unreadable object is tried.
+            InvalidArgumentError: for a limit under 1, or inside :meth:`reading`, where the call would deadlock.
         """
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidArgumentError("limit", limit, "Pass a count of 1 or more, or None")
@@ -224,37 +228,37 @@ class Predictor(Forkable):
         return self.version
 
     def follow(self, poll_seconds: float = 0.01) -> None:
-        """Keep applying new versions in a background thread until :meth:`stop`.
+        """Apply new versions in a background thread until :meth:`stop`.
 
-        It waits for a first snapshot if there is none. Any error is retried with growing pauses, up to 5 seconds, and
-        shown in :attr:`error`, ``status().error``, the heartbeat and the metric ``follow_errors``: of the store, of a
-        version that the model cannot receive, memory that runs short, whatever a ``RowTarget`` raises. Meanwhile the
-        tables keep the last version. Of one that was cut short :meth:`reading` says so in ``applying`` until it is
-        applied again.
+        The thread waits for the first snapshot if there is none. It retries after every error with pauses of up to 5
+        seconds, for example after errors of the store, of a version that does not fit the model, of memory or of a
+        ``RowTarget``. The error is reported in :attr:`error`, ``status().error``, the heartbeat and the metric
+        ``follow_errors``. The tables keep the last version until the next one is applied. If a version was interrupted,
+        :meth:`reading` reports it as ``applying`` until it is applied again.
 
-        Only ``SystemExit``, ``KeyboardInterrupt`` and the like, raised in the thread, end it: :attr:`error` then is a
-        :class:`FollowEndedError`, which :meth:`stop` raises.
+        Only exceptions such as ``SystemExit`` and ``KeyboardInterrupt``, raised in the thread, end it. :attr:`error` is
+        then a :class:`FollowEndedError`, which :meth:`stop` raises.
 
         Args:
-            poll_seconds: seconds to wait before looking for the next version again, 0 or more.
+            poll_seconds: seconds between two polls, 0 or more.
 
         Raises:
-            InvalidArgumentError: if it is following already, or for a time that is negative or not finite.
-            TableMismatchError, DenseMismatchError: if the stream can be read within two seconds, and the model cannot
-                receive its newest version.
+            InvalidArgumentError: if the thread runs already, or for a time that is negative or not finite.
+            TableMismatchError, DenseMismatchError: if the newest version can be read within two seconds and does not
+                fit the model.
         """
         self._follower.start(poll_seconds, self._check_newest)
 
     def stop(self) -> None:
-        """End :meth:`follow` within about a second; raises what ended it before, or holds it up now.
+        """End :meth:`follow` within about a second, and raise its current error if there is one.
 
-        It waits for no store: a request that hangs is abandoned. A version whose parts are still being read is not
-        applied. Of one whose rows are being written all are written, unless its parts have to be read again, being
-        larger than 256 MiB together, or another thread stays inside :meth:`reading`; until the next call applies it
-        whole, ``reading()`` then says that it is being applied. A signal handler may call it.
+        A request that hangs is abandoned. A version whose parts are still being read is not applied. A version whose
+        rows are being written is completed, with two exceptions: its parts are larger than 256 MiB together and must be
+        read again, or another thread stays inside :meth:`reading`. It is then interrupted, and ``reading()`` reports it
+        as ``applying`` until the next call applies it completely. A signal handler may call this method.
 
         Raises:
-            InvalidArgumentError: inside :meth:`reading`, for whose end the version may be waiting, or in the thread of
+            InvalidArgumentError: inside :meth:`reading`, where the call could deadlock, or in the thread of
                 :meth:`follow`.
         """
         self._refuse_inside_reading("stop()")
@@ -269,15 +273,15 @@ class Predictor(Forkable):
     # Forks; see Forkable
 
     def before_fork(self) -> None:
-        """Wait until no row is being written, a second at most."""
+        """Wait at most one second until no row is being written."""
         self._lock.before_fork()
 
     def after_fork_in_parent(self) -> None:
-        """Let rows be written again."""
+        """Allow writes again."""
         self._lock.after_fork_in_parent()
 
     def after_fork_in_child(self) -> None:
-        """Forget the threads of the parent and the locks that they held."""
+        """Drop the threads of the parent and the locks that they held."""
         self._is_torn = self._lock.after_fork_in_child() or self._is_torn
         self._syncing = threading.Lock()
         self._follower.after_fork_in_child(self._syncing)
@@ -285,58 +289,60 @@ class Predictor(Forkable):
     # Gate and rollback
 
     def accept(self, version: int) -> None:
-        """Let a version through the gate once, now or when it comes.
+        """Accept a version once, although the gate rejects it, now or when it is committed.
 
         Raises:
             InvalidArgumentError: if there is no gate.
         """
         if self._gate is None:
-            raise InvalidArgumentError("accept()", version, "Build the Predictor with a gate: nothing is held without")
+            raise InvalidArgumentError(
+                "accept()", version, "Build the Predictor with a gate: without one, no version is held"
+            )
         self._gate.accept(version)
 
     def rollback(self, version: int) -> None:
-        """Return to an earlier version and stay there until :meth:`release` or a restart. The gate is not asked.
+        """Return to an earlier version and stay there until :meth:`release` or a restart. Bypasses the gate.
 
-        All that it takes is read and checked before the first row is written.
+        All data is read and validated before the first row is written.
 
         Args:
-            version: a version that the stream still has whole: a snapshot and all versions after it.
+            version: a version that the stream still has completely: its snapshot and all versions in between.
 
         Raises:
-            InvalidArgumentError: for a version that the stream has not had yet, or inside :meth:`reading`.
-            MissingVersionError, NoSnapshotError: if retention took what it consists of.
+            InvalidArgumentError: for a version that does not exist yet, or inside :meth:`reading`.
+            MissingVersionError, NoSnapshotError: if retention removed the version or its snapshot.
             StreamReplacedError: if the stream is not the one whose versions were applied.
             CorruptPartError, MalformedError, PartialRowsError, TableMismatchError, DenseMismatchError: as :meth:`sync`.
-            StorageError: if the store cannot be read. Where it failed after all was checked, ``status().pinned`` is
-                the version: the next :meth:`sync`, or :meth:`follow`, goes on with the rollback.
+            StorageError: if the store cannot be read. If it failed after the validation, ``status().pinned`` is the
+                version, and the next :meth:`sync` or :meth:`follow` completes the rollback.
         """
         self._refuse_inside_reading("rollback()")
         with self._syncing:
             self._return_to(version)
 
     def release(self) -> None:
-        """Go on to newer versions after :meth:`rollback`."""
+        """Resume with newer versions after :meth:`rollback`."""
         self._pinned = None
 
-    # Start-up from a kept state
+    # Start from a saved state
 
     def state_dict(self) -> dict[str, str | int]:
-        """The place of the tables in the stream, to be kept beside them; empty if only a snapshot leads on from them.
+        """Return the stream position of the tables, to be saved with them; empty if only a snapshot can follow.
 
-        Rows that are newer than the place says do no harm; rows that are older do. So write the place after its rows:
+        Saved rows may be newer than the saved position, but not older. The order of saving therefore matters:
 
-        - tables in a file of their own: first this, then the tables, or both in one ``with predictor.reading()``;
-        - tables in shared or mapped memory: flush that, then write this to a new file and rename it;
-        - before :meth:`rollback`: remove what was kept, and keep the place again once it has returned.
+        - tables in a file: call this first, then save the tables, or do both in one ``with predictor.reading()``;
+        - tables in shared or mapped memory: flush the memory, then write this to a new file and rename it;
+        - before :meth:`rollback`: delete the saved position, and save it again after the call.
         """
         place = self._cursor.place
         return {} if place is None or self._is_mixed else place.to_dict()
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
-        """Go on from tables that were kept together with ``state``. What the stream has no more leads to a resync.
+        """Resume from tables that were saved with ``state``. If the stream no longer has the next version, it resyncs.
 
         Raises:
-            InvalidArgumentError: if it is not what :meth:`state_dict` returned, or inside :meth:`reading`.
+            InvalidArgumentError: for a value that :meth:`state_dict` did not return, or inside :meth:`reading`.
         """
         self._refuse_inside_reading("load_state_dict()")
         place = Place.from_dict(state) if state else None
@@ -347,19 +353,19 @@ class Predictor(Forkable):
             self._ways.clear()
 
     def _check_newest(self) -> None:
-        """Refuse a stream whose newest version the model cannot receive; one that cannot be read now is not refused."""
+        """Raise if the newest version does not fit the model. A stream that cannot be read now is no error."""
         if self._pinned is not None:
             return
         try:
             newest = self._cursor.heads()
         except StreamError as error:
-            _logger.info("the newest version cannot be checked before follow() starts: %s", error)
+            _logger.info("the newest version was not checked before follow(): %s", error)
             return
         for manifest in newest:
             self._applier.resolve(manifest)
 
     def _beat(self, *, is_last: bool = False) -> None:
-        """Leave a heartbeat, if one is due or it is the last."""
+        """Write a heartbeat if it is due, or if it is the last one."""
         if self._pulse is not None and (is_last or self._pulse.is_due()):
             status = self.status()
             self._pulse.leave(
@@ -376,17 +382,17 @@ class Predictor(Forkable):
             raise InvalidArgumentError(call, "inside reading()", "Leave the `with predictor.reading()` block first")
 
     def _advance(self, *, looks_for_gap: bool) -> bool:
-        """Apply one version, if there is one. The caller holds the lock of those who move the version.
+        """Apply the next version, if there is one. The caller must hold the lock for changes of the version.
 
         Args:
-            looks_for_gap: list the log if the next version is not there, to tell a gap from the head.
+            looks_for_gap: if the next version is missing, list the log to distinguish a gap from the head.
 
         Raises: as :meth:`sync`.
         """
         if self._pinned is not None:
             if self._pinned == self.version and not self._is_mixed:
                 return False
-            self._return_to(self._pinned)  # a rollback that was cut short
+            self._return_to(self._pinned)  # an interrupted rollback
             return True
         try:
             has_moved = self._take_next(looks_for_gap=looks_for_gap)
@@ -397,7 +403,7 @@ class Predictor(Forkable):
         return has_moved
 
     def _take_next(self, *, looks_for_gap: bool) -> bool:
-        """Apply the next version, if there is one, or one that leads past it."""
+        """Apply the next version, if there is one, or resync."""
         try:
             if self._is_mixed:
                 self._cursor.place = None
@@ -417,26 +423,26 @@ class Predictor(Forkable):
 
     @property
     def _keeps_failing(self) -> bool:
-        """Whether this attempt is one too many to wait for the store."""
+        """True after too many consecutive storage errors."""
         return self._num_failures >= _NUM_TRIES - 1
 
     def _resync(self, fault: StreamError) -> None:
-        """Go around a fault; raises it if nothing leads past it."""
+        """Continue from a merged version or a snapshot; raise ``fault`` if none is usable."""
         before, num_unreadable = self.version, 0
         faults = (*_FAULTS, StorageError) if self._keeps_failing else _FAULTS
         for manifest in self._cursor.way_back(fault, skips_unreadable=self._keeps_failing):
             way = str(fault), manifest.link
             if way in self._ways:
-                continue  # it led to the same fault again
+                continue  # it was used before and led to the same fault
             try:
                 self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))
             except faults as another:
-                if way not in self._dead_ends:  # said once, though it is tried again
-                    _logger.warning("version %d leads past no fault: %s", manifest.version, another)
+                if way not in self._dead_ends:  # logged once, although it is tried again
+                    _logger.warning("cannot resync with version %d: %s", manifest.version, another)
                     self._dead_ends.append(way)
                 num_unreadable += isinstance(another, StorageError)
                 if num_unreadable == _NUM_TRIES:
-                    break  # no single object: an outage
+                    break  # an outage, not a single object
                 continue
             self._ways.append(way)
             self._resyncs += 1
@@ -447,7 +453,7 @@ class Predictor(Forkable):
         raise fault
 
     def _take(self, manifest: Manifest, *, is_elsewhere: bool = False) -> None:
-        """Read and check everything, then write."""
+        """Read and validate a version, then write it."""
         if self._leaves_rows(manifest):
             raise StreamReplacedError(self._storage.url, manifest.version)
         gate = self._gate if manifest.kind != "claim" else None
@@ -461,7 +467,7 @@ class Predictor(Forkable):
             gate.passed(manifest, measure)
 
     def _return_to(self, version: int) -> None:
-        """Roll back, or go on with a rollback."""
+        """Roll back, or complete an interrupted rollback."""
         path = [(manifest, self._applier.resolve(manifest)) for manifest in self._cursor.path_to(version)]
         for manifest, receiver in path:
             receiver.place(Contents(self._storage, manifest, buffer=self._buffer))
@@ -480,10 +486,10 @@ class Predictor(Forkable):
         """Write a version.
 
         Args:
-            receiver: the model as it was looked up for the version.
-            contents: its rows.
-            is_elsewhere: it is no later version of what the tables hold, so that nothing but itself leads on from there
-                if it is cut short.
+            receiver: tables and tensors of the model for the version.
+            contents: rows and dense tensors of the version.
+            is_elsewhere: True if the version does not continue the tables' version, so that after an interrupt only
+                this version or a snapshot can be applied.
         """
         manifest = contents.manifest
         placements = receiver.place(contents)
@@ -502,22 +508,22 @@ class Predictor(Forkable):
         self._gauges.applied(manifest)
 
     def _begin(self, manifest: Manifest) -> None:
-        """Some rows of a version are about to be written."""
+        """Record that rows of a version are about to be written."""
         begun = self._begun
         if begun is None or begun.stream != manifest.stream or begun.version <= manifest.version:
             self._begun = manifest
 
     def _leaves_rows(self, manifest: Manifest) -> bool:
-        """Whether rows of another entry of the same version are there, which this one need not have."""
+        """Return True if rows of another entry of the same version may be present, which this one may not have."""
         begun = self._begun
         is_other = begun is not None and begun.version == manifest.version and begun.link != manifest.link
         return is_other and manifest.kind != "snapshot"
 
     def _finish(self, manifest: Manifest) -> None:
-        """All rows of a version are written.
+        """Record that all rows of a version are written.
 
-        A version that was cut short may lie ahead: a merged one or a snapshot, after which the versions before it could
-        be read again. Its rows stay there until a version that has them all is applied.
+        A newer version may have been interrupted before: a merged one or a snapshot, after which the versions before it
+        were readable again. Its rows stay in the tables until a version with all of them is applied.
         """
         begun = self._begun
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:

@@ -1,4 +1,4 @@
-"""What a predictor tells: to a request, what its lookups read; to people, how it stands."""
+"""State that a predictor reports: for one request, and for monitoring."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import NamedTuple
 
 
 class Served(NamedTuple):
-    """What the tables hold inside :meth:`Predictor.reading`."""
+    """Versions that the tables hold inside :meth:`Predictor.reading`."""
 
     version: int | None
-    """The last version that was applied whole, None before the first."""
+    """Last version that was applied completely; None before the first."""
     applying: int | None
-    """A version of which some rows are there already, None if none is on its way."""
+    """Version of which some rows are already written; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a predictor stands.
+    """State of a predictor.
 
     Args:
         stream: id of the stream, None before the first version.
-        version: the last version that was applied, claims included, None before the first.
-        lag_versions: committed versions that are not applied; None if the store could not be asked.
-        lag_seconds: how long ago the oldest of them was committed, by this host's clock, 0 if there is none; None as
-            above.
-        rows: rows written since the start.
-        num_bytes: bytes of the parts that were applied since the start.
-        resyncs: how often it went around a fault of the stream since the start.
-        last_resync: what the last one went around, empty before.
-        error: what ended or holds up :meth:`Predictor.follow`, or the gate; None while all is well.
-        pinned: it stays at this version after a rollback; None if it follows.
+        version: last applied version, claims included; None before the first.
+        lag_versions: number of committed versions that are not applied; None if the store cannot be read.
+        lag_seconds: age of the oldest of them in seconds, by this host's clock; 0 if there is none, None if the store
+            cannot be read.
+        rows: number of rows written since the start.
+        num_bytes: size in bytes of the parts applied since the start.
+        resyncs: number of resyncs since the start.
+        last_resync: description of the last resync; empty before the first.
+        error: error that ended or delays :meth:`Predictor.follow`, or of the held version; None otherwise.
+        pinned: version of a rollback; None if newer versions are applied.
     """
 
     stream: str | None

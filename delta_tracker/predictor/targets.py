@@ -1,4 +1,4 @@
-"""Where a predictor puts rows: the tables of its model, by fully qualified name."""
+"""Find the tables of a predictor's model, by fully qualified name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _COMPILED = "_orig_mod."
 def find_targets(
     model: nn.Module | Mapping[str, Tensor | RowTarget], names: Mapping[str, str] | None = None
 ) -> dict[str, RowTarget]:
-    """The tables that a model could receive, each with the memory that its lookups read at this moment.
+    """Return the tables of a model, with the memory that lookups read at present.
 
     Args:
         model: a module whose tables are ``<fqn>.weight`` parameters or buffers, such as ``nn.Embedding``,
-            ``nn.EmbeddingBag`` and TorchRec collections: unsharded, sharded in any way (each rank then holds its own
-            rows and columns), or quantised, sharded or not; compiled ones too. Or a mapping of FQN (or
+            ``nn.EmbeddingBag`` and TorchRec collections: unsharded, sharded (each rank then holds its own
+            rows and columns), quantized, or compiled. Or a mapping of FQN (or
             ``<fqn>.weight``) to a ``[rows, columns]`` tensor or a target.
         names: FQN in the stream to FQN in the model, where they differ.
 
@@ -33,9 +33,9 @@ def find_targets(
         FQN in the stream to target.
 
     Raises:
-        InvalidArgumentError: if the model is neither, has no matrix in it, or names one table twice; if ``names``
-            names a table that the model does not have, or one table twice.
-        MissingExtraError: if there are sharded or quantised TorchRec modules and fbgemm is not installed.
+        InvalidArgumentError: for a model of another type, without matrices, or with two tables of one name; for
+            ``names`` with an unknown or repeated table.
+        MissingExtraError: if there are sharded or quantized TorchRec modules and fbgemm is not installed.
     """
     targets: dict[str, RowTarget] = {}
     for name, table in _modules_tables(model) if isinstance(model, nn.Module) else _items(model):
@@ -45,7 +45,7 @@ def find_targets(
                 continue
             table = TensorTarget.of(table)  # noqa: PLW2901
         if fqn in targets:
-            raise InvalidArgumentError("model", fqn, f"Give one of {fqn!r} and {fqn + '.weight'!r}, not both")
+            raise InvalidArgumentError("model", fqn, f"Pass one of {fqn!r} and {fqn + '.weight'!r}, not both")
         targets[fqn] = table
     if not targets:
         raise InvalidArgumentError("model", type(model).__name__, "Pass a module or mapping with embedding tables")
@@ -61,7 +61,7 @@ def _modules_tables(model: nn.Module) -> Iterable[tuple[str, Tensor | RowTarget]
 
 
 def _items(model: object) -> Iterable[tuple[str, Tensor | RowTarget]]:
-    """The items of what should be a mapping of tables."""
+    """Return the items of a mapping of tables, after validation."""
     if not isinstance(model, Mapping) or not all(isinstance(table, Tensor | RowTarget) for table in model.values()):
         raise InvalidArgumentError(
             "model", type(model).__name__, "Pass a module, or a mapping of FQN to tensor or RowTarget"
@@ -77,21 +77,21 @@ def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str
         names: FQN in the stream to FQN in the model, where they differ.
 
     Raises:
-        InvalidArgumentError: if a name is missing in ``targets``, or given to two tables.
+        InvalidArgumentError: if a name is missing in ``targets`` or used twice.
     """
     if not names:
         return targets
     for name in names.values():
         if name not in targets:
-            raise InvalidArgumentError("names", name, f"Name tables that the model has: {sorted(targets)}")
+            raise InvalidArgumentError("names", name, f"Pass names of the model's tables: {sorted(targets)}")
     if len(set(names.values())) < len(names):
-        raise InvalidArgumentError("names", dict(names), "Give each table of the model one name")
+        raise InvalidArgumentError("names", dict(names), "Map each table of the model once")
     kept = {fqn: target for fqn, target in targets.items() if fqn not in names.values()}
     return kept | {fqn: targets[name] for fqn, name in names.items()}
 
 
 def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
-    """Refuse a version whose tables the model cannot receive.
+    """Reject a version whose tables do not fit the model.
 
     Raises:
         TableMismatchError: for the first table that is missing, has another shape or dtype, cannot be written in
@@ -123,11 +123,11 @@ def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) 
     spans = sorted((*_span(memory), fqn) for fqn, memory in memories)
     for (device, _, end, fqn), (other_device, begin, _, other) in itertools.pairwise(spans):
         if begin < end and device == other_device:
-            shared = f"in memory that {fqn!r} has too (tied weights)"
+            shared = f"in memory shared with {fqn!r} (tied weights)"
             raise TableMismatchError(other, str(manifest.tables[other]), shared)
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:
-    """Device, and address of the first byte and after the last."""
+    """Return the device, the address of the first byte, and the address after the last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

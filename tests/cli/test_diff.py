@@ -67,7 +67,7 @@ def test_diff_says_what_it_lacks(cli: Cli, writer: Writer) -> None:
     assert f"Name a table of version 1: {FQN}" in cli.err
     cli("diff", url_of(writer), 0, 2, code=1)
     assert "version 0 of" in cli.err
-    assert "lies before the first snapshot" in cli.err
+    assert "precedes the first snapshot" in cli.err
     assert "0 of 50 rows" in cli("diff", url_of(writer), 3, 3)
 
 

@@ -75,7 +75,9 @@ def test_what_is_not_finite_is_held_back(writer: Writer, kind: str, value: float
     with predictor.reading() as served:
         assert served == (good, None)
     alarms = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert [alarm.getMessage() for alarm in alarms] == [f"version {bad.version} is held back: {caught.value.reason}"]
+    assert [alarm.getMessage() for alarm in alarms] == [
+        f"version {bad.version} is held back by the gate: {caught.value.reason}"
+    ]
     assert writer.storage.names_read.count(bad.parts[0].name) == 1, "it is not read again and again"
     predictor.accept(bad.version)
     assert predictor.sync() == bad.version
@@ -218,7 +220,7 @@ def test_following_waits_for_acceptance(writer: Writer, caplog) -> None:
     assert torch.equal(model[FQN], writer.table)
     assert predictor.status().resyncs == 0
     assert sum("held back" in record.message for record in caplog.records) == 1
-    assert "follows again" in caplog.text
+    assert "recovered at version" in caplog.text
 
 
 @pytest.mark.parametrize("is_following", [False, True])

@@ -34,7 +34,7 @@ from tests.stream.streams import FQN, Writer
 
 def _gap(root: Path, history: History) -> str:
     (root / entry_name(3)).unlink()
-    return "MissingVersionError: version 3 is missing while the stream goes on to version 6"
+    return "MissingVersionError: version 3 is missing, and the newest version is 6"
 
 
 def _of_part(damage: Callable[[Path], object], reason: str) -> Callable[[Path, History], str]:
@@ -69,7 +69,7 @@ def _stale_behind_malformed(root: Path, history: History) -> str:
 
 def _retention(root: Path, history: History) -> str:
     retain(history.storage, Retention(versions=1, grace_seconds=0.0))
-    return "MissingVersionError: version 3 is missing while the stream goes on to version 6"
+    return "MissingVersionError: version 3 is missing, and the newest version is 6"
 
 
 def _replaced(root: Path, history: History) -> str:
@@ -160,12 +160,12 @@ def test_a_gap_stays_an_error_until_it_is_mended(monkeypatch: pytest.MonkeyPatch
     reads = follower.storage.num_reads
     eventually(lambda: follower.storage.num_reads > reads + 100)
     assert isinstance(follower.predictor.error, MissingVersionError)
-    assert "follows again" not in caplog.text
+    assert "recovered at version" not in caplog.text
     history.storage.put(entry_name(2), [memoryview(entry)])
     eventually(lambda: follower.predictor.version == 3 and follower.predictor.error is None)
     follower.predictor.stop()
     follower.check()
-    assert caplog.text.count("cannot go on") == caplog.text.count("follows again") == 1
+    assert caplog.text.count("failed and retries") == caplog.text.count("recovered at version") == 1
 
 
 def test_a_store_that_fails_at_each_operation_in_turn() -> None:
@@ -201,8 +201,8 @@ def test_a_store_that_fails_for_a_while_is_named_once_and_gets_over_it(caplog) -
     eventually(lambda: predictor.version == history.version and predictor.error is None)
     predictor.stop()
     follower.check()
-    assert caplog.text.count("keeps trying: the store memory:// cannot be used: 503") == 1
-    assert caplog.text.count("follows again, at version") == 1
+    assert caplog.text.count("failed and retries: the store memory:// cannot be used: 503") == 1
+    assert caplog.text.count("recovered at version") == 1
 
 
 def test_tables_may_be_newer_than_the_kept_place() -> None:

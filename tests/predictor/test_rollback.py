@@ -122,7 +122,7 @@ def test_what_the_stream_has_not_changes_nothing(clock: Clock) -> None:
     for version in (6, -1, 1 << 62):
         with pytest.raises(InvalidArgumentError, match="versions up to 5"):
             predictor.rollback(version)
-    with pytest.raises(NoSnapshotError, match=r"version 0 of .* lies before the first snapshot"):
+    with pytest.raises(NoSnapshotError, match=r"version 0 of .* precedes the first snapshot"):
         predictor.rollback(0)  # the claim, before any row
     retain(history.storage, Retention(versions=1, grace_seconds=0.0), clock)
     for version in (1, 2):

@@ -73,7 +73,7 @@ def test_every_sharding_serves_quantised_models(
 
 def test_rows_with_a_part_of_their_columns_wait_for_a_snapshot(two_ranks: RankPool, url: str) -> None:
     for message in two_ranks.run(f"{_CASES}:partial", url=url):
-        assert message.startswith("1 rows of table 'ec.embedding_bags.column' came with the columns (0, 4) only")
+        assert message.startswith("1 rows of table 'ec.embedding_bags.column' have the columns (0, 4) only")
 
 
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm_caching"])

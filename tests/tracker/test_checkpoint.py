@@ -160,7 +160,7 @@ def test_a_consumer_that_was_given_up_stays_so(two_ranks: RankPool) -> None:
     fine, lost = "nothing was raised", "NeedsSnapshotError"
     kinds = [[[message.split(":")[0] for message in plan] for plan in rank] for rank in (first, second)]
     assert kinds == [[[fine] * 3, [lost, fine, lost]], [[lost, fine, lost], [fine] * 3]]
-    assert "a former run's bound" in first[1][0]
+    assert "max_bytes of an earlier run" in first[1][0]
 
 
 @pytest.mark.parametrize("how", ["dcp", "files", "gather"])

@@ -111,4 +111,4 @@ def test_case(two_ranks: RankPool, case: str) -> None:
 @pytest.mark.promise("independent")
 def test_a_slow_consumer_is_told_that_it_needs_a_snapshot(two_ranks: RankPool) -> None:
     for message in two_ranks.run(f"{_CASES}:slow_consumer"):
-        assert message.startswith("NeedsSnapshotError: consumer 'slow' fell behind")
+        assert message.startswith("NeedsSnapshotError: consumer 'slow' needs a snapshot")
