@@ -1,5 +1,4 @@
-"""Sets of row numbers on a device, as bits or bytes, one engine for each way to compute them.
+"""Sets of local row ids on a device, implemented by several engines.
 
-Open ``row_set.py`` first: it has the protocol that every engine fulfils. ``engines.py`` lists the engines and chooses
-one.
+Open ``row_set.py`` first: it has the base class of all engines. ``engines.py`` lists the engines and chooses one.
 """

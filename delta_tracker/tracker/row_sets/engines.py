@@ -1,4 +1,4 @@
-"""Which engine holds the rows of a shard."""
+"""Choose the engine that holds the changed rows of a shard."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ ENGINES = tuple(_BY_NAME)
 
 
 def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
-    """Find the class of row sets for a device.
+    """Return the class of row sets for a device.
 
     Args:
-        name: one of :data:`ENGINES`: ``"torch"`` (any device), ``"numba"`` (CPU) or ``"triton"`` (CUDA); None for numba
-            on the CPU where it is installed, and for torch everywhere else.
-        device: where the shard lives.
+        name: one of :data:`ENGINES`: ``"torch"`` (any device), ``"numba"`` (CPU) or ``"triton"`` (CUDA). None chooses
+            numba on the CPU if it is installed, otherwise torch.
+        device: device of the shard.
 
     Returns:
-        A class of which ``choose_engine(name, device)(num_rows, device)`` is an empty set. Building one raises
-        ``MissingExtraError`` if the package of a named engine is not installed; None always finds one that is.
+        A class; ``choose_engine(name, device)(num_rows, device)`` is an empty set. Its constructor raises
+        ``MissingExtraError`` if the package of a named engine is not installed. None returns an installed engine.
 
     Raises:
-        InvalidArgumentError: for an unknown name, or an engine that does not serve the device.
+        InvalidArgumentError: if the name is unknown or the engine does not support the device.
 
     Example:
         >>> choose_engine("torch", torch.device("cpu")).__name__

@@ -1,4 +1,4 @@
-"""Sets of rows on the CPU, compiled by numba (the extra ``numba``)."""
+"""Row sets on the CPU, compiled by numba (the extra ``numba``)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from delta_tracker.tracker.row_sets.row_set import RowSet
 _ROWS_PER_BLOCK = 128
 _WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 64
 _ROWS_PER_SPAN = 512
-# As long as few rows of many are marked, their ids are listed, and sorted by a scan: that is less than to wait for the
-# memory of each bit. A list costs an eighth of the bits at most, none of which is touched meanwhile.
+# While few rows of a large shard are marked, their ids are kept in lists, which a scan sorts. This is faster than a
+# cache miss for each bit. The lists take at most an eighth of the memory of the bits, which are not allocated yet.
 _ROWS_PER_LISTED_ID = 512
 _MAX_LISTS = 128
-# Words that a core's cache holds are marked without their summary, which halves the time on each id, where so many ids
-# come at once that the summary can be made of all words afterwards for less than that spares.
+# If the words fit into a core's cache, they are marked without their summary, which halves the time per id. This pays
+# off only for calls with many ids, because the summary is then rebuilt from all words.
 _MAX_CACHED_WORDS = 2**18
-_WORDS_PER_ID = 4  # that an id is worth
+_WORDS_PER_ID = 4  # words that can be summarised in the time saved per id
 
 
 class NumbaRows(RowSet):
-    """One bit per row and one per block of 128 rows, so that a scan costs what was marked, not what exists.
+    """Row set with one bit per row and one per block of 128 rows, so that a scan's time depends on the marked rows.
 
-    It holds ``R / 8 + R / 1024`` bytes, of which the system provides only the pages that were written to; as long as
-    few ids of many rows were marked, 8 bytes for each instead. The GIL is released in every loop. :meth:`mark_new`
-    returns each id at the place of its first occurrence. The first set that is built compiles the loops, which takes
-    seconds; later processes read them from numba's cache.
+    It takes ``R / 8 + R / 1024`` bytes of address space, of which only pages that were written use memory. While few
+    rows of a large shard are marked, it takes 8 bytes per marked id instead. All loops release the GIL.
+    :meth:`mark_new` returns ids in the order of their first occurrence. The first set compiles the loops, which takes
+    seconds; later processes load them from numba's cache.
 
     Raises:
         MissingExtraError: if numba is not installed.
@@ -57,18 +57,18 @@ class NumbaRows(RowSet):
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__(num_rows, device)
         load_loops()
-        self._lists: list[NDArray[np.int64]] = []  # empty from the first bit on that was ever set
+        self._lists: list[NDArray[np.int64]] = []  # empty once _bits is allocated
         self._num_listed = 0
         self._bits: _Bits | None = None
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
-        """The CPU, if it is little-endian."""
+        """Return True for a little-endian CPU."""
         return device.type == "cpu" and sys.byteorder == "little"
 
     @property
     def num_bytes(self) -> int:
-        """Bits and summary, or listed ids."""
+        """Bytes of the bits and their summary, or of the listed ids."""
         return 8 * self._num_listed if self._bits is None else self._bits.num_bytes
 
     def _mark(self, ids: Tensor) -> None:
@@ -82,7 +82,7 @@ class NumbaRows(RowSet):
         self._unlisted().mark(array)
 
     def _unlisted(self) -> _Bits:
-        """The bits, with those of the ids that were listed till now."""
+        """Return the bits. The first call allocates them and moves the listed ids into them."""
         if self._bits is None:
             self._bits = _Bits(self.num_rows, self._max_cached_words)
             lists, self._lists = self._lists, []
@@ -91,12 +91,12 @@ class NumbaRows(RowSet):
         return self._bits
 
     def _sorted(self) -> NDArray[np.int64]:
-        """The listed ids in order, once each; from now on they are listed so."""
+        """Return the listed ids in ascending order without duplicates, and replace the lists with the result."""
         if not self._lists:
             return np.empty(0, dtype=np.int64)
         ids = self._lists[0] if len(self._lists) == 1 else np.concatenate(self._lists)
-        ids.sort()  # ours: a list is a copy
-        if ids[0] < 0 or ids[-1] >= self.num_rows:  # what is no row counts as row 0
+        ids.sort()  # in place, because the lists are copies
+        if ids[0] < 0 or ids[-1] >= self.num_rows:  # ids out of range count as row 0
             low, high = np.searchsorted(ids, (0, self.num_rows))
             ids = np.concatenate([ids[:1] * 0, ids[low:high]])
         if ids.size > 1 and (is_again := ids[1:] == ids[:-1]).any():
@@ -114,7 +114,7 @@ class NumbaRows(RowSet):
 
     def _mark_new(self, ids: Tensor) -> Tensor:
         fresh, count = self._unlisted().mark_new(_array(ids))
-        fresh.resize(count, refcheck=False)  # gives the rest back without a copy
+        fresh.resize(count, refcheck=False)  # frees the rest without a copy
         return torch.from_numpy(fresh)
 
     def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,9 +142,9 @@ class NumbaRows(RowSet):
 
 
 class _Bits:
-    """The bits of ``num_rows`` rows, and their summary, which is made anew when it is needed after many marks at once.
+    """Bits of ``num_rows`` rows and their summary, which :meth:`_settle` rebuilds after calls that skipped it.
 
-    ``ids`` are ``[N]`` int64, and count as row 0 where they are no row.
+    ``ids`` are ``[N]`` int64. Ids out of range count as row 0.
     """
 
     __slots__ = ("_count", "_is_settled", "_loops", "_max_cached_words", "_num_rows", "_octets", "_summary", "_words")
@@ -158,7 +158,7 @@ class _Bits:
         self._octets = self._words.view(np.uint8)
         self._summary = np.zeros(-(-num_blocks // 64), dtype=np.int64)
         self._count = 0
-        self._is_settled = True  # summary and count are those of the words
+        self._is_settled = True  # summary and count match the words
 
     @property
     def num_bytes(self) -> int:
@@ -166,7 +166,7 @@ class _Bits:
 
     @property
     def count(self) -> int:
-        """How many are set."""
+        """Number of bits set."""
         self._settle()
         return self._count
 
@@ -180,7 +180,7 @@ class _Bits:
             self._count += self._loops.mark(self._octets, self._summary, self._num_rows, ids)
 
     def mark_new(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-        """Set the bit of each id; ``[N]`` with those whose bit was clear at its begin, and how many they are."""
+        """Set the bit of each id. Return ``[N]``, which starts with the ids whose bit was clear, and their number."""
         fresh = np.empty(ids.size, dtype=np.int64)
         count: int = self._loops.mark_new(self._octets, self._summary, self._num_rows, ids, fresh)
         self._count += count
@@ -200,25 +200,25 @@ class _Bits:
         self._count = 0
 
     def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """``[N]``, the bit of each id."""
+        """Return the bit of each id, ``[N]``."""
         found = np.empty(ids.size, dtype=np.bool_)
         self._loops.contains(self._words, self._num_rows, ids, found)
         return found
 
     def absorb(self, other: _Bits) -> None:
-        """Set the bits that are set in ``other``, of as many rows."""
-        other._settle()  # ours is settled later, if it has to be
+        """Set the bits that are set in ``other``, which has the same number of rows."""
+        other._settle()  # self is settled later, when needed
         self._count += self._loops.absorb(self._words, self._summary, other._words, other._summary)
 
     def scan(self) -> NDArray[np.int64]:
-        """Which are set, ascending."""
+        """Return the positions of the bits that are set, in ascending order."""
         self._settle()
         rows = np.empty(self._count + self._loops.SPARE, dtype=np.int64)
         self._loops.unpack(self._words, self._summary, rows)
         return rows[: self._count]
 
     def rank(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``[N]``, how many are set below each id."""
+        """Return the number of bits set below each id, ``[N]``."""
         self._settle()
         before = np.empty(-(-self._num_rows // _ROWS_PER_SPAN), dtype=np.int64)
         self._loops.count_before(self._words, self._summary, before)
@@ -227,7 +227,7 @@ class _Bits:
         return ranks
 
     def _settle(self) -> None:
-        """Bring summary and count up to date."""
+        """Update the summary and the count if they are out of date."""
         if not self._is_settled:
             self._count = self._loops.summarize(self._words, self._summary)
             self._is_settled = True
@@ -238,7 +238,7 @@ def load_loops() -> ModuleType:
     """Import :mod:`delta_tracker.tracker.row_sets.numba_loops`.
 
     Raises:
-        MissingExtraError: if numba is not installed, or refuses the numpy that is.
+        MissingExtraError: if numba is not installed or does not support the installed numpy.
     """
     try:
         return import_module("delta_tracker.tracker.row_sets.numba_loops")
@@ -247,7 +247,7 @@ def load_loops() -> ModuleType:
 
 
 def _array(ids: Tensor) -> NDArray[np.int64]:
-    """The memory of ``ids``; a copy only where it has gaps."""
+    """Return ``ids`` as an array, without a copy if they are contiguous."""
     return ids.contiguous().numpy()
 
 

@@ -1,12 +1,14 @@
-"""The compiled loops of :mod:`delta_tracker.tracker.row_sets.numba`, the one module that imports numba.
+"""Compiled loops of :mod:`delta_tracker.tracker.row_sets.numba`. No other module imports numba.
 
-Importing it compiles the loops, or reads them from numba's cache: a matter of seconds the first time.
+The first import compiles the loops, which takes seconds; later ones load them from numba's cache.
 
-Shapes: ``words`` is ``[2 * B]`` int64, a bit per row, ``B`` blocks of 128 rows; ``octets`` is the same memory as
-``[16 * B]`` uint8, lowest rows first, so the machine has to be little-endian; ``summary`` is ``[ceil(B / 64)]`` int64,
-a bit per block that has a marked row. Nearly all is int64, because numba makes floats of int64 with uint64. No loop
-holds the GIL. None passes an array to another function of this module: numba counts references at every such call,
-which takes longer than the work on one id.
+Shapes: ``words`` is ``[2 * B]`` int64, a bit per row, for ``B`` blocks of 128 rows. ``octets`` is the same memory as
+``[16 * B]`` uint8, lowest rows first, which requires a little-endian machine. ``summary`` is ``[ceil(B / 64)]`` int64,
+a bit per block that has a marked row.
+
+Nearly all integers are int64, because numba promotes int64 with uint64 to float. All loops release the GIL. No loop
+passes an array to another function of this module, because numba counts references at each such call, which takes
+longer than the work on one id.
 """
 
 from __future__ import annotations
@@ -29,27 +31,27 @@ _Ints = NDArray[np.int64]
 _Octets = NDArray[np.uint8]
 _Intrinsic = tuple[Signature, Callable[[BaseContext, ir.IRBuilder, Signature, Sequence[ir.Value]], ir.Value]]
 
-_AHEAD = 32  # ids between a prefetch and its use: halves the time on large shards, and 24 to 48 do equally well
-SPARE = 4  # numbers that :func:`unpack` may write behind the last
+_AHEAD = 32  # ids between a prefetch and its use: halves the time on large shards; 24 to 48 are equally fast
+SPARE = 4  # numbers that :func:`unpack` may write after the last one
 _FIRST_OF_FOUR = 0x1111111111111111  # a cache line holds four blocks
 
 
 @intrinsic
 def _popcount(_typing: Typing, _word: types.Type) -> _Intrinsic:
-    """Bits set in an int64."""
+    """Return the number of bits set in an int64."""
     return types.int64(types.int64), lambda _context, builder, _signature, args: builder.ctpop(args[0])
 
 
 @intrinsic
 def _lowest(_typing: Typing, _word: types.Type) -> _Intrinsic:
-    """Position of the lowest bit set in an int64; 64 if there is none."""
+    """Return the position of the lowest bit set in an int64, or 64 if no bit is set."""
     undefined_for_0 = ir.Constant(ir.IntType(1), 0)
     return types.int64(types.int64), lambda _context, builder, _signature, args: builder.cttz(args[0], undefined_for_0)
 
 
 @intrinsic
 def _prefetch(_typing: Typing, words: types.Type, _at: types.Type) -> _Intrinsic:
-    """Ask for the cache line of ``words[at]``, which will be needed soon."""
+    """Prefetch the cache line of ``words[at]``."""
 
     def generate(
         context: BaseContext, builder: ir.IRBuilder, _signature: Signature, args: Sequence[ir.Value]
@@ -68,7 +70,7 @@ def _prefetch(_typing: Typing, words: types.Type, _at: types.Type) -> _Intrinsic
 
 
 def _loop(signature: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile a function for one signature, cached on disk where a folder for it can be written."""
+    """Return a decorator that compiles a function for one signature, cached on disk if the cache is writable."""
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
@@ -81,8 +83,8 @@ def _loop(signature: str | None = None) -> Callable[[Callable[..., Any]], Callab
 
 @_loop()
 def _within(row: int, num_rows: int) -> np.uint64:
-    """The row, or 0 if there is none such; unsigned, because numba looks whether a signed index counts from the end."""
-    unsigned = np.uint64(row)  # a negative one is larger than any row
+    """Return the row, or 0 if it is out of range. Unsigned, because numba checks signed indices for negative values."""
+    unsigned = np.uint64(row)  # negative rows become larger than any row
     return unsigned if unsigned < np.uint64(num_rows) else np.uint64(0)
 
 
@@ -93,13 +95,13 @@ def _octet(row: np.uint64) -> np.uint64:
 
 @_loop()
 def _place(row: np.uint64) -> int:
-    """The place of a row's bit in its octet."""
+    """Return the position of a row's bit in its octet."""
     return int(row & np.uint64(7))
 
 
 @_loop("int64(uint8[::1], int64[::1], int64, int64[::1])")
 def mark(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints) -> int:
-    """Set the bit of each id; return how many were clear."""
+    """Set the bit of each id. Return how many were clear."""
     count = 0
     for i in range(ids.size):
         if i + _AHEAD < ids.size:
@@ -115,7 +117,7 @@ def mark(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints) -> int:
 
 @_loop("void(uint8[::1], int64, int64[::1])")
 def mark_octets(octets: _Octets, num_rows: int, ids: _Ints) -> None:
-    """Set the bit of each id, in a set that fits into a cache; :func:`summarize` has to follow."""
+    """Set the bit of each id, in a set that fits into a cache. Call :func:`summarize` afterwards."""
     for i in range(ids.size):
         row = _within(ids[i], num_rows)
         octets[_octet(row)] |= 1 << _place(row)
@@ -123,7 +125,7 @@ def mark_octets(octets: _Octets, num_rows: int, ids: _Ints) -> None:
 
 @_loop("int64(int64[::1], int64[::1])")
 def summarize(words: _Ints, summary: _Ints) -> int:
-    """Write the summary of the words; return how many bits are set."""
+    """Write the summary of the words. Return how many bits are set."""
     count = 0
     for i in range(summary.size):
         blocks = 0
@@ -149,14 +151,14 @@ def clear(words: _Ints, summary: _Ints) -> None:
 
 @_loop("int64(uint8[::1], int64[::1], int64, int64[::1], int64[::1])")
 def mark_new(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints, fresh: _Ints) -> int:
-    """Set the bit of each id; write the ids whose bit was clear to ``fresh``, ``[N]``, and return their number."""
+    """Set the bit of each id. Write the ids whose bit was clear to ``fresh``, ``[N]``, and return their number."""
     count = 0
     for i in range(ids.size):
         if i + _AHEAD < ids.size:
             _prefetch(octets, int(_octet(_within(ids[i + _AHEAD], num_rows))))
         row = _within(ids[i], num_rows)
         octet = int(octets[_octet(row)])
-        fresh[count] = int(row)  # no branch: it could not be foretold
+        fresh[count] = int(row)  # no branch, because it would be unpredictable
         count += 1 - (octet >> _place(row) & 1)
         octets[_octet(row)] = octet | 1 << _place(row)
         block = int(row >> np.uint64(7))
@@ -174,7 +176,7 @@ def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) 
 
 @_loop("int64(int64[::1], int64[::1], int64[::1], int64[::1])")
 def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> int:
-    """Add another set's bits; return how many were clear."""
+    """Set the bits of another set. Return how many were clear."""
     count = 0
     for i in range(summary.size):
         blocks = other_summary[i]
@@ -191,7 +193,7 @@ def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> 
 
 @_loop("void(int64[::1], int64[::1], int64[::1])")
 def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
-    """Write the position of each bit that is set to ``out``, which has room for :data:`SPARE` more than there are."""
+    """Write the position of each set bit to ``out``, which must be :data:`SPARE` longer than their number."""
     at = 0
     for i in range(summary.size):
         if i + 2 < summary.size:
@@ -206,12 +208,12 @@ def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
             blocks &= blocks - 1
             for j in range(first, first + 2):
                 word = words[j]
-                out[at] = (j << 6) + _lowest(word)  # no branch: in a sparse set one of the two words is empty
+                out[at] = (j << 6) + _lowest(word)  # no branch, because in a sparse set one of the two words is 0
                 at += word != 0
                 word &= word - 1
                 following = at
                 at += _popcount(word)
-                while word:  # four at once, some of them one place too many: the end of a loop cannot be foretold
+                while word:  # writes four per turn, some of them in excess, because the number of bits is unpredictable
                     for k in range(following, following + 4):
                         out[k] = (j << 6) + _lowest(word)
                         word &= word - 1
@@ -220,7 +222,7 @@ def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
 
 @_loop("void(int64[::1], int64[::1], int64[::1])")
 def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
-    """Write to ``before``, ``[ceil(R / 512)]``, how many rows are marked in all spans of 512 rows before each."""
+    """Write to ``before``, ``[ceil(R / 512)]``, the number of marked rows before each span of 512 rows."""
     rows = 0
     for span in range(before.size):
         before[span] = rows
@@ -231,7 +233,7 @@ def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
 
 @_loop("void(int64[::1], int64[::1], int64, int64[::1], int64[::1])")
 def rank(words: _Ints, before: _Ints, num_rows: int, ids: _Ints, out: _Ints) -> None:
-    """Write to ``out``, ``[N]``, how many rows below each id are marked, given what :func:`count_before` wrote."""
+    """Write to ``out``, ``[N]``, the number of marked rows below each id, given the result of :func:`count_before`."""
     for i in range(ids.size):
         row = int(_within(ids[i], num_rows))
         last = row >> 6

@@ -1,4 +1,4 @@
-"""The set of local rows that every engine implements.
+"""Base class of the row sets of all engines.
 
 Letters: ``R`` rows of the shard, ``N`` ids of a call, ``K`` rows in the set, ``M`` rows that a call added.
 """
@@ -13,27 +13,27 @@ from torch import Tensor
 
 
 class RowSet(ABC):
-    """Which of the ``R`` local rows of a shard are marked.
+    """Set of marked rows among the ``R`` local rows of a shard.
 
-    What every engine keeps:
+    All engines guarantee:
 
-    1. Ids come in as ``[N]`` int64 on the set's device, in any order, with duplicates, and are never written to. They
-       should lie in ``[0, R)``; one that does not counts as row 0, which is the row that FBGEMM's table-batched
-       embedding updates for it. A shard without rows takes every id and holds none.
-    2. Results are new tensors on the set's device. No later call changes them.
-    3. Rows are only ever added, until :meth:`clear` empties the set.
-    4. The same calls give the same results, their order included.
-    5. :meth:`scan` and :meth:`mark_new` wait for the device, because the size of their result depends on its contents,
-       and so may :meth:`rank`. Nothing else does.
+    1. Ids are ``[N]`` int64 on the set's device, in any order, duplicates allowed, and are never written to. An id
+       outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched embedding updates row 0 for it. If ``R`` is 0,
+       all ids are accepted and the set stays empty.
+    2. Results are new tensors on the set's device. Later calls do not change them.
+    3. Rows are only added, until :meth:`clear` empties the set.
+    4. The same calls return the same results, in the same order.
+    5. :meth:`scan`, :meth:`mark_new` and :meth:`count` wait for the device, because the size or value of their result
+       depends on the set's content. :meth:`rank` may wait. No other method does.
 
-    The caller serialises the calls on one set, also those on different streams of a device.
+    Callers must serialise the calls on one set, including calls on different streams of a device.
 
-    Subclasses implement the methods whose names start with an underscore; these are called with ``R > 0`` only, and
-    with ``N > 0`` where they take ids.
+    Subclasses implement the methods whose names start with an underscore. These are only called with ``R > 0`` and, if
+    they take ids, ``N > 0``.
 
     Args:
         num_rows: ``R``; 0 is allowed.
-        device: where the set and all ids live.
+        device: device of the set and of all ids.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -44,12 +44,12 @@ class RowSet(ABC):
     @classmethod
     @abstractmethod
     def serves(cls, device: torch.device) -> bool:
-        """Whether this engine can hold a set on ``device``, its package being installed."""
+        """Return True if this engine supports ``device``, provided that its package is installed."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes held now, summaries included."""
+        """Bytes held, including summaries."""
 
     def mark(self, ids: Tensor) -> None:
         """Add rows.
@@ -66,39 +66,39 @@ class RowSet(ABC):
             self._mark_all()
 
     def clear(self) -> None:
-        """Remove all rows: what a new set costs in memory that was never touched, this costs in rows marked."""
+        """Remove all rows, so that the memory of the set can be reused."""
         if self.num_rows:
             self._clear()
 
     def mark_new(self, ids: Tensor) -> Tensor:
-        """Add rows and say which of them the set did not hold before.
+        """Add rows and return those that were not in the set before.
 
         Args:
             ids: ``[N]`` int64 local ids.
 
         Returns:
-            ``[M]`` int64 ids, unique, in an order that the engine chooses.
+            ``[M]`` int64 ids, unique, in an engine-specific order.
         """
         if self.num_rows and ids.numel():
             return self._mark_new(ids)
         return ids.new_empty(0)
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Do what :meth:`mark_new` does, without waiting for the device.
+        """Add rows and return those that were not in the set before, padded so as not to wait for the device.
 
         Args:
             ids: ``[N]`` int64 local ids.
 
         Returns:
-            ``[N]`` int64, the ids that :meth:`mark_new` would return and -1 in the places after them, and ``[1]``
-            int64, their number ``M``.
+            ``[N]`` int64, the ids that :meth:`mark_new` would return, padded with -1 at the end, and ``[1]`` int64,
+            their number ``M``.
         """
         if self.num_rows and ids.numel():
             return self._mark_new_padded(ids)
         return torch.full_like(ids, -1), ids.new_zeros(1)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Say which rows are marked.
+        """Return which rows are marked.
 
         Args:
             ids: ``[N]`` int64 local ids.
@@ -111,7 +111,7 @@ class RowSet(ABC):
         return torch.zeros_like(ids, dtype=torch.bool)
 
     def absorb(self, other: Self) -> None:
-        """Add the rows of another set, which stays as it is.
+        """Add the rows of another set, which does not change.
 
         Args:
             other: a set of the same engine, device and ``R``.
@@ -121,7 +121,7 @@ class RowSet(ABC):
             self._absorb(other)
 
     def scan(self) -> Tensor:
-        """List the marked rows.
+        """Return the marked rows.
 
         Returns:
             ``[K]`` int64 ids, ascending and unique.
@@ -131,11 +131,11 @@ class RowSet(ABC):
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
     def count(self) -> int:
-        """How many rows are marked, ``K``. Waits for the device, and takes no memory for the ids."""
+        """Return the number ``K`` of marked rows. Waits for the device, and allocates no memory for the ids."""
         return self._num_marked() if self.num_rows else 0
 
     def rank(self, ids: Tensor) -> Tensor:
-        """Count the marked rows below each id: for a marked row, its position in :meth:`scan`.
+        """Return the number of marked rows below each id: for a marked row, its index in the result of :meth:`scan`.
 
         Args:
             ids: ``[N]`` int64 local ids.

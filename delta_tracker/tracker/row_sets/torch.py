@@ -1,4 +1,4 @@
-"""Sets of rows in plain torch, on any device: the reference engine."""
+"""Row sets in plain torch for any device: the reference engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delta_tracker.tracker.row_sets.row_set import RowSet
 
 
 def within(ids: Tensor, num_rows: int) -> Tensor:
-    """``[N]`` ids with row 0 in place of each one outside ``[0, num_rows)``.
+    """Return ``ids``, ``[N]``, with each id outside ``[0, num_rows)`` replaced by 0.
 
     Example:
         >>> within(torch.tensor([2, -1, 3]), num_rows=3)
@@ -21,9 +21,9 @@ def within(ids: Tensor, num_rows: int) -> Tensor:
 
 
 class TorchRows(RowSet):
-    """One byte per row, so ``R`` bytes; a scan reads all of them.
+    """Row set with one byte per row, ``R`` bytes in total; a scan reads all of them.
 
-    :meth:`mark_new` returns its ids ascending. On a device, :meth:`rank` waits for it.
+    :meth:`mark_new` returns ids in ascending order. :meth:`rank` waits for the device.
 
     Example:
         >>> rows = TorchRows(8, torch.device("cpu"))
@@ -36,13 +36,13 @@ class TorchRows(RowSet):
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__(num_rows, device)
-        # A tensor that is made in inference mode could not be written to outside it.
+        # A tensor created in inference mode cannot be written in place outside it.
         with torch.inference_mode(mode=False):
             self._marks = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:  # noqa: ARG003  every device will do
-        """Any."""
+        """Return True, because torch supports every device."""
         return True
 
     @property
@@ -67,7 +67,7 @@ class TorchRows(RowSet):
 
     def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         ids = within(ids, self.num_rows)
-        none = self.num_rows  # sorts behind every row
+        none = self.num_rows  # sorts after every row
         ordered = torch.where(self._marks.index_select(0, ids), none, ids).sort().values
         first = ordered < none
         first[1:] &= ordered[1:] != ordered[:-1]

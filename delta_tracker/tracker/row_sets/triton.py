@@ -1,8 +1,8 @@
-"""Sets of rows on a CUDA device, compiled by Triton (the extra ``triton``).
+"""Row sets on a CUDA device, compiled by Triton (the extra ``triton``).
 
-It passes the contract test of all engines in Triton's interpreter (``TRITON_INTERPRET=1``), which runs the same
-programs on the CPU, and they compile for compute capabilities 8.0 and 9.0. It has not yet been run, or measured, on a
-GPU; so nobody gets it who does not ask for it by name.
+This engine passes the contract test of all engines in Triton's interpreter (``TRITON_INTERPRET=1``), which runs the
+same programs on the CPU. The programs compile for compute capabilities 8.0 and 9.0. They have not been run or measured
+on a GPU yet, so the engine is used only if it is selected by name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _BLOCKS_PER_PROGRAM = 64
 
 
 class TritonRows(RowSet):
-    """One bit per row and one per block of 512 rows, which lets a scan skip what was never marked.
+    """Row set with one bit per row and one per block of 512 rows, so that a scan skips blocks without marked rows.
 
-    It holds ``R / 8 + R / 4096`` bytes. :meth:`mark_new` returns its ids ascending. :meth:`rank` does not wait for the
-    device. The programs are compiled at their first use, seconds each; Triton caches them on disk.
+    It takes ``R / 8 + R / 4096`` bytes. :meth:`mark_new` returns ids in ascending order. :meth:`rank` does not wait for
+    the device. Each program is compiled at its first use, which takes seconds; Triton caches it on disk.
 
     Raises:
         MissingExtraError: if triton is not installed.
@@ -42,19 +42,19 @@ class TritonRows(RowSet):
         super().__init__(num_rows, device)
         self._programs = _load_programs()
         self._num_blocks = -(-num_rows // _ROWS_PER_BLOCK)
-        # A tensor that is made in inference mode could not be written to outside it.
+        # A tensor created in inference mode cannot be written in place outside it.
         with torch.inference_mode(mode=False):
             self._words = torch.zeros(self._num_blocks * _WORDS_PER_BLOCK, dtype=torch.int32, device=device)
             self._summary = torch.zeros(-(-self._num_blocks // 32), dtype=torch.int32, device=device)
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
-        """CUDA devices, and any in Triton's interpreter."""
+        """Return True for CUDA devices, and for all devices in Triton's interpreter."""
         return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
     @property
     def num_bytes(self) -> int:
-        """Bits and summary."""
+        """Bytes of the bits and their summary."""
         return self._words.nbytes + self._summary.nbytes
 
     def _mark(self, ids: Tensor) -> None:
@@ -69,11 +69,11 @@ class TritonRows(RowSet):
         self._summary.zero_()
 
     def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        none = self.num_rows  # sorts behind every row
+        none = self.num_rows  # sorts after every row
         dtype = torch.int32 if none < 2**31 else torch.int64
         fresh = torch.empty(ids.numel(), dtype=dtype, device=self.device)
         self._launch_mark(ids, fresh)
-        # Which of several equal ids finds the bit clear is chance; sorted, it makes no difference.
+        # Which of several equal ids sets the bit first is random. Sorting makes the result deterministic.
         ordered = fresh.sort().values.long()
         return torch.where(ordered < none, ordered, -1), (ordered < none).sum(0, keepdim=True)
 
@@ -109,7 +109,7 @@ class TritonRows(RowSet):
         self._launch("mark", num_programs, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None)
 
     def _count(self) -> tuple[Tensor, Tensor]:
-        """``[B]`` int32 rows in each block and ``[B]`` int64 rows in all blocks before it."""
+        """Return the marked rows in each block, ``[B]`` int32, and in all blocks before it, ``[B]`` int64."""
         counts = torch.empty(self._num_blocks, dtype=torch.int32, device=self.device)
         num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
         arguments = (self._words, self._summary, self._num_blocks, counts)
@@ -117,7 +117,7 @@ class TritonRows(RowSet):
         return counts, counts.cumsum(0) - counts
 
     def _launch(self, name: str, num_programs: int, *arguments: Tensor | int | None, **constants: int) -> None:
-        # Triton launches on the current device, which need not be the set's.
+        # Triton launches on the current device, which may differ from the set's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             getattr(self._programs, name)[(num_programs,)](*arguments, **constants)
 

@@ -1,6 +1,6 @@
-"""The device programs of :mod:`delta_tracker.tracker.row_sets.triton`, the one module that imports triton.
+"""Device programs of :mod:`delta_tracker.tracker.row_sets.triton`. No other module imports triton.
 
-Shapes: ``words`` is ``[16 * B]`` int32, a bit per row, ``B`` blocks of 512 rows; ``summary`` is ``[ceil(B / 32)]``
+Shapes: ``words`` is ``[16 * B]`` int32, a bit per row, for ``B`` blocks of 512 rows. ``summary`` is ``[ceil(B / 32)]``
 int32, a bit per block that has a marked row. Rows and positions are int64.
 """
 
@@ -17,13 +17,13 @@ def _within(ids: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _bit(position: tl.tensor) -> tl.tensor:
-    """An int32 with the bit of ``position`` modulo 32 set."""
+    """Return an int32 with the bit of ``position`` modulo 32 set."""
     return (1 << (position & 31)).to(tl.int32)
 
 
 @triton.jit
 def _popcount(words: tl.tensor) -> tl.tensor:
-    """Bits set in each int32."""
+    """Return the number of bits set in each int32."""
     words = words.to(tl.uint32, bitcast=True)
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
@@ -42,7 +42,7 @@ def mark(
     size: tl.constexpr,
     wants_fresh: tl.constexpr,
 ) -> None:
-    """Set the bit of each id; with ``wants_fresh`` write to ``fresh``, ``[N]``, each id that set its bit, else R."""
+    """Set the bit of each id. With ``wants_fresh``, write each id to ``fresh``, ``[N]``, or R if its bit was set."""
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = at < num_ids
     row = _within(tl.load(ids + at, mask=here, other=0), num_rows)
@@ -58,7 +58,7 @@ def mark(
 
 @triton.jit
 def count(words: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor, counts: tl.tensor, size: tl.constexpr) -> None:
-    """Write how many rows each block has to ``counts``, ``[B]`` int32."""
+    """Write the number of marked rows of each block to ``counts``, ``[B]`` int32."""
     block = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = block < num_blocks
     touched = here & ((tl.load(summary + (block >> 5), mask=here, other=0) & _bit(block)) != 0)
@@ -69,7 +69,7 @@ def count(words: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor, counts: t
 
 @triton.jit
 def scan(words: tl.tensor, counts: tl.tensor, before: tl.tensor, out: tl.tensor) -> None:
-    """Write the rows of one block to ``out[before[block]:]``."""
+    """Write the marked rows of one block to ``out[before[block]:]``."""
     block = tl.program_id(0).to(tl.int64)
     if tl.load(counts + block) > 0:
         row = block * 512 + tl.arange(0, 512)
@@ -88,7 +88,7 @@ def rank(
     out: tl.tensor,
     size: tl.constexpr,
 ) -> None:
-    """Write how many rows below each id are marked to ``out``, ``[N]``; ``before`` is ``[B]``, the same per block."""
+    """Write the number of marked rows below each id to ``out``, ``[N]``. ``before``, ``[B]``, has it for each block."""
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = at < num_ids
     row = _within(tl.load(ids + at, mask=here, other=0), num_rows)

@@ -1,4 +1,4 @@
-"""A row store of raw lookups by batch, for ids without a dense row space: hashed, remapped or counted by somebody else.
+"""Row store of raw lookups by batch, for ids that are not row numbers, such as hashed or remapped ids.
 
 Letters: ``N`` ids.
 """
@@ -18,12 +18,12 @@ from delta_tracker.types import DeltaRows, EmbdUpdateMode, IndexedLookup
 
 @dataclass(slots=True)
 class _Table:
-    """The lookups of one table, their batches ascending.
+    """Lookups of one table, in ascending order of batches.
 
     Args:
-        empty: a lookup of nothing, with the dtypes, device and shapes of all others.
+        empty: a lookup without ids, with the dtypes, device and shapes of all others.
         newest_batch: the latest batch that was appended; compaction does not lower it.
-        lookups: what is held.
+        lookups: the stored lookups.
     """
 
     empty: IndexedLookup
@@ -31,26 +31,27 @@ class _Table:
     lookups: list[IndexedLookup] = field(default_factory=list)
 
     def places(self, start_idx: int, end_idx: int | None) -> slice:
-        """Where the lookups of the batches from ``start_idx`` to before ``end_idx``, None for all, stand."""
+        """Return the slice of the lookups of batches in ``[start_idx, end_idx)``; None stands for the end."""
         batches = [lookup.batch_idx for lookup in self.lookups]
         return slice(bisect_left(batches, start_idx), None if end_idx is None else bisect_left(batches, end_idx))
 
 
 class DeltaStore:
-    """Keeps every lookup of every table until it is deleted; its memory grows with the lookups, not with the tables.
+    """Store of all lookups of all tables until they are deleted. Memory grows with the lookups, not with the tables.
 
-    It has the interface of TorchRec's store of the same name. A tracker of sharded tables does not need it: there
-    :class:`~delta_tracker.tracker.store.segments.SegmentStore` costs less. Use it for what has no rows to mark.
+    It has the interface of TorchRec's store of the same name. Trackers of sharded tables do not use it, because
+    :class:`~delta_tracker.tracker.store.segments.SegmentStore` takes less memory. Use it for ids that are not rows of a
+    shard.
 
-    Call order: :meth:`append` for each batch, batches ascending; :meth:`get_delta` from the batch that a reader has
-    reached; :meth:`delete` up to the batch that all readers have reached. :meth:`compact` may come at any time, over
-    batches that no reader stands between. It is for one thread.
+    Call :meth:`append` for each batch, in ascending order of batches; :meth:`get_delta` from the batch that a reader
+    has reached; :meth:`delete` up to the batch that all readers have reached. :meth:`compact` may be called at any time
+    for a range of batches that no reader has reached only in part. Not thread-safe.
 
     Args:
         update_mode: which of an id's recorded states is kept.
 
     Raises:
-        InvalidArgumentError: for another ``update_mode``.
+        InvalidArgumentError: if ``update_mode`` is invalid.
 
     Example:
         >>> store = DeltaStore(EmbdUpdateMode.LAST)
@@ -73,17 +74,17 @@ class DeltaStore:
         self._tables: dict[str, _Table] = {}
 
     def append(self, batch_idx: int, table_fqn: str, ids: Tensor, states: Tensor | None = None) -> None:
-        """Keep a copy of one lookup; the ids may be none.
+        """Append a copy of one lookup, which may be empty.
 
         Args:
-            batch_idx: the batch, not before the table's latest one.
+            batch_idx: the batch; must not be below the table's latest one.
             table_fqn: the table.
             ids: ``[N]`` integers, in any order, duplicates and negative ones allowed.
-            states: ``[N, ...]`` one state for each id, the same shape and dtype in every lookup of a table; None in
-                the mode NONE.
+            states: ``[N, ...]`` one state per id, with the same shape and dtype in all lookups of a table; None in mode
+                NONE.
 
         Raises:
-            InvalidArgumentError: for anything else; nothing is kept then.
+            InvalidArgumentError: if an argument is invalid; nothing is appended.
         """
         if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InvalidArgumentError("ids", (tuple(ids.shape), ids.dtype), "Pass a [N] tensor of integers")
@@ -100,7 +101,7 @@ class DeltaStore:
         self._tables[table_fqn] = table
 
     def delete(self, up_to_idx: int | None = None) -> None:
-        """Forget the lookups of all batches before ``up_to_idx``; without it forget everything, the tables too."""
+        """Delete the lookups of all batches before ``up_to_idx``, or all lookups and tables if it is None."""
         if up_to_idx is None:
             self._tables = {}
             return
@@ -108,12 +109,12 @@ class DeltaStore:
             del table.lookups[: table.places(up_to_idx, None).start]
 
     def compact(self, start_idx: int, end_idx: int) -> None:
-        """Merge each table's lookups of the batches from ``start_idx`` to before ``end_idx`` into one of ``start_idx``.
+        """Merge each table's lookups of batches in ``[start_idx, end_idx)`` into one lookup of batch ``start_idx``.
 
-        A read from a batch in between misses the merged rows afterwards.
+        Reads that start inside the range miss the merged rows.
 
         Raises:
-            InvalidArgumentError: for an empty range.
+            InvalidArgumentError: if the range is empty.
         """
         if start_idx >= end_idx:
             raise InvalidArgumentError("start_idx", start_idx, f"Pass a batch before end_idx={end_idx}")
@@ -124,9 +125,9 @@ class DeltaStore:
                 table.lookups[places] = [IndexedLookup(start_idx, *self._merged(table, lookups))]
 
     def get_delta(self, from_idx: int = 0) -> dict[str, DeltaRows]:
-        """Table FQN to the ids of all batches from ``from_idx`` on, ascending and unique, with one state of each.
+        """Return the ids of all batches from ``from_idx`` on by table FQN, ascending and unique, with one state each.
 
-        A table is present until everything is deleted, empty if it has nothing new.
+        A table without new ids is present and empty. Only ``delete()`` without an argument removes tables.
         """
         return {
             fqn: DeltaRows(*self._merged(table, table.lookups[table.places(from_idx, None)]))
@@ -134,9 +135,9 @@ class DeltaStore:
         }
 
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:
-        """Table FQN to the lookups of the batches from ``start_idx`` to before ``end_idx``, as they are held.
+        """Return the stored lookups of batches in ``[start_idx, end_idx)`` by table FQN.
 
-        The tensors are the store's own; copy before writing to them.
+        The tensors belong to the store: copy them before writing to them.
         """
         return {fqn: table.lookups[table.places(start_idx, end_idx)] for fqn, table in self._tables.items()}
 
@@ -149,7 +150,7 @@ class DeltaStore:
             raise InvalidArgumentError("states", tuple(states.shape), f"Pass one row for each of {len(ids)} ids")
 
     def _merged(self, table: _Table, lookups: list[IndexedLookup]) -> tuple[Tensor, Tensor | None]:
-        """Each id once, ascending, with the state that the mode keeps."""
+        """Return the unique ids in ascending order, each with the state that the mode keeps."""
         lookups = lookups or [table.empty]
         ids = torch.cat([lookup.ids for lookup in lookups])
         if self._mode is EmbdUpdateMode.NONE:
@@ -163,9 +164,9 @@ def _none_of(states: Tensor | None) -> Tensor | None:
 
 
 def _check_same_kind(table: _Table, fqn: str, lookup: IndexedLookup) -> None:
-    """Refuse what could not be merged with the table's other lookups."""
+    """Reject a lookup that cannot be merged with the table's other lookups."""
     if lookup.batch_idx < table.newest_batch:
-        remedy = f"Batches must not go backwards: table {fqn!r} is at batch {table.newest_batch}"
+        remedy = f"Append batches in ascending order: table {fqn!r} is at batch {table.newest_batch}"
         raise InvalidArgumentError("batch_idx", lookup.batch_idx, remedy)
     if lookup.ids.device != table.empty.ids.device:
         raise InvalidArgumentError("ids", lookup.ids.device, f"Table {fqn!r} is on {table.empty.ids.device}")

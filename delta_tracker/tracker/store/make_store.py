@@ -1,4 +1,4 @@
-"""Choose the row store of a table, and connect it with what this rank holds of the table."""
+"""Choose the row store of a table and connect it with this rank's shard."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from delta_tracker.tracker.store.shadow import ShadowStore
 
 
 class _ShardRows:
-    """What a store asks of its shard, which may be another one after a reshard."""
+    """Reader of the current shard's rows for a store. The shard may be replaced by a reshard."""
 
     def __init__(self, shard: Callable[[], LocalShard], capture: Capture) -> None:
         self._shard = shard
         self._capture = capture
 
     def rows(self, ids: Tensor | None) -> Tensor:
-        """Return the rows ``[N, D]`` of local ids ``[N]``; None for all."""
+        """Return the current rows ``[N, D]`` of local ids ``[N]``, or all rows for None."""
         return read_rows(self._shard(), ids)
 
     def old_states(self, ids: Tensor) -> Tensor:
-        """Return what the mode keeps of the rows ``[N]``, as they are now; ``[N, S]``."""
+        """Return the data ``[N, S]`` that the mode keeps of the current rows with local ids ``[N]``."""
         return self._capture.old_states(self._shard(), ids)
 
 
 def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str | None) -> SegmentStore:
-    """Return the store of a table: a second copy finds the changes where no fused optimizer reports them.
+    """Return the store of a table: a :class:`ShadowStore` if its optimizer is not fused, else a :class:`SegmentStore`.
 
     Args:
-        shard: returns what this rank holds of the table now. A later one may differ in all but its block.
+        shard: returns this rank's current shard of the table. After a reshard it may return another shard with the
+            same block.
         capture: the tracking mode.
-        engine: which kernels keep the rows, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
     """
     now, rows = shard(), _ShardRows(shard, capture)
     if not now.is_fused:

@@ -1,12 +1,13 @@
-"""The row store of one shard: a log of segments, each saying which rows changed between two cuts.
+"""The row store of one shard: a log of segments, each with the rows that changed between two cuts.
 
 Letters: ``N`` ids, ``R`` rows of the shard, ``S`` numbers in an old state.
 
-A position is a count of cuts. A segment covers the positions from its start to the next segment's start, and holds a
-set of local rows and, where old states are kept, the state that each row had before its first change in the segment.
-A batch of ids is *open* from just before its update is written until that update is proven done; a cut marks open
-rows again in the new segment, with the states held now, because a read at the cut may have taken them before or after
-the write. That is what makes a read at any moment safe: see :meth:`SegmentStore.cut`.
+A position is a count of cuts. A segment covers the positions from its start to the next segment's start. It has a set
+of local rows and, if old states are kept, the state of each row before its first change in the segment.
+
+A batch of ids is *open* from just before its update is written until the update is proven to be complete. A read at a
+cut may return a row of an open batch from before or after the write. Therefore each cut marks the open rows again in
+the new segment, with their states at the cut, so that the next read returns them again and no update is lost.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from delta_tracker.rows import ChangedRows, put_rows
 from delta_tracker.tracker.row_sets.engines import choose_engine
 from delta_tracker.tracker.row_sets.row_set import RowSet
 
-# Few batches are ever open at a time. More are backward passes that raised and whose end was not reported.
+# Few batches are open at a time. More open batches come from backward passes that raised without reporting their end.
 _MAX_OPEN = 256
 _STUCK = -2
-# A set from here on is emptied and used again: touching so much new memory costs more than a read of few rows.
+# Sets of at least this size are cleared and reused, because touching that much new memory is slower than a small read.
 _SPARE_BYTES = 1 << 20
 
 
@@ -33,16 +34,16 @@ _SPARE_BYTES = 1 << 20
 class _Segment:
     start: int
     rows: RowSet | None = None  # None while nothing is marked
-    # Rows that were marked first, with their states before; a marked row that is in none of them has no known state.
-    # Where the device is not to be waited for, ids of -1 fill the end: see :meth:`trim`.
+    # Ids of newly marked rows and their old states. A marked row that is in no entry has an unknown old state.
+    # On a device, ids of -1 pad the entries, because their length is not known without waiting: see trim().
     states: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def trim(self) -> None:
-        """Drop the filling; waits for the device."""
+        """Remove the padding. Waits for the device."""
         self.states = [(ids[ids >= 0], states[ids >= 0]) for ids, states in self.states]
 
     def absorb(self, newer: _Segment) -> None:
-        """Take over a newer segment's rows, which it may lose; of a row in both, this segment's state stays."""
+        """Add the rows of a newer segment, which may lose them. For rows in both, keep this segment's states."""
         if newer.rows is None:
             return
         if self.rows is None:
@@ -64,21 +65,21 @@ class _Segment:
 class SegmentStore:
     """Changed rows of one shard of ``R`` rows, readable from any pinned position.
 
-    Memory is one row set per segment with a change in it, and one old state per row of it where states are kept. After
-    :meth:`compact` there is at most one segment for each distinct pinned position, and one more; beside them the ids
-    of the open batches are kept and, where row sets are large, an empty one to use again.
+    Memory is one row set per segment that has changes and, if old states are kept, one old state per row in it. After
+    :meth:`compact` there is at most one segment more than there are distinct pinned positions. In addition the store
+    holds the ids of open batches and, if row sets are large, one empty set for reuse.
 
-    The caller serialises the calls, and calls in this order: for a batch :meth:`open_batch` before its update is
-    written and :meth:`close_batch` once it is proven written; for a read :meth:`cut` on the training state that the
-    reader will see, then :meth:`changed`.
+    Callers must serialise the calls. Per batch, call :meth:`open_batch` before its update is written and
+    :meth:`close_batch` once the update is proven to be written. Per read, call :meth:`cut` on the training state that
+    the reader will see, then :meth:`changed`.
 
     Args:
         num_rows: ``R``, rows of the shard; 0 is allowed.
-        device: where the ids live, the shard's own device.
-        engine: which kernels keep the rows, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
-        old_states: gives the states ``[N, S]`` that the rows ``[N]`` hold now; None to keep none.
-        was_written: returns whether anything wrote to the shard since its last call, without reporting the rows; None
-            if that cannot happen. Its first call is compared with its construction.
+        device: device of the shard and of all ids.
+        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        old_states: returns the current states ``[N, S]`` of the rows with ids ``[N]``; None to keep no states.
+        was_written: returns True if the shard was written since the last call (the first time, since its construction)
+            without a report of the rows. None if that cannot happen.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
@@ -103,20 +104,20 @@ class SegmentStore:
         self._engine = choose_engine(engine, self._device)
         self._old_states = old_states
         self._was_written = was_written
-        self._has_unmarked = False  # something was written to the shard, and its rows are not marked yet
-        self._pads = self._device.type != "cpu"  # how many rows are new is then known on the device only
+        self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
+        self._pads = self._device.type != "cpu"  # only the device knows the number of new rows, so pad the states
         self._segments = [_Segment(start=0)]
         self._open: dict[int, Tensor | None] = {}
         self._spare: RowSet | None = None
 
     def open_batch(self, batch: int, ids: Tensor | None) -> None:
-        """Mark the rows of a batch whose update is about to be written, and keep them open.
+        """Mark the rows of a batch whose update is about to be written, and open the batch.
 
         Args:
-            batch: a key that no open batch has.
-            ids: ``[N]`` integer local ids, in any order, duplicates allowed; None for every row, whose old states then
-                count as unknown. An id outside ``[0, R)`` counts as row 0, which is the row that FBGEMM's
-                table-batched embedding updates for it.
+            batch: key of the batch; no other open batch may have it.
+            ids: ``[N]`` integer local ids, in any order, duplicates allowed; None for all rows, with unknown old
+                states. An id outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched embedding updates row 0
+                for it.
         """
         if self.num_rows == 0:
             return
@@ -126,7 +127,7 @@ class SegmentStore:
             self._fold_oldest()
 
     def close_batch(self, batch: int) -> None:
-        """Forget an open batch: its update is written. A batch that is not open is no error."""
+        """Close a batch whose update has been written. Does nothing if the batch is not open."""
         self._open.pop(batch, None)
 
     def mark(self, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
@@ -134,9 +135,9 @@ class SegmentStore:
 
         Args:
             ids: as in :meth:`open_batch`.
-            states: ``[N, S]``, their states before the change; None for those that they hold now.
-            is_written: the rows are changed already, so that what they hold now is not their old state: unless
-                ``states`` says it, it is unknown.
+            states: ``[N, S]`` states before the change; None to capture the current states.
+            is_written: the rows have already been written, so that the old states are unknown unless ``states`` is
+                given.
         """
         if self.num_rows == 0:
             return
@@ -146,7 +147,7 @@ class SegmentStore:
             self._mark(ids, keep_states=not is_written)
 
     def cut(self, position: int) -> None:
-        """Start a segment at ``position``, which is higher than any before; open rows are marked in it again."""
+        """Start a segment at ``position``, which must be higher than all before, and mark the open rows in it."""
         last = self._segments[-1]
         if last.rows is None:
             last.start = position
@@ -157,48 +158,48 @@ class SegmentStore:
 
     @property
     def has_open(self) -> bool:
-        """Whether a batch is open."""
+        """True if a batch is open."""
         return bool(self._open)
 
     @property
     def keeps_states(self) -> bool:
-        """Whether old states are kept."""
+        """True if old states are kept."""
         return self._old_states is not None
 
     def catch_up(self) -> None:
-        """Mark what changed without a report; here :meth:`notice_writes` does."""
+        """Mark rows that changed without a report. Does nothing here, because :meth:`notice_writes` marks them."""
 
     def notice_writes(self) -> bool:
-        """Mark all rows, old states unknown, and return True if anything wrote to the shard without reporting the rows.
+        """Mark all rows, with unknown old states, and return True if the shard was written without a report.
 
-        Call it before every :meth:`cut` and, where old states are kept, before they are captured: after the write
-        they would be taken for those of before.
+        Call it before every :meth:`cut` and, if old states are kept, before capturing them: states captured after the
+        write are not the old ones.
         """
         if self._was_written is None or self.num_rows == 0:
             return False
         self._has_unmarked = self._was_written() or self._has_unmarked
         if not self._has_unmarked:
             return False
-        self._mark(None)  # which may run out of memory: then the next call marks them
+        self._mark(None)  # if memory runs out, the next call marks the rows
         self._has_unmarked = False
         return True
 
     def acknowledge_writes(self) -> None:
-        """Ignore the writes so far: their rows are marked, or need not be."""
+        """Ignore all writes so far, because their rows are marked or need not be."""
         if self._was_written is not None:
             self._was_written()
 
     def forget(self) -> None:
-        """Drop everything that is marked: the shard as it is now is where the log starts. Open batches stay open."""
+        """Clear the log, so that it starts from the current shard. Open batches stay open."""
         self.acknowledge_writes()
         self._has_unmarked = False
         self.delete(None)
 
     def unknown(self, ids: Tensor | None = None) -> ChangedRows:
-        """Rows with nothing known of their states.
+        """Return rows as changed rows with unknown old states. Does not mark them.
 
         Args:
-            ids: ``[N]`` int64 local ids, in any order, duplicates allowed; None for every row.
+            ids: ``[N]`` int64 local ids, in any order, duplicates allowed; None for all rows.
         """
         rows = self._take_set()
         if ids is None:
@@ -210,11 +211,13 @@ class SegmentStore:
         return found
 
     def num_changed(self, start: int, beside: Tensor | None = None) -> int:
-        """How many rows are marked from position ``start`` on, or are among ``beside``. Waits for the device.
+        """Return the number of rows marked from position ``start`` on or contained in ``beside``.
+
+        Waits for the device.
 
         Args:
             start: a pinned position.
-            beside: ``[N]`` int64 local ids that count too.
+            beside: ``[N]`` int64 local ids to count too.
         """
         segments = [seg for seg in self._segments if start <= seg.start and seg.rows is not None]
         if len(segments) == 1 and beside is None and segments[0].rows is not None:
@@ -227,14 +230,15 @@ class SegmentStore:
         return count
 
     def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
-        """Return the rows marked from position ``start`` up to ``stop``, each with its oldest state in that range.
+        """Return the rows marked in ``[start, stop)``, each with its oldest state in that range.
 
-        Both must be pinned since they were cut, or :meth:`compact` may have merged across them. Waits for the device.
+        Both positions must have been pinned since their cut, or :meth:`compact` may have merged segments across them.
+        Waits for the device.
 
         Args:
             start: a pinned position.
             stop: a pinned position.
-            with_states: return the states, which takes a copy of them.
+            with_states: return a copy of the old states too.
         """
         self._trim()
         segments = [seg for seg in self._segments if start <= seg.start < stop and seg.rows is not None]
@@ -249,11 +253,11 @@ class SegmentStore:
 
     @property
     def compact_waits(self) -> bool:
-        """Whether :meth:`compact` waits for the device: to merge old states that are there."""
+        """True if :meth:`compact` waits for the device, which merging old states on a GPU does."""
         return self._pads and self.keeps_states
 
     def compact(self, pinned: Collection[int]) -> None:
-        """Merge neighbouring segments unless a position in ``pinned`` lies on their boundary."""
+        """Merge neighbouring segments that no position in ``pinned`` separates."""
         if len(self._segments) > 1:
             self._trim()
         place = 1
@@ -263,11 +267,11 @@ class SegmentStore:
                 place += 1
             else:
                 older.absorb(newer)
-                del self._segments[place]  # at once: a later merge may run out of memory
+                del self._segments[place]  # before the next merge, which may run out of memory
                 self._recycle(newer.rows)
 
     def delete(self, before: int | None) -> None:
-        """Drop what was marked before position ``before``, which must be pinned; None drops everything."""
+        """Drop the segments before position ``before``, which must be pinned; None drops all segments."""
         while self._segments and (before is None or self._segments[0].start < before):
             dropped = self._segments.pop(0)
             self._recycle(dropped.rows)
@@ -276,40 +280,40 @@ class SegmentStore:
             self._segments.append(_Segment(start=last if before is None else before))
 
     def drop_spare(self) -> None:
-        """Give the set back that is kept to be used again."""
+        """Free the spare set that is kept for reuse."""
         self._spare = None
 
     @property
     def num_segments(self) -> int:
-        """Segments now in the log."""
+        """Number of segments in the log."""
         return len(self._segments)
 
     @property
     def num_open(self) -> int:
-        """Batches that are open now."""
+        """Number of open batches."""
         return len(self._open)
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of a second copy of the shard: none here."""
+        """Bytes of a second copy of the shard; 0, because this store has none."""
         return 0
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of row sets, old states and open ids held now."""
+        """Bytes of row sets, old states and ids of open batches."""
         opened = sum(ids.nbytes for ids in self._open.values() if ids is not None)
         spare = 0 if self._spare is None else self._spare.num_bytes
         return opened + spare + sum(segment.num_bytes for segment in self._segments)
 
     def _fold_oldest(self) -> None:
-        """Make one batch, that stays open for good, of the oldest half: backward passes that raised left them open."""
+        """Merge the oldest open batches, left open by failed backward passes, into one that is never closed."""
         oldest = sorted(self._open)[: _MAX_OPEN // 2]
         ids = [self._open.pop(batch) for batch in oldest]
         whole = any(each is None for each in ids)
         self._open[_STUCK] = None if whole else torch.unique(torch.cat([each for each in ids if each is not None]))
 
     def _union(self, segments: list[_Segment]) -> RowSet:
-        """A new set of the rows marked in some segments."""
+        """Return a set with the rows marked in some segments."""
         merged = self._take_set()
         for segment in segments:
             if segment.rows is not None:
@@ -328,12 +332,12 @@ class SegmentStore:
         return last.rows
 
     def _take_set(self) -> RowSet:
-        """An empty set."""
+        """Return an empty set: the spare one, if there is one."""
         spare, self._spare = self._spare, None
         return self._engine(self.num_rows, self._device) if spare is None else spare
 
     def _recycle(self, rows: RowSet | None) -> None:
-        """Keep a set that nobody needs any more, if it is worth it."""
+        """Keep an unused set as the spare one if it is large and there is none yet."""
         if rows is not None and self._spare is None and rows.num_bytes >= _SPARE_BYTES:
             rows.clear()
             self._spare = rows
@@ -353,7 +357,7 @@ class SegmentStore:
             self._segments[-1].states.append((new, self._old_states(new)))
 
     def _mark_with(self, ids: Tensor, states: Tensor) -> None:
-        """Mark unique rows whose old states are given."""
+        """Mark rows, given without duplicates and with their old states."""
         rows = self._last_rows()
         if self._old_states is not None:
             is_new = ~rows.contains(ids)
@@ -366,7 +370,7 @@ class SegmentStore:
         template = self._old_states(ids[:0])
         states = new_rows(len(ids), template)
         known = torch.zeros_like(ids, dtype=torch.bool)
-        # From new to old, so that the older one wins, also where it says that the state is unknown.
+        # From newest to oldest, so that the oldest segment decides, also if its state is unknown.
         for segment in reversed(segments):
             assert segment.rows is not None, "filtered by the caller"
             assert merged is not None, "given with segments"
@@ -385,5 +389,5 @@ class SegmentStore:
 
 
 def _whole_numbers(ids: Tensor) -> Tensor:
-    """``ids`` as int64; torch's own call takes four times as long to find that they are."""
+    """Return ``ids`` as int64. If they already are, the check is four times faster than calling ``long()``."""
     return ids if ids.dtype == torch.int64 else ids.long()

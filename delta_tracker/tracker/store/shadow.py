@@ -1,8 +1,8 @@
-"""The row store of a shard that anything may write to: a second copy of it tells what changed.
+"""Row store that finds changed rows by comparing the shard with a copy, whatever wrote to it.
 
-For tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL): momentum, Adam and weight decay move rows that
-nobody looked up, other ranks' gradients arrive through an all-reduce, and the write happens long after the backward.
-Comparing with a copy is right for all of them, needs no collective, and sees ``load_state_dict`` too.
+It is for tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL). Momentum, Adam and weight decay change
+rows that were not looked up, gradients of other ranks arrive through an all-reduce, and the write happens long after
+the backward pass. Comparison with a copy is exact for all of them, needs no collective and detects ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from torch import Tensor
 
 from delta_tracker.tracker.store.segments import SegmentStore
 
-# Rows compared at a time: bounds the memory of a comparison, large enough to be one pass over memory.
+# Rows compared at a time: few enough to bound the temporary memory, and enough to be one pass over shard and copy.
 _CHUNK_ROWS = 65536
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ShadowStore(SegmentStore):
-    """A :class:`SegmentStore` that finds the changed rows itself, at each cut.
+    """A :class:`SegmentStore` that finds changed rows at each cut by comparison with a copy of the shard.
 
-    Costs one copy of the shard, and one pass over shard and copy per cut. Rows are compared bit for bit.
+    It takes the memory of one copy of the shard, and each cut reads the shard and the copy once. Rows are compared bit
+    for bit.
 
     Args:
-        read_rows: gives the rows ``[N, D]`` that the shard holds now, for ids ``[N]`` or, for None, all of them.
+        read_rows: returns the shard's current rows ``[N, D]`` for ids ``[N]``, or all rows for None.
         num_rows: ``R``, rows of the shard.
-        device: where the shard lives.
-        engine: which kernels keep the rows.
-        keeps_states: keep the rows as they were before their change; ``S`` is ``D``.
+        device: device of the shard.
+        engine: implementation of the row sets.
+        keeps_states: keep the rows from before their change as old states; ``S`` is ``D``.
     """
 
     def __init__(
@@ -47,12 +48,12 @@ class ShadowStore(SegmentStore):
         super().__init__(num_rows, device, engine=engine, old_states=old_states)
 
     def cut(self, position: int) -> None:
-        """Mark what differs from the copy, then start a segment at ``position``. Waits for the device."""
+        """Mark the rows that differ from the copy, then start a segment at ``position``. Waits for the device."""
         self.catch_up()
         super().cut(position)
 
     def catch_up(self) -> None:
-        """Mark what differs from the copy, which then holds what the shard holds. Waits for the device."""
+        """Mark the rows that differ from the copy, then update the copy. Waits for the device."""
         for begin in range(0, self.num_rows, _CHUNK_ROWS):
             ids = torch.arange(begin, min(begin + _CHUNK_ROWS, self.num_rows), device=self._device)
             rows, shadow = self._read_rows(ids), self._shadow[begin : begin + len(ids)]
@@ -63,7 +64,7 @@ class ShadowStore(SegmentStore):
                 shadow[places] = rows[places]
 
     def forget(self) -> None:
-        """Drop everything that is marked, and copy the shard anew."""
+        """Clear the log and copy the shard again."""
         super().forget()
         self._shadow = self._read_rows(None)
 
@@ -74,5 +75,5 @@ class ShadowStore(SegmentStore):
 
 
 def _bits(rows: Tensor) -> Tensor:
-    """The rows as integers, so that NaN equals itself and the zeros differ."""
+    """Return the rows viewed as integers, so that NaN equals itself and -0.0 differs from 0.0."""
     return rows.contiguous().view(_BITS[rows.element_size()])
