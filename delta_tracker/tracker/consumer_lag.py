@@ -1,4 +1,4 @@
-"""How far each consumer lags: the time since its last committed read, and the age of its oldest pending row."""
+"""Lag of each consumer: the time since its last committed read, and the age of its oldest pending row."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How far behind a consumer is.
+    """Lag of one consumer.
 
     Args:
         batches: ``step()`` calls since its last committed read.
-        seconds: time since then.
-        oldest_pending: seconds since the oldest of its pending rows was recorded, see :class:`LagClock`, or None.
+        seconds: seconds since its last committed read.
+        oldest_pending: seconds since its oldest pending row was recorded, within the bounds that :class:`LagClock`
+            states. None if no row is pending.
     """
 
     batches: int
@@ -23,11 +24,11 @@ class Lag:
 
 
 class LagClock:
-    """Keeps one moment for each range of positions in which rows were recorded, not one for each row.
+    """Clock that measures the lag of consumers, with one timestamp per range of log positions instead of one per row.
 
-    So an age is exact for the rows of the log. Of the rows that a consumer's reads left out only the age of the oldest
-    that ever was among them is known, until none is left: an upper bound. A row that a read finds by comparison has its
-    age from that read on: a lower bound.
+    The age of the oldest row in the log is exact. For rows that reads left out, only the age of the oldest one so far
+    is kept until all of them are read, which is an upper bound. The age of a row that is found by comparison with a
+    copy counts from the read that found it, which is a lower bound.
 
     Example:
         >>> clock = LagClock()
@@ -46,12 +47,12 @@ class LagClock:
         self._left_out: dict[str, float] = {}
 
     def recorded(self, position: int) -> None:
-        """Rows are recorded as changed at a position."""
+        """Record that rows changed at a position. Keeps the first time of each position."""
         if position not in self._recorded:
             self._recorded[position] = time.monotonic()
 
     def placed(self, consumer: str, position: int, *, has_rows: bool = False) -> None:
-        """A consumer stands at a position from now on, with rows from before it if ``has_rows``."""
+        """Record that a consumer was moved to a position now, with earlier rows still pending if ``has_rows``."""
         now = time.monotonic()
         self._positions[consumer], self._committed[consumer] = position, now
         self._left_out.pop(consumer, None)
@@ -59,39 +60,39 @@ class LagClock:
             self._left_out[consumer] = now
 
     def found(self, consumer: str, num_rows: int) -> None:
-        """A read finds so many rows pending for a consumer, which nobody may have recorded."""
+        """Record that a read found ``num_rows`` pending rows, some of which may not have been recorded before."""
         if num_rows and not self._is_known(consumer):
             self._left_out[consumer] = time.monotonic()
 
     def distrusted(self, consumer: str) -> None:
-        """Rows became pending for a consumer, whatever was pending before."""
+        """Record that rows became pending for one consumer only."""
         self._left_out.setdefault(consumer, time.monotonic())
 
     def committed(self, consumer: str, position: int, *, leaves_out: bool) -> None:
-        """A consumer's read up to a position is committed, all of it or a part."""
+        """Record that a consumer committed a read up to a position; some rows stay pending if ``leaves_out``."""
         since = self._pending_since(consumer) if leaves_out else None
         self.placed(consumer, position)
         if since is not None:
             self._left_out[consumer] = since
 
     def given_up(self, consumer: str, position: int) -> None:
-        """A consumer stands at a position without having read what was pending before it."""
+        """Record that a consumer was dropped and moved to a position. Its age continues to grow."""
         since = self._pending_since(consumer)
         self._positions[consumer] = position
         if since is not None:
             self._left_out[consumer] = since
 
     def removed(self, consumer: str) -> None:
-        """A consumer is gone."""
+        """Remove a consumer."""
         for known in (self._positions, self._committed, self._left_out):
             known.pop(consumer, None)
 
     def compact(self, pinned: Collection[int], *, forgets: bool) -> None:
-        """Forget what tells apart positions that nobody tells apart, and with ``forgets`` what lies before all of them.
+        """Merge timestamps that no cursor or uncommitted read separates.
 
         Args:
-            pinned: where open reads end.
-            forgets: nobody will be placed before where all stand now.
+            pinned: positions that uncommitted reads need; the cursors are added to them.
+            forgets: drop timestamps before all cursors too, because no consumer will be moved there.
         """
         if forgets and not pinned and self._recorded:
             start = min(self._positions.values(), default=0)
@@ -108,16 +109,21 @@ class LagClock:
         self._recorded = kept
 
     def lag(self, consumer: str, batches: int) -> Lag:
-        """How far behind a consumer is that has not committed a read for so many batches."""
+        """Return the lag of a consumer.
+
+        Args:
+            consumer: its name.
+            batches: ``step()`` calls since its last committed read.
+        """
         now, since = time.monotonic(), self._pending_since(consumer)
         return Lag(batches, now - self._committed[consumer], None if since is None else now - since)
 
     def _is_known(self, consumer: str) -> bool:
-        """Whether anything is pending for a consumer."""
+        """Return True if the clock has a timestamp for pending rows of a consumer."""
         if consumer in self._left_out:
             return True
         start = self._positions[consumer]
-        return next(reversed(self._recorded), -1) >= start  # the latest comes last
+        return next(reversed(self._recorded), -1) >= start  # positions are inserted in ascending order
 
     def _pending_since(self, consumer: str) -> float | None:
         known = [when for position, when in self._recorded.items() if position >= self._positions[consumer]]

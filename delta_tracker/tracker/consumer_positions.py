@@ -1,4 +1,4 @@
-"""The position of each consumer in the log: its cursor, its uncommitted read, and what its reads left out."""
+"""The position of each consumer in the log: its cursor, its uncommitted read, and the rows that its reads left out."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class _Consumer:
 
 
 class ConsumerPositions:
-    """Where each consumer stands in the log, in cuts and in batches, and which rows its last reads left out.
+    """Cursor of each consumer, counted in cuts and in batches, and the rows that its committed reads left out.
 
-    A read seals a range of positions; :meth:`commit` moves the cursor to the range's end and carries over what the
-    read left out, :meth:`abort` forgets the read. Sealing again replaces the former read, whose commit is then a
-    :class:`StaleDeltaError`.
+    :meth:`seal` stores a consumer's uncommitted read. :meth:`commit` moves the cursor to the end of the read and
+    carries over the rows that it left out. :meth:`abort` discards the read. Sealing again replaces the uncommitted
+    read; committing the replaced one raises :class:`StaleDeltaError`.
 
     Args:
-        names: the consumers' names, at least one, all different.
+        names: names of the consumers, at least one, all different.
 
     Raises:
-        InvalidArgumentError: for an empty list or a name twice.
+        InvalidArgumentError: if the list is empty or repeats a name.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -44,23 +44,23 @@ class ConsumerPositions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All consumers, in the order of their making."""
+        """Names of all consumers, in the order in which they were added."""
         return tuple(self._consumers)
 
     @property
     def pinned(self) -> set[int]:
-        """Positions that a cursor or an uncommitted read still needs apart from their neighbours."""
+        """Positions of cursors and ends of uncommitted reads. Segments must not be merged across them."""
         standing = self._standing.values()
         return {each.position for each in standing} | {each.sealed.stop for each in standing if each.sealed is not None}
 
     @property
     def oldest(self) -> int | None:
-        """The smallest cursor: nothing before it will be read. None where there is none."""
+        """Smallest cursor of a consumer that was not dropped. No read starts before it. None if there is none."""
         return min((each.position for each in self._consumers.values() if not each.is_behind), default=None)
 
     @property
     def hindmost(self) -> str | None:
-        """The consumer that stands furthest back, None when all were given up."""
+        """Name of the consumer that lags furthest; None if all consumers were dropped."""
         standing = self._standing
         return min(standing, key=lambda name: standing[name].position, default=None)
 
@@ -70,10 +70,10 @@ class ConsumerPositions:
         return sum(rows.num_bytes for each in self._consumers.values() for rows in each.carried.values())
 
     def resolve(self, name: str | None) -> str:
-        """The name of a consumer; None means the only one.
+        """Return the name of a consumer. None stands for the only consumer.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or several and none was named.
+            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
         """
         if name is None and len(self._consumers) == 1:
             return next(iter(self._consumers))
@@ -82,15 +82,15 @@ class ConsumerPositions:
         return name
 
     def reserve(self, name: str, holder: str | None, *, is_transient: bool = False) -> None:
-        """Note who alone reads and moves consumer ``name``; None ends the reservation."""
+        """Reserve consumer ``name`` for ``holder``. None ends the reservation."""
         self._consumers[name].holder = holder
         self._consumers[name].is_transient = is_transient
 
     def check_free(self, name: str) -> None:
-        """Refuse a consumer that is reserved.
+        """Reject a consumer that is reserved.
 
         Raises:
-            ReservedConsumerError: if it is.
+            ReservedConsumerError: if it is reserved.
         """
         holder = self._consumers[name].holder
         if holder is not None:
@@ -98,28 +98,28 @@ class ConsumerPositions:
 
     @property
     def origin(self) -> Mapping[str, ChangedRows]:
-        """Table FQN to the rows that had changed before the log's first position."""
+        """Mapping from table FQN to the rows that had changed before the log's first position."""
         return self._origin
 
     def start(self, name: str) -> tuple[int, int]:
-        """The cursor of consumer ``name``: its position and its batch count."""
+        """Return the position and the batch count of the cursor of consumer ``name``."""
         consumer = self._consumers[name]
         return consumer.position, consumer.batch
 
     def carried(self, name: str) -> Mapping[str, ChangedRows]:
-        """Table FQN to the rows that the committed reads of ``name`` have left out."""
+        """Return the rows that the committed reads of ``name`` have left out, by table FQN."""
         return self._consumers[name].carried
 
     def is_behind(self, name: str) -> bool:
-        """Whether the changes of ``name`` were given up."""
+        """Return True if ``name`` was dropped and needs a snapshot."""
         return self._consumers[name].is_behind
 
     def is_transient(self, name: str) -> bool:
-        """Return True if ``name`` exists for the time of a copy only, so that no checkpoint holds it."""
+        """Return True if ``name`` exists only while a snapshot is copied and is not saved in checkpoints."""
         return self._consumers[name].is_transient
 
     def place(self, name: str, position: int, batch: int, *, is_behind: bool = False) -> None:
-        """Put consumer ``name``, new or known, at a position, with nothing pending from before it."""
+        """Add or move consumer ``name`` at ``position``, with nothing pending from before it."""
         placed = _Consumer(position=position, batch=batch, is_behind=is_behind)
         known = self._consumers.get(name)
         if known is not None:
@@ -127,29 +127,29 @@ class ConsumerPositions:
         self._consumers[name] = placed
 
     def give_up(self, name: str, position: int) -> None:
-        """Put consumer ``name`` at a position without what was pending from before it."""
+        """Drop consumer ``name``: discard its pending rows and move it to ``position``."""
         self.place(name, position, self._consumers[name].batch, is_behind=True)
 
     def rewind(self, name: str) -> None:
-        """Put consumer ``name`` back to the log's first position, with what had changed before it."""
+        """Move consumer ``name`` to the log's first position, with the rows of :attr:`origin` pending."""
         self.place(name, 0, 0)
         self._consumers[name].carried = self._origin
 
     def restore(self, position: int, states: Mapping[str, PendingState], origin: Mapping[str, ChangedRows]) -> None:
-        """Put every consumer of ``states`` at a position, with what is pending for it. Drops their open reads."""
+        """Move every consumer of ``states`` to ``position``, with its pending rows. Discards uncommitted reads."""
         self._origin = origin
         for name, state in states.items():
             self.place(name, position, state.batch, is_behind=state.is_behind)
             self._consumers[name].carried = {fqn: rows for fqn, rows in state.rows.items() if len(rows)}
 
     def carry(self, name: str, fqn: str, rows: ChangedRows, *, in_origin: bool) -> None:
-        """Make rows of a table pending for ``name``, in place of what is carried of them. Drops its open read.
+        """Make rows pending for ``name``, replacing carried rows of the same ids. Discards its uncommitted read.
 
         Args:
             name: the consumer.
             fqn: the table.
             rows: the rows.
-            in_origin: let :meth:`rewind` give them too.
+            in_origin: add them to :attr:`origin` too, so that :meth:`rewind` makes them pending.
         """
         consumer = self._consumers[name]
         consumer.carried = _over(rows, fqn, consumer.carried)
@@ -158,18 +158,18 @@ class ConsumerPositions:
             self._origin = _over(rows, fqn, self._origin)
 
     def forget_tables(self, fqns: Collection[str]) -> None:
-        """Drop what reads have left out of some tables, whose ids mean other rows from now on, and every open read."""
+        """Drop the carried rows of some tables, whose ids refer to other rows now. Discards all uncommitted reads."""
         self._origin = {fqn: rows for fqn, rows in self._origin.items() if fqn not in fqns}
         for consumer in self._consumers.values():
             consumer.carried = {fqn: rows for fqn, rows in consumer.carried.items() if fqn not in fqns}
             consumer.sealed = None
 
     def remove(self, name: str) -> None:
-        """Forget consumer ``name``."""
+        """Remove consumer ``name``."""
         del self._consumers[name]
 
     def seal(self, delta: Delta) -> bool:
-        """Make ``delta`` its consumer's one uncommitted read; return True if it had another one."""
+        """Store ``delta`` as its consumer's uncommitted read. Return True if it replaces another one."""
         consumer = self._consumers[delta.consumer]
         replaces = consumer.sealed is not None
         consumer.sealed = delta
@@ -179,23 +179,23 @@ class ConsumerPositions:
         """Move the cursor to the end of the consumer's uncommitted read.
 
         Raises:
-            StaleDeltaError: if ``delta`` is not that read any more.
+            StaleDeltaError: if ``delta`` is no longer that read.
         """
         consumer = self._sealed_by(delta)
         consumer.carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
         consumer.position, consumer.batch, consumer.sealed = delta.stop, delta.batches[1], None
 
     def abort(self, delta: Delta) -> None:
-        """Forget the consumer's uncommitted read; its rows stay pending.
+        """Discard the consumer's uncommitted read; its rows stay pending.
 
         Raises:
-            StaleDeltaError: if ``delta`` is not that read any more.
+            StaleDeltaError: if ``delta`` is no longer that read.
         """
         self._sealed_by(delta).sealed = None
 
     @property
     def _standing(self) -> dict[str, _Consumer]:
-        """The consumers that were not given up: only they need the log."""
+        """Consumers that were not dropped. Only they need the log."""
         return {name: each for name, each in self._consumers.items() if not each.is_behind}
 
     def _sealed_by(self, delta: Delta) -> _Consumer:
@@ -206,5 +206,5 @@ class ConsumerPositions:
 
 
 def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-    """Tables with some rows in place of what was there of them."""
+    """Return ``tables`` with ``rows`` of table ``fqn`` added; they replace rows of the same ids."""
     return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

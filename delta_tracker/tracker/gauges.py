@@ -1,4 +1,4 @@
-"""What a tracker records: its memory, and what each consumer received, has pending and how far it is behind."""
+"""Metrics of a tracker: its memory, and the received rows, pending rows and lag of each consumer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from delta_tracker.tracker.tracked_model import TrackedModel
     from delta_tracker.types import Delta
 
-# Below the time after which the monitor takes a source for one that hangs.
+# Shorter than the time after which the monitor treats a source as hung.
 _PATIENCE_SECONDS = 1
 _KINDS = ("log", "copy", "carried")
 
 
 class TrackerGauges:
-    """Sets a tracker's gauges and counts the rows that its consumers received.
+    """Gauges of a tracker and counters of the rows that its consumers received.
 
     Args:
-        recorder: records for the tracker.
+        recorder: records the tracker's metrics.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._received_cells: dict[tuple[str, str], Cell] = {}
-        self._shown: frozenset[str] = frozenset()  # the consumers that have gauges
+        self._shown: frozenset[str] = frozenset()  # consumers that have gauges
 
     def received(self, delta: Delta) -> None:
         """Count the rows of a committed read."""
@@ -39,11 +39,12 @@ class TrackerGauges:
             cells[key].add(len(rows))
 
     def show(self, log: ChangeLog, model: TrackedModel) -> None:
-        """Set the gauges. Called in the monitor's thread.
+        """Set the gauges. Runs in the monitor's thread.
 
-        Rows on a device are not counted here, because the holder of the log's lock would wait for the device, and the
-        next hook for the lock; how long rows are pending is reported of them too. While a read has the lock for long,
-        as one with top-k may that waits for other ranks, the gauges stay what they were.
+        If a shard is on a GPU, pending rows are not counted: counting waits for the device while it holds the log's
+        lock, and the next hook would wait for the lock. Ages of pending rows are reported on every device. The gauges
+        keep their values if the lock cannot be acquired in time, for example while a read with top-k waits for other
+        ranks.
 
         Args:
             log: the tracker's log.

@@ -1,4 +1,4 @@
-"""What a change log knows at one moment: the form in which a checkpoint takes it out and puts it back."""
+"""State of a change log, as checkpoints save and restore it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from delta_tracker.rows import ChangedRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingState:
-    """What one consumer has not received yet.
+    """Pending rows of one consumer.
 
     Args:
         batch: ``step()`` count at its last committed read.
-        rows: table FQN to its pending rows, each with the state in which the consumer has it; tables without any may
-            be missing.
-        is_behind: its changes were given up to bound memory; ``rows`` is then empty.
+        rows: table FQN to pending rows, with the states that the consumer last received. Tables without pending rows
+            may be missing.
+        is_behind: the consumer was dropped and needs a snapshot; ``rows`` is then empty.
     """
 
     batch: int
@@ -25,18 +25,18 @@ class PendingState:
 
     @property
     def has_rows(self) -> bool:
-        """Whether there is anything that it has not received."""
+        """True if any row is pending."""
         return self.is_behind or any(map(len, self.rows.values()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogState:
-    """All that a log knows at one moment.
+    """State of a change log at one moment.
 
     Args:
-        num_batches: ``step()`` calls.
-        consumers: name to what is pending for it.
-        history: table FQN to all rows changed since the start, in a log that keeps them; otherwise None.
+        num_batches: number of ``step()`` calls.
+        consumers: consumer name to its pending rows.
+        history: table FQN to all rows changed since the start, or None if the log does not keep them.
     """
 
     num_batches: int

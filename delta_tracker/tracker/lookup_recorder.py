@@ -1,4 +1,4 @@
-"""Lookups that are recorded by hand, under the names of the seed interface."""
+"""Explicit recording of lookups, with the method names of TorchRec's tracker."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from delta_tracker.types import TrackingMode
 
 
 class LookupRecorder:
-    """Records lookups that the hooks do not see. Nothing here has to be called.
+    """Records lookups that no hook records. Optional for models whose lookups all run through hooks.
 
     Args:
-        log: where they are recorded.
-        model: which table a feature is looked up in.
-        mode: whether rows are recorded with their old values.
+        log: the log to record them in.
+        model: the tracked model, which maps features to tables.
+        mode: tracking mode, which decides if rows are recorded with their old values.
     """
 
     def __init__(self, log: ChangeLog, model: TrackedModel, mode: TrackingMode) -> None:
@@ -27,22 +27,22 @@ class LookupRecorder:
         self._mode = mode
 
     def record_ids(self, kjt: KeyedIds) -> None:
-        """Count the ids of a lookup that the hooks do not see as changed.
+        """Mark the ids of a lookup as changed.
 
         Args:
-            kjt: a KeyedJaggedTensor of local ids; a feature counts for every table that it is looked up in.
+            kjt: a KeyedJaggedTensor of local ids; a feature's ids are marked in every table that it is looked up in.
         """
         self._record(kjt, None)
 
     def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
-        """As :meth:`record_ids`, with the rows as they were before the change.
+        """Mark the ids of a lookup as changed, with the rows as they were before the change.
 
         Args:
             kjt: a KeyedJaggedTensor of local ids.
-            embeddings: the rows, in the order of ``kjt.values()``; any shape with one row for each id.
+            embeddings: the rows, in the order of ``kjt.values()``, in any shape with one row per id.
 
         Raises:
-            InvalidArgumentError: outside EMBEDDING mode, or for another number of rows.
+            InvalidArgumentError: if the mode is not EMBEDDING, or the number or width of the rows is wrong.
         """
         num_ids = kjt.values().numel()
         if self._mode is not TrackingMode.EMBEDDING:
@@ -52,7 +52,7 @@ class LookupRecorder:
         self._record(kjt, embeddings.detach().reshape(num_ids, -1))
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
-        """:meth:`record_embeddings` in EMBEDDING mode, :meth:`record_ids` in the others, which need no ``states``."""
+        """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids`, without ``states``, in others."""
         if self._mode is TrackingMode.EMBEDDING:
             self.record_embeddings(kjt, states)
         else:
@@ -69,7 +69,7 @@ class LookupRecorder:
                 if feature in features and spec.num_rows:
                     ids = kjt.values()[rows].long()
                     if states is not None and states.shape[1] != spec.num_columns:
-                        remedy = f"Pass rows of {spec.num_columns} numbers for {fqn!r}"
+                        remedy = f"Pass rows of {spec.num_columns} columns for {fqn!r}"
                         raise InvalidArgumentError("embeddings", tuple(states.shape), remedy)
                     first = (ids, None) if states is None else first_per_id(ids, states[rows])
                     self._log.mark(fqn, first[0], states=first[1])

@@ -1,4 +1,4 @@
-"""Ranges in torch's profiler around what the tracker does."""
+"""Ranges for torch's profiler around the tracker's work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _NO_RANGE = nullcontext()
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Return a range that a running ``torch.profiler`` shows under ``name``; nothing while none runs.
+    """Return a range that ``torch.profiler`` shows under ``name``, or a null context if no profiler is running.
 
-    Opening a range takes microseconds even where no profiler runs, so it is not opened then.
+    A range takes microseconds to open even if no profiler is running.
     """
-    # The flag that torch's own optimizers and data loaders ask for the same reason.
+    # torch's own optimizers and data loaders check this flag for the same reason.
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE  # noqa: SLF001

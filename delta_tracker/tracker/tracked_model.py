@@ -1,4 +1,4 @@
-"""The tracked model: which tables it has, and what this rank holds of them at present."""
+"""The tracked model: its tables, and this rank's current shards of them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from delta_tracker.tracker.modes import Capture
 
 
 class TrackedModel:
-    """A model whose tables can all be tracked, as it is sharded now.
+    """A model and its current shards, all of which can be tracked.
 
-    The stores, the reads and the checkpoints of a tracker share one of these and ask it for a shard at each use. So
-    :meth:`take` is the only place where a reshard reaches them.
+    The stores, the reader and the checkpoints of a tracker share one instance and look up shards at each use, so that
+    :meth:`take` is the only update needed after the model was resharded.
 
     Args:
         module: the model.
         fqns_to_skip: as in :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
-        capture: the tracking mode, which may refuse a shard.
+        capture: the tracking mode, which may reject a shard.
 
     Attributes:
         module: the model.
-        found: what :meth:`discover` found last.
-        shards: table FQN to what this rank holds of it.
-        is_attached: whether its hooks are registered.
+        found: the discovery passed to the last :meth:`take`, or that of the constructor.
+        shards: table FQN to this rank's shard.
+        is_attached: True if the tracker's hooks are registered.
 
-    Raises: as :meth:`discover`.
+    Raises: the errors of :meth:`discover`.
     """
 
     def __init__(self, module: nn.Module, fqns_to_skip: Iterable[str], capture: Capture) -> None:
@@ -42,13 +42,13 @@ class TrackedModel:
         self.is_attached = False
 
     def discover(self) -> Discovery:
-        """Return the model's tables as they are sharded now. Changes nothing.
+        """Find the model's tables and their current shards. Changes nothing.
 
         Raises:
             NoShardedModuleError: if the model has nothing to track.
-            UnsupportedModuleError: if it has sharded modules that cannot be followed.
+            UnsupportedModuleError: if it has sharded modules that cannot be tracked.
             UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
-            UnsupportedTableError: if a table's kernel cannot be followed, or its optimizer cannot serve the mode.
+            UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
             MissingExtraError: if torchrec is not installed.
         """
         found = discover(self.module, self._skips)
@@ -59,12 +59,12 @@ class TrackedModel:
         return found
 
     def take(self, found: Discovery) -> None:
-        """Use the modules and shards of ``found`` from now on."""
+        """Replace the modules and shards with those of ``found``."""
         self.found = found
         self.shards = {**self.shards, **found.shards}
 
     def shard(self, fqn: str) -> LocalShard:
-        """Return what this rank holds of a table.
+        """Return this rank's shard of a table.
 
         Raises:
             InvalidArgumentError: if the table is not tracked.
@@ -74,10 +74,10 @@ class TrackedModel:
         return self.shards[fqn]
 
     def check_attached(self) -> None:
-        """Refuse a call that needs the hooks.
+        """Reject a call that requires the hooks.
 
         Raises:
-            DetachedError: after the tracker was detached.
+            DetachedError: if the tracker is detached.
         """
         if not self.is_attached:
             raise DetachedError
