@@ -37,7 +37,7 @@ test-sweeps: $(VENV)/.installed  ## run the sweeps whole of which `make test` ru
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
 
-bench: $(VENV)/.installed  ## run all benchmarks and fill the README's table; minutes, on an idle machine
+bench: $(VENV)/.installed  ## run all benchmarks and fill the table of benchmarks/README.md; takes minutes, needs an idle machine
 	@$(BIN)/python -W ignore -m benchmarks
 
 docs: $(VENV)/.installed  ## write the API reference to docs-output/

@@ -1,6 +1,6 @@
-"""Run every benchmark, one after the other, then fill the README's table: ``python -m benchmarks``.
+"""Run all benchmarks in turn, then fill the table of benchmarks/README.md: ``python -m benchmarks``.
 
-Each runs in a process of its own: it has settings of torch, and memory, of its own.
+Each runs in its own process, with its own settings of torch and its own memory.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ PROGRAMS: dict[str, list[str]] = {
     "bench_freshness": [],
     "bench_quality": [],
 }
-"""Program to its arguments."""
+"""Arguments of each program."""
 PRINTING: dict[str, list[str]] = {
     "bench_checkpoint": ["--repeats", "3"],
     "bench_monitor": [],
     "bench_step_metrics": [],
 }
-"""Those whose results go to standard output; they are kept in a file."""
+"""Programs that print their results, which are saved to a file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run them; 0 if every one of them did."""
+    """Run the benchmarks. Return 0 if all of them succeeded."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="only these; the README's table is made of all results"
-    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="run only these; the table has all results")
     chosen = parser.parse_args(argv).names or [*PROGRAMS, *PRINTING]
     failed = [name for name in chosen if not _run(name)]
     summary.main()
@@ -47,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str) -> bool:
-    """Run one; whether it ended well."""
+    """Run one benchmark. Return True if it succeeded."""
     begin = time.perf_counter()
     command = [sys.executable, "-m", f"benchmarks.{name}", *{**PROGRAMS, **PRINTING}[name]]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)  # noqa: S603  our own

@@ -40,9 +40,9 @@ FOUR_RANKS = {
 EBC_ONLY = ("TABLE_ROW_WISE", "TABLE_COLUMN_WISE", "GRID_SHARD")
 SHARDINGS = (*(name for name in TWO_RANKS if name != "DATA_PARALLEL"), "GRID_SHARD", "DATA_PARALLEL")
 
-NO_SHARDING = "TorchRec cannot shard an EmbeddingCollection so"
-NO_EC_DENSE = "TorchRec's own EmbeddingCollection breaks on CPU: wrong shapes, corrupted memory"
-NO_FUSED_COPY = "TorchRec has DATA_PARALLEL with the DENSE kernel only"
+NO_SHARDING = "TorchRec cannot shard an EmbeddingCollection this way"
+NO_EC_DENSE = "TorchRec's own EmbeddingCollection fails on CPU: wrong shapes, corrupted memory"
+NO_FUSED_COPY = "TorchRec supports DATA_PARALLEL with the DENSE kernel only"
 
 _LETTERS = dict(zip(MODES, "IELDR", strict=True))
 
@@ -139,7 +139,7 @@ class Results:
                     self.faults.append(f"{group} {sharding} {mode}: {verdict}, expected {group.expected(mode)}")
 
     def markdown(self) -> str:
-        """The table for the README."""
+        """Return the table for benchmarks/README.md."""
         reasons: list[str] = []
         lines = [f"| | {' | '.join(f'`{kernel}`' for kernel in KERNELS)} |", "|---" * (len(KERNELS) + 1) + "|"]
         for module in MODULES:
@@ -151,8 +151,8 @@ class Results:
         letters = ", ".join(f"{letter} `{mode}`" for mode, letter in _LETTERS.items())
         notes = [f"{number}: {reason}." for number, reason in enumerate(reasons, 1)]
         legend = (
-            f"Modes that are exact: {letters}. A mode that is not there is refused at construction, because the"
-            " optimizer cannot serve it. Row-wise Adagrad unless another optimizer is named; Adam with `DENSE`."
+            f"Modes that are exact: {letters}. A missing mode is rejected when the tracker is built, because the"
+            " optimizer does not support it. Row-wise Adagrad unless another optimizer is named; Adam with `DENSE`."
         )
         return "\n".join([*lines, "", legend, " ".join(notes), ""])
 

@@ -161,7 +161,7 @@ JOURNEYS = (
 
 
 def markdown(results: Sequence[tuple[Journey, Sequence[Leg]]]) -> str:
-    """The table for the README."""
+    """Return the table for benchmarks/README.md."""
     lines = [
         (
             "| saved: ranks x plan | restored: ranks x plan | module, kernel, mode | pending rows, equal | of them left"

@@ -1,4 +1,4 @@
-"""Write the table of targets into the README: ``python -m benchmarks.summary``."""
+"""Write the table of targets into benchmarks/README.md: ``python -m benchmarks.summary``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from benchmarks.harness import RESULTS
 from benchmarks.targets import TARGETS, Results, Target
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parent / "README.md"
 _SECTION = re.compile(r"(?<=<!-- benchmarks -->\n).*?(?=<!-- /benchmarks -->)", re.DOTALL)
 
 
 def markdown(directory: Path, targets: Iterable[Target] = TARGETS) -> str:
-    """The table of all targets, from the results in a directory, and when they were taken."""
+    """Return the table of all targets, from the results in a directory, and a line on each run."""
     results = Results(directory)
     lines = ["| work | target | measured | met |", "| --- | ---: | ---: | --- |"]
     lines += [f"| {' | '.join(_cells(target, results))} |" for target in targets]
@@ -36,7 +36,7 @@ def _cells(target: Target, results: Results) -> tuple[str, str, str, str]:
 
 
 def _runs(directory: Path) -> list[str]:
-    """What each file of results says of its run."""
+    """Return a line on each file of results: date, machine, load."""
     lines = []
     for path in sorted(directory.glob("*.json")):
         place = json.loads(path.read_text())["environment"]
@@ -48,10 +48,10 @@ def _runs(directory: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the table between its marks in the README."""
+    """Write the table between its markers in benchmarks/README.md."""
     assert not argv, "no arguments"
     readme = README.read_text()
-    assert _SECTION.search(readme), "the README has no marks for the table"
+    assert _SECTION.search(readme), f"{README} has no markers for the table"
     README.write_text(_SECTION.sub(lambda _: markdown(RESULTS), readme))
     return 0
 

@@ -127,29 +127,29 @@ _AT_ONCE = "100 M rows, 1 x 100,000 uniform ids"
 _READ = "ID_ONLY: ids and values"
 
 TARGETS = (
-    Target(f"record, compact, read ids: {_ZIPF}; TorchRec's time by ours", 30, True, _store(_ZIPF), _TIMES),
+    Target(f"record, compact, read ids: {_ZIPF}; TorchRec's time / ours", 30, True, _store(_ZIPF), _TIMES),
     Target("the same, TorchRec with auto-compaction", 100, True, _store(_ZIPF, _COMPACTING), _TIMES),
     Target(f"the same: {_TABLES}", 5, True, _store(_TABLES), _TIMES),
     Target(f"the same: {_SPARSE}", 1.3, True, _store(_SPARSE), "{:.2f}x"),
     Target(f"the same: {_AT_ONCE}", 1.3, True, _store(_AT_ONCE), "{:.2f}x"),
     Target(
-        "the same, worst of a sweep, 10^5 to 10^8 rows, 1e-5 to 0.5 of them touched",
+        "the same, worst cell of a sweep: 10^5 to 10^8 rows, 1e-5 to 0.5 of them touched",
         1,
         True,
         _worst_of_sweep,
         "{:.2f}x",
     ),
     Target("EMBEDDING, record and read: 1 M rows x 64, 60 x 16,384 Zipf ids", 10, True, _store("EMBEDDING"), _TIMES),
-    Target("the same, peak of memory: TorchRec's by ours", 5, True, _store("EMBEDDING, peak", figure="bytes"), _TIMES),
+    Target("the same, peak memory: TorchRec's / ours", 5, True, _store("EMBEDDING, peak", figure="bytes"), _TIMES),
     Target(
-        "memory of ids, bits: part of (1 + readers + uncommitted reads) / 8 bytes a row and 1 %",
+        "memory of the bit engine: share of (1 + consumers + uncommitted reads) / 8 bytes per row, plus 1 %",
         1,
         False,
         _worst_memory,
     ),
     *(
         Target(
-            f"training step, {mode}, a read every 20 steps: against no tracker",
+            f"training step, {mode}, a read every 20 steps: time / time without a tracker",
             bound,
             False,
             _median("bench_step", mode, "ratio"),
@@ -159,25 +159,25 @@ TARGETS = (
     ),
     Target("device syncs in the step", 0, False, _median("bench_step", "EMBEDDING: syncs", "count"), "{:.0f}"),
     Target(
-        "read with values, 1 M changed of 10 M x 64: of memcpy",
+        "read with values, 1 M changed of 10 M x 64: memcpy's time / ours",
         0.5,
         True,
         _ratio("bench_read", "memcpy of the rows", _READ),
     ),
     Target(
-        "top-k over 1 M changed rows, with values: against the read without",
+        "top-k over 1 M changed rows, with values: time / time without top-k",
         2,
         False,
         _ratio("bench_read", "EMBEDDING: old rows and values, top 10 %", "EMBEDDING: old rows and values"),
     ),
     Target(
-        "publish 1 M x 64 fp32 with fsync: of write and fsync",
+        "publish 1 M x 64 fp32 with fsync: time of write and fsync / ours",
         0.8,
         True,
         _ratio("bench_publish", "1000000 F32 limit write fsync", "1000000 F32 fsync"),
     ),
-    Target("apply 1 M x 64 into 10 M: of memcpy", 0.4, True, _ratio("bench_predict", "memcpy", "apply")),
-    Target("lookup p99 while 1 M rows/s are applied: against none applied", 3, False, _p99_beside_writes, "{:.1f}"),
+    Target("apply 1 M x 64 into 10 M: memcpy's time / ours", 0.4, True, _ratio("bench_predict", "memcpy", "apply")),
+    Target("lookup p99 while 1 M rows/s are applied: p99 / p99 without", 3, False, _p99_beside_writes, "{:.1f}"),
     Target(
         "commit to applied, 10,000 rows",
         3,
@@ -213,6 +213,6 @@ TARGETS = (
         _median("bench_freshness", "1000000 F32 fsync", "start to applied", 1e3),
         _MS,
     ),
-    Target("bytes at 0.1 % of the fresh log loss: snapshots' by ours", 13, True, _bytes_for_quality, _TIMES),
+    Target("bytes within 0.1 % of the fresh log loss: snapshots' / ours", 13, True, _bytes_for_quality, _TIMES),
 )
 """In the order of the table."""

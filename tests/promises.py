@@ -1,6 +1,6 @@
-"""The README's promises and the tests that show them: ``python -m tests.promises`` writes the table.
+"""The README's promises and the tests that check them: ``python -m tests.promises`` writes the table.
 
-A test shows a promise by the marker ``@pytest.mark.promise("lossless")``, with one or several names of ``PROMISES``.
+The marker ``@pytest.mark.promise("lossless")`` lists a test's file; it takes one or more names of ``PROMISES``.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ _ROOT = Path(__file__).parent.parent
 _BEGIN, _END = "<!-- promises -->\n", "<!-- /promises -->"
 
 PROMISES = {
-    "lossless": "No update is lost, whatever the order of forward, backward, `step()`, eval and reads, also inside a "
-    "backward",
-    "supported": "Modules, kernels and optimizers that cannot be followed exactly are refused by name when the tracker "
+    "lossless": "No update is lost, for any order of forward, backward, `step()`, evaluation and reads, also for reads "
+    "inside a backward pass",
+    "supported": "Modules, kernels and optimizers that cannot be tracked exactly are rejected by name when the tracker "
     "is built",
-    "minimal": "Nothing else is sent: rows whose update was written, and rows whose update was under way at a cut; "
-    "after a hook or a backward that failed possibly more. Evaluation and `no_grad` are no updates",
+    "minimal": "Nothing else is sent: a delta has rows whose update was written or was in progress at a cut. After a "
+    "failed hook or backward pass it may have more. Evaluation and `no_grad` passes are not updates",
     "equal": "After every version the predictor equals the trainer, bit for bit, in every row that the manifest does "
     "not count as pending",
-    "atomic": "A kill at any moment leaves no half version, and the rows pending",
+    "atomic": "A process that is killed at any moment leaves no partial version, and its rows stay pending",
     "fenced": "A second publisher fences the first, whose next publish raises `FencedError` and publishes nothing",
-    "independent": "Consumers are independent; one that falls behind costs bounded memory and is told so",
-    "restored": "After a restore, at any world size and under any plan, each consumer has pending what it had, with "
-    "the old values and ages; a checkpoint without tracker state makes every row pending",
-    "contained": "An error inside a hook never reaches the training step: it is counted, and the table's rows stay "
-    "pending",
-    "refused": "Bad input is refused whole, with a typed error that names the offender and the next step",
-    "unpickled": "Nothing is ever unpickled; sizes, names and offsets are checked before use",
+    "independent": "Consumers are independent. A consumer that exceeds `max_bytes` is dropped, so memory is bounded, "
+    "and its next read raises `NeedsSnapshotError`",
+    "restored": "After a restore, at any world size and under any plan, each consumer has the same pending rows, with "
+    "their old values and ages. A checkpoint without tracker state makes every row pending",
+    "contained": "An error inside a hook never reaches the training step. It is counted, and all rows of the table "
+    "become pending",
+    "refused": "Invalid input is rejected whole, with a typed error that names the offender and the next step",
+    "unpickled": "Nothing is unpickled. Sizes, names and offsets are checked before use",
 }
 
 
 def _marks(path: Path) -> Iterator[str]:
-    """Yield the names of the promises that the markers of a file have."""
+    """Yield the names of the promises in the markers of a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
             for mark in node.decorator_list:
@@ -43,7 +44,7 @@ def _marks(path: Path) -> Iterator[str]:
 
 
 def shown_by() -> dict[str, list[str]]:
-    """Return the files whose tests show each promise, by its name, with names that are no promise's too."""
+    """Return the files that check each promise, by its name; unknown names in markers are included."""
     found: dict[str, list[str]] = {name: [] for name in PROMISES}
     for path in sorted((_ROOT / "tests").rglob("test_*.py")):
         for name in dict.fromkeys(_marks(path)):
@@ -54,11 +55,11 @@ def shown_by() -> dict[str, list[str]]:
 def markdown() -> str:
     """Return the table."""
     rows = [f"| {PROMISES[name]} | {', '.join(files)} |\n" for name, files in shown_by().items()]
-    return "".join(["| promise | shown by |\n", "|---|---|\n", *rows])
+    return "".join(["| promise | tests |\n", "|---|---|\n", *rows])
 
 
 def table_of(readme: str) -> str:
-    """Return the table that stands in the README."""
+    """Return the table in the README."""
     return readme.partition(_BEGIN)[2].partition(_END)[0]
 
 

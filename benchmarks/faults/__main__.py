@@ -76,7 +76,7 @@ def rows(results: Results) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(results: Results) -> str:
-    """The table for a README."""
+    """Return the table for benchmarks/faults/README.md."""
     header, lines = rows(results)
     table = [header, ["---"] * len(header), *([_escaped(cell) for cell in line] for line in lines)]
     return "".join(f"| {' | '.join(line)} |\n" for line in table)

@@ -1,4 +1,4 @@
-"""Every Python block of the README is run."""
+"""Every Python block of the README and of the documents that it links is run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).parent.parent.parent
-_PYTHON = re.findall(r"```python\n(.*?)```", (_ROOT / "README.md").read_text(), flags=re.DOTALL)
+_FOLDERS = ("benchmarks", "delta_tracker", "examples", "tests")
+_DOCUMENTS = [_ROOT / "README.md", *sorted(path for folder in _FOLDERS for path in (_ROOT / folder).rglob("README.md"))]
+_BLOCKS = {
+    str(path.relative_to(_ROOT)): re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
+    for path in _DOCUMENTS
+}
 
 
-def test_python_blocks_run() -> None:
+@pytest.mark.parametrize("name", [name for name, blocks in _BLOCKS.items() if blocks])
+def test_python_blocks_run(name: str) -> None:
     """One after another in one program, as a reader would paste them."""
-    program = "\n".join(f"print('block {number} begins')\n{block}" for number, block in enumerate(_PYTHON))
+    blocks = _BLOCKS[name]
+    program = "\n".join(f"print('block {number} begins')\n{block}" for number, block in enumerate(blocks))
     command = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, cwd=_ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"block {len(_PYTHON) - 1} begins" in done.stdout
+    assert f"block {len(blocks) - 1} begins" in done.stdout
+
+
+def test_the_documents_with_python_blocks() -> None:
+    assert {name for name, blocks in _BLOCKS.items() if blocks} == {"README.md", "delta_tracker/monitor/README.md"}

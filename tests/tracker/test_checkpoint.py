@@ -80,10 +80,10 @@ def test_a_checkpoint_is_restored_under_another_plan(
         assert leg.plan_bytes < 20_000
 
 
-def test_the_readme_has_the_table_of_this_run() -> None:
+def test_the_readme_of_the_benchmarks_has_the_table_of_this_run() -> None:
     if len(_RUN) < len(JOURNEYS):
         pytest.skip("only after all journeys were run")
-    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    readme = (Path(__file__).parent.parent.parent / "benchmarks" / "README.md").read_text()
     assert f"<!-- reshard -->\n{markdown(_RUN).strip()}\n<!-- /reshard -->" in readme
 
 

@@ -42,13 +42,13 @@ def test_a_cell_comes_out_as_declared(two_ranks: RankPool, four_ranks: RankPool,
     _RUN.append((group, found))
 
 
-def test_the_readme_has_the_table_of_this_run() -> None:
+def test_the_readme_of_the_benchmarks_has_the_table_of_this_run() -> None:
     if len(_RUN) < len(GROUPS):
         pytest.skip("only after all cells were run")
     results = Results()
     for group, found in _RUN:
         results.add(group, found)
-    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    readme = (Path(__file__).parent.parent.parent / "benchmarks" / "README.md").read_text()
     assert f"<!-- conformance -->\n{results.markdown().strip()}\n<!-- /conformance -->" in readme
 
 
