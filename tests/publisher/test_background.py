@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.publisher.cadence import Cadence
 from tests.ranks import RankPool
 
 _CASES = "tests.publisher.background_cases"
@@ -60,25 +58,9 @@ def test_versions_are_announced_merged_and_removed_beside_training(two_ranks: Ra
         assert answer["beats"] == ["rank-0", "rank-1"]
 
 
-def test_bounds_on_what_is_pending(two_ranks: RankPool, url: str) -> None:
-    for cuts in two_ranks.run(f"{_CASES}:bounds", url=url):
-        assert cuts["never"] == 1
-        assert abs(cuts["rows"] - cuts["num_bytes"]) <= 2  # the worker's pace differs, not the rule
-        assert 2 <= cuts["rows"] < 20
-        assert cuts["seconds"] >= 4
-
-
 @pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "INT8", "INT4"])
 def test_every_encoding(two_ranks: RankPool, url: str, encoding: str) -> None:
     two_ranks.run(f"{_CASES}:encoded", url=url, encoding=encoding)
-
-
-@pytest.mark.parametrize(
-    "bounds", [{}, {"batches": 0}, {"seconds": float("nan")}, {"rows": 1.5}, {"batches": True}, {"snapshot_every": 3}]
-)
-def test_a_cadence_checks_itself(bounds: dict[str, int]) -> None:
-    with pytest.raises(InvalidArgumentError):
-        Cadence(**bounds)
 
 
 def test_what_no_version_could_be_made_of_is_refused_at_once(one_rank: RankPool, url: str) -> None:

@@ -56,11 +56,6 @@ def test_a_second_publisher_fences_the_first(two_ranks: RankPool, url: str) -> N
             assert message.startswith("FencedError: publisher of generation 1 is fenced: generation 2")
 
 
-def test_ranks_at_different_batches_publish_nothing(two_ranks: RankPool, url: str) -> None:
-    for (message,) in two_ranks.run(f"{_CASES}:out_of_step", url=url):
-        assert "rank 1 failed with batch 1 where rank 0 has batch 0" in message
-
-
 def test_a_store_that_a_rank_cannot_use_is_refused_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     answers = two_ranks.run(f"{_CASES}:unwritable", url=f"file://{tmp_path}")
@@ -97,17 +92,6 @@ def test_what_would_lose_rows_is_refused_on_every_rank(two_ranks: RankPool, tmp_
         assert said["detached"].startswith("DetachedError")
         assert "rank 1 failed with the tables" in said["tables"]
         assert said["stores"].startswith("InvalidArgumentError" if rank else "PublishError")
-
-
-def test_a_rank_that_cannot_read_says_so_to_the_others(two_ranks: RankPool, url: str) -> None:
-    first, second = two_ranks.run(f"{_CASES}:detached_rank", url=url)
-    assert all(message.startswith("PublishError") and "rank 1" in message for message in first)
-    assert all(message.startswith("DetachedError") for message in second)
-
-
-def test_a_rank_that_never_comes_is_reported(two_ranks: RankPool, url: str) -> None:
-    messages, _ = two_ranks.run(f"{_CASES}:lost_rank", url=url)
-    assert all(message.startswith("RankLostError") and "Restart the job" in message for message in messages)
 
 
 @pytest.mark.promise("equal")

@@ -1,0 +1,32 @@
+"""What ranks tell each other for a version: one that disagrees, fails or never comes is reported by all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankPool
+
+_CASES = "tests.publisher.publishing_cases"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/stream"
+
+
+def test_ranks_at_different_batches_publish_nothing(two_ranks: RankPool, url: str) -> None:
+    for (message,) in two_ranks.run(f"{_CASES}:out_of_step", url=url):
+        assert "rank 1 failed with batch 1 where rank 0 has batch 0" in message
+
+
+def test_a_rank_that_cannot_read_says_so_to_the_others(two_ranks: RankPool, url: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:detached_rank", url=url)
+    assert all(message.startswith("PublishError") and "rank 1" in message for message in first)
+    assert all(message.startswith("DetachedError") for message in second)
+
+
+def test_a_rank_that_never_comes_is_reported(two_ranks: RankPool, url: str) -> None:
+    messages, _ = two_ranks.run(f"{_CASES}:lost_rank", url=url)
+    assert all(message.startswith("RankLostError") and "Restart the job" in message for message in messages)
