@@ -1,7 +1,7 @@
-"""Stop flags of background threads, which every read of a store checks.
+"""Stop flags of background threads, checked by every read from a store.
 
-The flag belongs to a thread, so that it does not have to be passed through every call between a thread's loop and the
-store. A thread without a flag is never interrupted.
+The flag is thread-local, so that it need not be passed through every call between a thread's loop and the store. A
+thread without a flag is never interrupted.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# How long a request that is waited for delays the end of its thread.
+# Interval at which a thread checks its stop flag while it waits for a response.
 _SLICE_SECONDS = 0.05
 _CANCEL_SECONDS = 1.0
 
 
 class Interrupted(BaseException):
-    """The stop flag of this thread is set. No :class:`Exception`: code that handles failures must not handle it."""
+    """Raised when the stop flag of the thread is set.
+
+    Not an :class:`Exception`, so that code that handles failures does not catch it.
+    """
 
 
 class _Scope:
-    """The stop flag of a thread, and the event loop in which it waits for requests."""
+    """Stop flag of a thread, and the event loop in which the thread waits for responses."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -63,9 +66,10 @@ _thread = threading.local()
 
 @contextmanager
 def interruptible(stop: threading.Event) -> Iterator[None]:
-    """Raise :class:`Interrupted` from the calls of this thread inside the block once ``stop`` is set.
+    """Raise :class:`Interrupted` from store calls of this thread inside the block once ``stop`` is set.
 
-    Requests to a remote store are abandoned within a fraction of a second, local files between two pieces.
+    Uploads of parts and access to local files stop between two pieces. Other requests to a remote store are abandoned
+    within a fraction of a second.
     """
     scope = _Scope(stop)
     before, _thread.scope = _scope(), scope
@@ -84,16 +88,16 @@ def check() -> None:
 
 
 def checked(items: Iterable[T]) -> Iterator[T]:
-    """Yield ``items``, and check the stop flag of the calling thread before each, also if another thread iterates."""
+    """Yield ``items``, checking the calling thread's stop flag before each, even if another thread iterates."""
     scope = _scope()
     return iter(items) if scope is None else scope.checked(items)
 
 
 def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
-    """Return the answer to a request; one that is not there when the stop flag is set is abandoned.
+    """Return the response to a request. Abandon the request if the stop flag is set before the response arrives.
 
     Args:
-        blocking: sends the request and waits, for a thread that cannot be interrupted.
+        blocking: sends the request and waits; used by a thread without a stop flag.
         request: sends the same request and returns an awaitable, which can be cancelled.
 
     Raises:

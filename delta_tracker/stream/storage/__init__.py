@@ -1,5 +1,5 @@
-"""Where objects are stored: directories, memory, S3, Google Cloud Storage and Azure.
+"""Object stores: directories, memory, S3, Google Cloud Storage and Azure.
 
-Open ``storage.py`` first: it has the class that everything else uses. ``url.py`` lists the schemes of urls: a new
-kind of store is added there. ``local.py`` makes directories durable.
+Start with ``storage.py``: it defines the class that all other modules use. ``url.py`` lists the supported URL schemes;
+add a new kind of store there. ``local.py`` writes files durably.
 """

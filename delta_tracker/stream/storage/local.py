@@ -1,6 +1,6 @@
-"""Files that are written whole and made durable.
+"""Atomic and durable writes to local files.
 
-Not through obstore, which writes no faster, and which holds the buffers that it was given while it asks for the next.
+This module does not use obstore, which is no faster and still refers to a buffer when it requests the next one.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# Large enough to cost nothing per chunk, small enough to be copied while it is still in the cache.
+# Large enough for a negligible cost per chunk, small enough to stay in the cache while it is copied.
 CHUNK_BYTES = 4 << 20
-# After so many bytes the disk begins to write, so that the sync at the end does not begin with nothing done.
+# Start writeback to the disk after this many bytes, which shortens the fsync at the end.
 _EARLY_BYTES = 16 << 20
 
 
 def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, overwrite: bool, fsync: bool) -> bool:
-    """Write under a name of its own, sync, then rename: a name is never seen before its bytes are on disk.
+    """Write a temporary file, sync it, then rename it, so that a name is visible only after its bytes are on disk.
 
     A process that is killed leaves a file in ``drafts``.
 
     Returns:
-        False if the name exists and was not to be overwritten.
+        False if the name exists and ``overwrite`` is False.
 
     Raises:
-        OSError: if it cannot be written; nothing is visible then.
+        OSError: if the file cannot be written; nothing is visible then.
     """
     target = directory / name
     draft = directory / "drafts" / secrets.token_hex(8)
@@ -38,9 +38,9 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
             for piece in pieces(buffers):
                 end += len(piece)
                 while piece:
-                    piece = piece[os.write(descriptor, piece) :]  # noqa: PLW2901  what is left of it
+                    piece = piece[os.write(descriptor, piece) :]  # noqa: PLW2901  the bytes not yet written
                 if fsync and end - begin >= _EARLY_BYTES:
-                    # Linux answers it by starting to write the dirty pages, without waiting, and drops clean ones only.
+                    # Linux starts to write the dirty pages without waiting, and drops clean pages only.
                     os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
                     begin = end
             if fsync:
@@ -54,17 +54,17 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
     finally:
         draft.unlink(missing_ok=True)
     if fsync:
-        # The name itself, and those of the directories above it, which may be new.
+        # Sync the name, and the names of the directories above it, which may be new.
         for above in Path(name).parents:
             _fsync(directory / above)
     return True
 
 
 def make_directory(directory: Path, *, fsync: bool) -> None:
-    """Make a directory and those above it, unless they exist.
+    """Create a directory and its parents if they do not exist.
 
     Raises:
-        OSError: if it cannot be made.
+        OSError: if it cannot be created.
     """
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -73,9 +73,9 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 
 
 def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The bytes of ``buffers`` in views that end at multiples of ``CHUNK_BYTES``, and where a buffer ends.
+    """Yield the bytes of ``buffers`` as views that end at multiples of ``CHUNK_BYTES`` and at the end of each buffer.
 
-    So a file system can hold them in large pages.
+    The alignment lets a file system use large pages.
     """
     position = 0
     for buffer in buffers:
@@ -88,7 +88,7 @@ def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _link(draft: Path, target: Path) -> bool:
-    """Give a file a second name; False if that is another file's."""
+    """Create a hard link to a file; return False if the name exists."""
     try:
         target.hardlink_to(draft)
     except FileExistsError:

@@ -1,7 +1,4 @@
-"""An object store, which is a directory or bucket (through obstore).
-
-Objects are written whole, created once and never visible in half.
-"""
+"""Access to a stream's objects in a directory or bucket through obstore: atomic writes, exclusive creation."""
 
 from __future__ import annotations
 
@@ -44,21 +41,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
-# A multipart upload has at most 10,000 parts, so this bounds an object at 80 GB. Parts under way are held in memory.
+# A multipart upload has at most 10,000 parts, which limits an object to 80 GB. Memory holds the parts in flight.
 _UPLOAD_BYTES = 8 << 20
 _UPLOADS = 4
-# What an interrupted download loses at most. Smaller chunks cost time, larger ones save none.
+# Maximum loss of an interrupted download. Smaller chunks are slower, larger ones are not faster.
 _DOWNLOAD_BYTES = 256 << 10
 _CREATE_ATTEMPTS = 8
 _PAUSE_SECONDS = 0.01
-# The process in which obstore's threads run, once there is one.
+# Id of the process in which obstore's threads run; empty before the first use.
 _processes: list[int] = []
-_PAGE_OBJECTS = 1000  # what a remote store returns per request
+_PAGE_OBJECTS = 1000  # objects that a remote store returns per request
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """What a listing says of an object: its name, its size, and when it was written in Unix seconds."""
+    """Listing entry of an object: its name, its size, and when it was written in Unix seconds."""
 
     name: str
     num_bytes: int
@@ -67,12 +64,12 @@ class StoredObject:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """What has arrived of an object that is read from a remote store.
+    """Progress of a download from a remote store.
 
     Attributes:
-        out: memory for all bytes that are read, once the object's size is known.
-        num_bytes: how many of them have arrived, from the first one on.
-        source: size, ETag and time of the object that they are from.
+        out: memory for all requested bytes; None until the object's size is known.
+        num_bytes: number of bytes received so far.
+        source: size, ETag and modification time of the object.
     """
 
     out: NDArray[np.uint8] | None = None
@@ -81,26 +78,24 @@ class Transfer:
 
 
 class Storage:
-    """The objects under one url. Safe for several threads.
+    """Objects below one URL. Thread-safe.
 
-    Names are relative, with forward slashes, and stay below the root: a name that is absolute, has an empty, ``.`` or
-    ``..`` component, a backslash, a ``#`` or a control character is refused with :class:`InvalidArgumentError`. A local
-    directory is made durable: an object is on disk (fsync) before the call that wrote it returns. An object store
-    promises that by itself.
+    Names are relative, use forward slashes and stay below the root. An absolute name and a name with an empty, ``.`` or
+    ``..`` component, a backslash, a ``#`` or a control character raise :class:`InvalidArgumentError`. Writes are
+    durable: a local object is on disk (fsync) before the call that wrote it returns. Remote stores guarantee the same.
 
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...`` or ``memory://``.
-            Every ``memory://`` is a store of its own: share the ``Storage`` object instead of the url.
-        create: make a local directory that does not exist. Without it a missing one is an empty store until somebody
-            makes it, so that a reader may start before the writer.
-        fsync: False leaves it to the system when local objects reach the disk: a lost machine may lose them.
-        options: settings of a remote store by obstore's names, such as ``endpoint``, ``region``, ``access_key_id``,
+            Every ``memory://`` is a separate store: share the ``Storage`` object instead of the URL.
+        create: create a missing local directory. If False, a missing directory is an empty store until it is created,
+            so that a reader may start before the writer.
+        fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
+        options: options of a remote store by obstore's names, such as ``endpoint``, ``region``, ``access_key_id``,
             ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A request fails after
-            ``read_timeout`` without a byte, 30s by default. ``timeout`` limits its whole time; there is no such limit
-            by default.
+            ``read_timeout`` without a byte, 30s by default. ``timeout`` limits the whole request; default: no limit.
 
     Raises:
-        InvalidArgumentError: for a url of another scheme, or options that the store does not have.
+        InvalidArgumentError: for an unsupported scheme, or options that the store does not have.
         StorageError: if the store cannot be opened.
     """
 
@@ -109,7 +104,7 @@ class Storage:
     ) -> None:
         self._directory = local_directory(url)
         if not fsync and self._directory is None:
-            raise InvalidArgumentError("fsync", fsync, "Leave it out: only a local directory is synced")
+            raise InvalidArgumentError("fsync", fsync, "Omit it: only a local directory is synced")
         self.url = url
         self._fsync = fsync
         self._is_remote = is_remote(url)
@@ -124,14 +119,14 @@ class Storage:
                 raise InvalidArgumentError("options", sorted(options or ()), str(error).split("\n")[0]) from error
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
-        """Write an object of the concatenated ``buffers`` of bytes, replacing one of the same name.
+        """Write the concatenated ``buffers`` as an object, replacing one of the same name.
 
-        The buffers are streamed, and each is written or copied before the next is asked for, so that the caller may
-        use its memory again. It takes no memory for a local directory and up to 100 MB for a remote store, whatever the
-        object's size. A remote object may have 80 GB.
+        The buffers are streamed. Each is written or copied before the next one is requested, so the caller may then
+        reuse its memory. Needs no memory for a local directory and up to 100 MB for a remote store, for any object
+        size. A remote object may have up to 80 GB.
 
         Raises:
-            StorageError: if it cannot be written; nothing is visible then.
+            StorageError: if the object cannot be written; nothing is visible then.
         """
         check_name("name", name)
         with self._translated():
@@ -141,14 +136,15 @@ class Storage:
                 self._write_file(name, checked(buffers), overwrite=True)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object unless one of that name exists; False if it does. Of racing writers exactly one wins.
+        """Write an object unless one of that name exists; return False if it does. Exactly one racing writer succeeds.
 
-        A store may also refuse because another request for the name is under way: AWS answers 409. So a refusal counts
-        only if the object is there. Otherwise the write is tried again with growing pauses, 1 to 2 seconds in all.
+        A store may also refuse because of a concurrent request for the name (409 on AWS). A refusal is therefore
+        accepted only if the object exists. Otherwise the write is retried with growing pauses, for 1 to 2 seconds in
+        total.
 
         Raises:
-            NameConflictError: if the store still refuses then, and no object of that name is there.
-            StorageError: if it cannot be written; it may be there all the same when the answer was lost.
+            NameConflictError: if the store still refuses, and no object of that name exists.
+            StorageError: if the object cannot be written. If the response was lost, it may exist nevertheless.
         """
         check_name("name", name)
         for attempt in range(_CREATE_ATTEMPTS):
@@ -161,7 +157,7 @@ class Storage:
         raise NameConflictError(self.url, name, _CREATE_ATTEMPTS)
 
     def _create_once(self, name: str, data: bytes) -> bool:
-        """Write an object; False if the store refuses because of its name."""
+        """Write an object; return False if the store refuses the name."""
         with self._translated():
             if self._directory is not None:
                 return self._write_file(name, [memoryview(data)], overwrite=False)
@@ -172,10 +168,10 @@ class Storage:
             return True
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small object, or replace it: a reader sees the old bytes or the new ones, also after a lost machine.
+        """Write or replace a small object atomically: readers see the old or the new bytes, also after a power loss.
 
         Raises:
-            StorageError: if it cannot be written; the old object is still there then.
+            StorageError: if the object cannot be written; an old object is unchanged then.
         """
         check_name("name", name)
         with self._translated():
@@ -192,19 +188,19 @@ class Storage:
         out: NDArray[np.uint8] | None = None,
         transfer: Transfer | None = None,
     ) -> NDArray[np.uint8] | None:
-        """The bytes of an object, None if there is none.
+        """Return the bytes of an object, None if it does not exist.
 
         Args:
-            name: its name.
-            max_bytes: how many bytes it may have.
-            out: memory for so many bytes, whose beginning is then returned; without it the memory is new.
-            transfer: keeps what arrives before a :class:`StorageError`. A call with the transfer of a call that failed
-                asks for the rest only. Local files are read from their beginning.
+            name: name of the object.
+            max_bytes: maximum size of the object.
+            out: memory of at least ``max_bytes``; the result is its beginning. None allocates new memory.
+            transfer: keeps the bytes received before a :class:`StorageError`. A call with the transfer of a failed call
+                requests only the rest. Local files are always read from the beginning.
 
         Raises:
-            MalformedError: if it has more than ``max_bytes``; nothing was allocated for them.
-            StorageError: if it cannot be read, or has changed since the call that failed; the next call begins anew
-                then.
+            MalformedError: if the object has more than ``max_bytes``; no memory was allocated.
+            StorageError: if the object cannot be read, or has changed since the failed call. After a change, the next
+                call starts from the beginning.
         """
         check_name("name", name)
         if out is not None and len(out) < max_bytes:
@@ -215,11 +211,11 @@ class Storage:
             return self._read_file(name, max_bytes=max_bytes, out=out)
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """The bytes ``[begin, end)`` of an object, None if there is none.
+        """Return the bytes ``[begin, end)`` of an object, None if it does not exist.
 
         Raises:
             InvalidArgumentError: unless ``0 <= begin <= end``.
-            StorageError: if the object is shorter, or cannot be read; nothing was allocated for its bytes then.
+            StorageError: if the object is too short (checked before memory is allocated), or cannot be read.
         """
         check_name("name", name)
         if not 0 <= begin <= end:
@@ -229,16 +225,16 @@ class Storage:
                 return self._read_file(name, begin, end)
             if begin < end:
                 return self._download(name, begin, end)
-        num_bytes = self.size(name)  # an empty range cannot be asked for
+        num_bytes = self.size(name)  # stores reject a request for an empty range
         if num_bytes is not None and num_bytes < end:
             raise self._too_short(name, num_bytes, end)
         return None if num_bytes is None else np.empty(0, dtype=np.uint8)
 
     def size(self, name: str) -> int | None:
-        """The number of bytes of an object, None if there is none.
+        """Return the size of an object in bytes, None if it does not exist.
 
         Raises:
-            StorageError: if the store cannot be asked.
+            StorageError: if the store cannot be read.
         """
         check_name("name", name)
         with self._translated():
@@ -253,10 +249,10 @@ class Storage:
             return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that does not exist is no error.
+        """Delete an object; no-op if it does not exist.
 
         Raises:
-            StorageError: if it cannot be removed.
+            StorageError: if the object cannot be deleted.
         """
         check_name("name", name)
         with self._translated():
@@ -270,7 +266,7 @@ class Storage:
                 return
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        """The objects below the directory ``prefix``, ascending by name, those above ``after`` only.
+        """Return the objects below the directory ``prefix`` with names above ``after``, sorted by name.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -289,7 +285,7 @@ class Storage:
             return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in metas]
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Names of the objects below the directory ``prefix``, ascending, those above ``after`` only.
+        """Return the sorted names of the objects below the directory ``prefix``, only those above ``after``.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -297,20 +293,20 @@ class Storage:
         return [stored.name for stored in self.objects(prefix, after=after)]
 
     def probe(self) -> None:
-        """Prove that of two writers who create the same object one is refused, by doing it. Leaves nothing behind.
+        """Check that the store rejects the second of two requests to create the same object. Deletes the test object.
 
         Raises:
-            UnsafeStoreError: if the store lets both of them write.
-            StorageError: if it cannot be written.
+            UnsafeStoreError: if the store accepts both.
+            StorageError: if the store cannot be written.
         """
         name = f"probe/{secrets.token_hex(16)}"
         try:
-            # This may be refused as well: a request whose answer was lost had won, and is repeated.
+            # May also be refused: the store's client repeats a request that succeeded if its response was lost.
             self.create(name, b"first")
             second = self.create(name, b"second")
             there = self.read(name, max_bytes=len(b"second"))
         except BaseException as error:
-            with suppress(StorageError):  # the first error says more
+            with suppress(StorageError):  # the first error is more useful
                 self.delete(name)
             if isinstance(error.__cause__, NotSupportedError | NotImplementedError):
                 raise UnsafeStoreError(self.url) from error
@@ -320,11 +316,11 @@ class Storage:
             raise UnsafeStoreError(self.url)
 
     def _find_store(self) -> ObjectStore | None:
-        """The store; None while its directory does not exist."""
+        """Return the store, None while its directory does not exist."""
         if self._directory is not None and self._directory.exists() and not self._directory.is_dir():
-            raise StorageError(self.url, "a file stands where its directory should be")
+            raise StorageError(self.url, "it is a file instead of a directory")
         if self._store is None and (self._directory is None or self._directory.is_dir()):
-            # Not from the url: obstore resolves `..`, backslashes and blanks of a path otherwise than the system does.
+            # obstore resolves `..`, backslashes and blanks of a file:// URL differently than the system: pass the path.
             local = self._directory
             self._store = from_url(self.url, **self._settings) if local is None else LocalStore(local.resolve())
         return self._store
@@ -337,15 +333,15 @@ class Storage:
         return store
 
     def _refuse_after_fork(self) -> None:
-        """Note the process that uses obstore first; a remote request would hang or crash in a child of it."""
+        """Record the first process that uses obstore. A remote request would hang or crash in a child of it."""
         if not _processes:
             _processes.append(os.getpid())
         if self._is_remote and os.getpid() not in _processes:
             reason = "this process was forked after obstore was used, and lacks its threads; start it with spawn, or"
-            raise StorageError(self.url, f"{reason} use no store before the fork")
+            raise StorageError(self.url, f"{reason} do not use a store before the fork")
 
     def _upload(self, name: str, chunks: Iterator[bytes]) -> None:
-        """Write to a remote store: one request if it is small, a multipart upload otherwise."""
+        """Write to a remote store, with one request for a small object and a multipart upload otherwise."""
         store = self._open_store()
         first = next(chunks, b"")
         second = next(chunks, None)
@@ -364,7 +360,7 @@ class Storage:
         )
 
     def _ask(self, blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
-        """The answer to a request; one that leaves this machine may be abandoned."""
+        """Return the response to a request. A request to a remote store may be abandoned."""
         return answer(blocking, request) if self._is_remote else blocking()
 
     def _download(
@@ -377,9 +373,9 @@ class Storage:
         out: NDArray[np.uint8] | None = None,
         transfer: Transfer | None = None,
     ) -> NDArray[np.uint8] | None:
-        """Read from a remote store, in several requests if one ends early.
+        """Read from a remote store. If a request ends early, request the rest.
 
-        A request for the rest follows as long as each brings some bytes, so that a slow store is no failure.
+        Retries as long as each request returns some bytes, so that a slow store does not cause a failure.
         """
         transfer = Transfer() if transfer is None else transfer
         while transfer.out is None or transfer.num_bytes < len(transfer.out):
@@ -403,7 +399,7 @@ class Storage:
         return transfer.out
 
     def _request(self, name: str, begin: int, end: int | None) -> GetResult:
-        """Ask for an object from a byte on."""
+        """Request an object from the byte ``begin``."""
         store = self._open_store()
         options: GetOptions = {}
         if end is not None:
@@ -416,14 +412,14 @@ class Storage:
         )
 
     def _fill(self, name: str, result: GetResult, transfer: Transfer, begin: int) -> None:
-        """Copy an answer to where the bytes before it end."""
+        """Append the bytes of a response to ``transfer``."""
         out = transfer.out
         assert out is not None, "allocated"
         stream = result.stream(min_chunk_size=_DOWNLOAD_BYTES)
         while (chunk := self._ask(lambda: next(stream, None), lambda: _next(stream))) is not None:
             filled = transfer.num_bytes + len(chunk)
             if filled > len(out):
-                raise StorageError(self.url, f"{name} sent more than the {len(out)} bytes that it announced")
+                raise StorageError(self.url, f"{name} has more than the announced {len(out)} bytes")
             out[transfer.num_bytes : filled] = np.frombuffer(chunk, dtype=np.uint8)
             transfer.num_bytes = filled
         if transfer.num_bytes != len(out):
@@ -438,10 +434,10 @@ class Storage:
         max_bytes: int | None = None,
         out: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8] | None:
-        """Read straight into the array, at the cost of a copy; obstore's stream of a file takes 30 times that."""
+        """Read directly into an array, which costs one copy; obstore's stream of a file takes 30 times as long."""
         assert self._directory is not None
         try:
-            # Whatever stands there: a pipe must not hold the reader up.
+            # Non-blocking, because a named pipe must not block the reader.
             descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             self._find_store()
@@ -474,7 +470,7 @@ class Storage:
         max_bytes: int | None,
         out: NDArray[np.uint8] | None,
     ) -> NDArray[np.uint8]:
-        """Memory for ``[begin, end)`` of an object of ``num_bytes``, once it is known to be there and no larger."""
+        """Check the size of an object of ``num_bytes``, then return memory for its bytes ``[begin, end)``."""
         if max_bytes is not None and num_bytes > max_bytes:
             raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
         if end is not None and num_bytes < end:
@@ -492,7 +488,7 @@ class Storage:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turn what obstore and the file system raise into a :class:`StorageError`."""
+        """Convert errors of obstore and the file system to :class:`StorageError`."""
         try:
             yield
         except (StorageError, MalformedError):
@@ -507,17 +503,17 @@ class Storage:
 
 
 def back_off(attempt: int) -> None:
-    """Pause before an attempt; 1 is the second one. Twice as long each time, at random by half."""
+    """Sleep before a retry: 10 ms for ``attempt`` 1, doubled for each further one, times a random 0.5 to 1.5."""
     time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
 
 
 def open_storage(url: str | Storage, *, create: bool = False) -> Storage:
-    """``url`` itself if it is a :class:`Storage`, otherwise the storage it names."""
+    """Open the storage at ``url``; return ``url`` itself if it is a :class:`Storage`."""
     return url if isinstance(url, Storage) else Storage(url, create=create)
 
 
 def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
-    """The bytes of ``buffers``, copied into chunks of one size: obstore still holds them when it asks for the next."""
+    """Copy ``buffers`` into chunks of equal size. Copies, as obstore refers to a chunk while it requests the next."""
     chunk = bytearray()
     for piece in pieces(buffers):
         room = _UPLOAD_BYTES - len(chunk)
@@ -530,7 +526,7 @@ def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
 
 
 async def _next(stream: BytesStream) -> bytes | None:
-    """The next chunk of an object, None at its end."""
+    """Return the next chunk of an object, None at its end."""
     try:
         return await anext(stream)
     except StopAsyncIteration:
@@ -538,5 +534,5 @@ async def _next(stream: BytesStream) -> bytes | None:
 
 
 async def _collected(pages: ListStream[Sequence[ObjectMeta]]) -> list[ObjectMeta]:
-    """The objects of all pages of a listing."""
+    """Return the objects of all pages of a listing."""
     return [meta async for page in pages for meta in page]

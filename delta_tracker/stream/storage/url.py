@@ -1,4 +1,4 @@
-"""Where an object store is and what its objects are called, checked before the store sees them."""
+"""Parsing and validation of store URLs, options and object names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from delta_tracker.errors import InvalidArgumentError
 
 _SCHEMES = ("file", "memory", "s3", "gs", "az")
-# obstore's own limit is three minutes; nobody waits that long for an answer of a store that does not give one.
-_MAX_RETRIES = 6  # some five seconds
+# obstore's own limit is three minutes, too long to wait for a store that does not respond.
+_MAX_RETRIES = 6  # about five seconds
 _RETRY_TIMEOUT = timedelta(seconds=30)
-# A request may take as long as it brings bytes; obstore's own limit is 30 seconds for all of them.
+# A request may take any time as long as bytes arrive; obstore's own limit is 30 seconds for the whole request.
 _CLIENT_DEFAULTS = {"timeout": "365days", "read_timeout": "30s"}
-# These belong to the HTTP client. obstore takes them apart from the settings of the store, and panics if it does not.
+# Options of the HTTP client. obstore expects them separately from the store's options, and panics otherwise.
 _CLIENT_OPTIONS = frozenset(
     {
         "allow_http",
@@ -42,43 +42,43 @@ _CLIENT_OPTIONS = frozenset(
     }
 )
 _OPTION_PREFIX = re.compile(r"^(aws|google|azure)_")
-# Control characters, backslashes, and #, with which obstore marks a file that is still being written.
+# Control characters, backslashes, and #, which obstore uses to mark a file that is still being written.
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\#]")
 _NO_PARTS = frozenset(("", ".", ".."))
 _MAX_NAME_BYTES = 1024
 
 
 def local_directory(url: object) -> Path | None:
-    """The directory that a url names, None if it names a remote store or one in memory.
+    """Return the directory of a ``file://`` URL, None for a remote or in-memory store.
 
     Raises:
-        InvalidArgumentError: for anything but a url of one of the schemes.
+        InvalidArgumentError: if ``url`` is not a URL with a supported scheme.
     """
     parts = _split(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 def is_remote(url: str) -> bool:
-    """Whether the objects of a url are reached over a network."""
+    """Return True if the store is accessed over a network."""
     return _split(url).scheme not in ("file", "memory")
 
 
 def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
-    """What obstore's ``from_url`` takes beside the url. No error shows the value of an option: it may be a secret.
+    """Return the keyword arguments for obstore's ``from_url``. Errors never show an option's value: it may be secret.
 
     Raises:
-        InvalidArgumentError: if the store has no options, or one of them is not a string.
+        InvalidArgumentError: if the store has no options, or a name or value is not a string.
     """
     scheme = _split(url).scheme
     if scheme in ("file", "memory"):
         if options is not None:
-            raise InvalidArgumentError("options", sorted(options), f"Leave them out: a {scheme}:// store has none")
+            raise InvalidArgumentError("options", sorted(options), f"Omit them: a {scheme}:// store has no options")
         return {}
     client: dict[str, str] = dict(_CLIENT_DEFAULTS)
     store: dict[str, str] = {}
     for key, value in (options or {}).items():
         if not (_is_text(key) and _is_text(value)):
-            raise InvalidArgumentError("options", key, "Pass names and values as strings, true and false too")
+            raise InvalidArgumentError("options", key, "Pass names and values as strings, also true and false")
         plain = _OPTION_PREFIX.sub("", key.lower())
         if plain in _CLIENT_OPTIONS:
             client[plain] = value
@@ -89,10 +89,10 @@ def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def check_name(argument: str, name: object) -> None:
-    """Refuse a name that leaves the root, or that not every store can hold.
+    """Reject a name that is outside the root, or that some store does not support.
 
     Raises:
-        InvalidArgumentError: naming ``argument``.
+        InvalidArgumentError: if the name is invalid; the error names ``argument``.
     """
     if (
         not isinstance(name, str)
@@ -107,13 +107,13 @@ def check_name(argument: str, name: object) -> None:
 
 def _split(url: object) -> SplitResult:
     if not isinstance(url, str):
-        raise InvalidArgumentError("url", url, "Pass a string; of a path, path.absolute().as_uri()")
+        raise InvalidArgumentError("url", url, "Pass a string. For a path, pass path.absolute().as_uri()")
     parts = urlsplit(url)
     if parts.query or parts.fragment:
-        raise InvalidArgumentError("url", url, "Leave ? and # out of it")
+        raise InvalidArgumentError("url", url, "Remove the query and the fragment (? and #)")
     if parts.scheme not in _SCHEMES:
         raise InvalidArgumentError(
-            "url", url, f"Give it one of the schemes {', '.join(_SCHEMES)}; a directory is file:///directory"
+            "url", url, f"Use one of the schemes {', '.join(_SCHEMES)}. Write a directory as file:///directory"
         )
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         raise InvalidArgumentError("url", url, "Write an absolute directory as file:///directory")
