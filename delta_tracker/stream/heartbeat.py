@@ -1,7 +1,7 @@
-"""Heartbeats: what predictors leave beside a stream, so that people see who follows it and how far behind.
+"""Heartbeats, which predictors write to the stream's store to show their version and their lag.
 
-``predictors/{name}.json`` is a JSON object with the fields of :class:`Heartbeat`. It is replaced every few seconds,
-says nothing that a stream depends on, and may be missing, old or forged.
+``predictors/{name}.json`` is a JSON object with the fields of :class:`Heartbeat`. It is replaced every few seconds. The
+stream does not depend on it: it may be missing, old or forged.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _MAX_TEXT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """How a predictor stood.
+    """State of a predictor at a point in time.
 
     Args:
-        name: the predictor's, up to 64 letters, digits, underscores and hyphens.
-        time: unix time by its host's clock, in seconds.
+        name: name of the predictor, up to 64 letters, digits, underscores and hyphens.
+        time: Unix time of the predictor's host, in seconds.
         stream: id of the stream, None before the first version.
-        version: the last version that it had applied, None before the first.
-        lag_versions: committed versions that it had not applied, None if it could not tell.
-        lag_seconds: age of the oldest of them.
-        resyncs: how often it went around a fault since its start.
-        error: what held it up, None if nothing did.
+        version: the last applied version, None before the first.
+        lag_versions: number of committed versions not yet applied, None if unknown.
+        lag_seconds: age of the oldest of them, None if unknown.
+        resyncs: number of resyncs since the predictor's start.
+        error: error that currently delays the predictor, None if there is none.
     """
 
     name: Annotated[str, Meta(pattern=_NAME)]
@@ -53,10 +53,10 @@ class Heartbeat:
 
 
 def check_name(name: object) -> None:
-    """Refuse what is no name for a heartbeat.
+    """Reject an invalid name for a heartbeat.
 
     Raises:
-        InvalidArgumentError: if it is none.
+        InvalidArgumentError: if the name is invalid.
     """
     if not isinstance(name, str) or re.search(_NAME, name) is None:
         raise InvalidArgumentError("name", name, "Use up to 64 letters, digits, underscores and hyphens")
@@ -66,22 +66,22 @@ def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
     """Replace the heartbeat of ``beat.name``.
 
     Raises:
-        StorageError: if it cannot be written.
+        StorageError: if the store cannot be written.
     """
     fields = asdict(beat) | {"error": None if beat.error is None else beat.error[:_MAX_TEXT]}
     storage.replace(_path(beat.name), json.dumps(fields).encode())
 
 
 class Pulse:
-    """The heartbeat of one predictor. A store that cannot be written costs the heartbeat and one line of log.
+    """Writer of one predictor's heartbeats. A failed write is logged once and otherwise ignored.
 
     Args:
-        storage: where the stream lies.
-        name: the predictor's.
+        storage: store of the stream.
+        name: name of the predictor.
         seconds: time between two heartbeats.
 
     Raises:
-        InvalidArgumentError: for what is no name.
+        InvalidArgumentError: if the name is invalid.
     """
 
     def __init__(self, storage: Storage, name: str, seconds: float = 5.0) -> None:
@@ -93,26 +93,26 @@ class Pulse:
         self._fails = False
 
     def is_due(self) -> bool:
-        """Whether it is time for the next one."""
+        """Return True if it is time for the next heartbeat."""
         return time.monotonic() >= self._next
 
     def leave(self, **fields: Any) -> None:  # noqa: ANN401  those of a Heartbeat
-        """Leave a heartbeat with these fields."""
+        """Write a heartbeat with these fields."""
         self._next = time.monotonic() + self._seconds
         try:
             leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **fields))
         except StorageError as error:
             if fields["stream"] is None:
-                return  # a predictor may start before the stream's directory is made
+                return  # a predictor may start before the stream's directory exists
             if not self._fails:
-                _logger.warning("the predictor cannot leave its heartbeat: %s", error)
+                _logger.warning("could not write the predictor's heartbeat: %s", error)
             self._fails = True
         else:
             self._fails = False
 
 
 def read_heartbeats(storage: Storage) -> list[Heartbeat]:
-    """The heartbeats beside a stream, by name; what is none is passed over and logged.
+    """Return the heartbeats of a stream's predictors, by name. Malformed ones are logged and skipped.
 
     Raises:
         StorageError: if the store cannot be read.
@@ -124,7 +124,7 @@ def read_heartbeats(storage: Storage) -> list[Heartbeat]:
             if data is not None:
                 found.append(_parse(path, data.tobytes()))
         except (ValueError, RecursionError) as error:
-            _logger.warning("%s is no heartbeat: %s", path, str(error)[:_MAX_TEXT])
+            _logger.warning("ignored malformed heartbeat: name=%s error=%s", path, str(error)[:_MAX_TEXT])
     return found
 
 

@@ -1,4 +1,4 @@
-"""The heartbeats beside a stream as metrics, on whichever program has a monitor: mostly the publisher's.
+"""Predictors' heartbeats as metrics, in any program with a monitor, usually the publisher's.
 
 show_heartbeats("s3://bucket/stream")
 """
@@ -17,18 +17,18 @@ _NS_PER_SECOND = 10**9
 
 
 def show_heartbeats(url: str | Storage, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
-    """Read the heartbeats of a stream's predictors once per collection, into the ``heartbeat_`` gauges of the library.
+    """Export the heartbeats of a stream's predictors as the built-in ``heartbeat_`` gauges, read once per collection.
 
-    They are listed and read in a thread of the monitor's: training waits for nothing. A store that cannot be read is
-    counted as an outlet's error.
+    A thread of the monitor lists and reads them, so training does not wait. A failed read is counted as an error of an
+    outlet.
 
     Args:
-        url: where the stream lies.
-        monitor: whose gauges; None for ``delta_tracker.monitor.MONITOR``.
-        gone_seconds: a predictor that was silent for longer is shown no more.
+        url: URL or storage of the stream.
+        monitor: monitor that has the gauges; None for ``delta_tracker.monitor.MONITOR``.
+        gone_seconds: age of a heartbeat, in seconds, above which its predictor is no longer exported.
 
     Raises:
-        InvalidArgumentError: for a url that names no store.
+        InvalidArgumentError: for an invalid URL.
         StorageError: if the store cannot be opened.
     """
     chosen = program_monitor() if monitor is None else monitor
@@ -36,7 +36,7 @@ def show_heartbeats(url: str | Storage, monitor: Monitor | None = None, *, gone_
 
 
 class _Heartbeats(Source):
-    """The gauges of one stream's predictors."""
+    """Source of the gauges of one stream's predictors."""
 
     def __init__(self, storage: Storage, monitor: Monitor, gone_seconds: float) -> None:
         self.name = f"heartbeats of {storage.url}"
@@ -52,7 +52,7 @@ class _Heartbeats(Source):
         self._shown: set[tuple[str, str]] = set()
 
     def read(self, *, is_last: bool) -> None:
-        """Set the gauges; those of predictors that are gone, or cannot tell, are taken away."""
+        """Set the gauges. Remove those of predictors that are gone, or that do not report the value."""
         del is_last
         now = self._clock.time_ns() / _NS_PER_SECOND
         readings: dict[tuple[str, str], float] = {}

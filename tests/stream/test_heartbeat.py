@@ -86,7 +86,7 @@ def test_what_is_no_heartbeat_is_passed_over_and_named(content: object, caplog) 
     leave_heartbeat(storage, good)
     assert read_heartbeats(storage) == [good]
     (record,) = caplog.records
-    assert record.message.startswith("predictors/p-1.json is no heartbeat: ")
+    assert record.message.startswith("ignored malformed heartbeat: name=predictors/p-1.json error=")
     assert len(record.message) < 1100
 
 
@@ -138,7 +138,7 @@ def test_a_store_that_cannot_be_written_is_named_once(clock: _Clock, caplog, mon
         pulse.leave(**fields)
         assert len(read_heartbeats(storage)) == 1
         storage.delete("predictors/p.json")
-    assert caplog.text.count("cannot leave its heartbeat") == 2
+    assert caplog.text.count("could not write the predictor's heartbeat") == 2
 
 
 def test_a_predictor_that_starts_before_its_stream_warns_of_nothing(clock: _Clock, caplog, tmp_path: Path) -> None:

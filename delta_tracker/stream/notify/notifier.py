@@ -1,7 +1,7 @@
-"""Hints that a version is committed, so that predictors need not poll often. Polling goes on beneath them.
+"""Hints that a version was committed, so that predictors need not poll often. Predictors still poll.
 
-A hint carries nothing but a stream's id and a version. It may be lost, repeated, late, or forged: whoever gets one
-looks into the store, which alone says what exists. Losing every hint costs latency and nothing else.
+A hint is a stream's id and a version. It may be lost, repeated, late, or forged: the receiver reads the store to find
+out which versions exist. Lost hints only increase the latency.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from delta_tracker.forking import Forkable, protect
 
 _logger = logging.getLogger(__name__)
 
-# How long a wait takes to see that it is to stop.
+# Interval at which a wait checks its stop flag.
 _SLICE_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Notifier(Protocol):
-    """What carries hints. Three methods, because a broker can do no more than that for all of us alike.
+    """Protocol for sending and receiving hints, with three methods that any broker can implement.
 
-    1. The publisher calls :meth:`announce` after each version that it committed, from the thread that publishes. It
-       returns within two seconds, also when the broker hangs.
-    2. A predictor calls :meth:`wait` again and again, from the thread that follows.
-    3. :meth:`close` comes last, and may come twice.
+    1. The publisher calls :meth:`announce` after each committed version, from the thread that publishes. It must return
+       within two seconds, even if the broker hangs.
+    2. A predictor calls :meth:`wait` in a loop, from the thread that follows.
+    3. :meth:`close` is called last, possibly twice.
 
-    All of them may be called from several threads. An implementation raises whatever its broker raises: it is
-    :class:`Hints` that publishers and predictors talk to, and it lets nothing through. Versions of one stream ascend
-    over all generations, so only the newest hint of a stream has to be kept.
+    All methods must be thread-safe. An implementation may raise any error of its broker: publishers and predictors call
+    it through :class:`Hints`, which catches all of them. Versions of one stream ascend over all generations, so an
+    implementation needs to keep only the newest hint of a stream.
     """
 
     def announce(self, stream: str, version: int) -> None:
-        """Tell that ``version`` of the stream with this id is committed. An old or repeated version is no error."""
+        """Announce that ``version`` of the stream with this id is committed. Ignore an old or repeated version."""
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` has been announced, also before this call, and say whether one has.
+        """Wait until a version above ``after`` is announced, or was before this call; return True if so.
 
-        It gives up after ``timeout_seconds`` at the latest, and may do so sooner.
+        Return False after ``timeout_seconds`` at the latest.
         """
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
 
 
 class LocalNotifier(Forkable):
-    """Hints between threads of one process. Also the smallest complete :class:`Notifier`.
+    """Hints between threads of one process; a minimal :class:`Notifier`.
 
     Example:
         >>> notifier = LocalNotifier()
@@ -65,37 +65,37 @@ class LocalNotifier(Forkable):
         protect(self)
 
     def announce(self, stream: str, version: int) -> None:
-        """Tell that ``version`` of the stream is committed."""
+        """Announce that ``version`` of the stream is committed."""
         with self._changed:
             self._newest[stream] = max(version, self._newest.get(stream, version))
             self._changed.notify_all()
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` has been announced, and say whether one has."""
+        """Wait until a version above ``after`` is announced; return False after ``timeout_seconds``."""
         with self._changed:
             return self._changed.wait_for(lambda: self._newest.get(stream, after) > after, timeout_seconds)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there are no connections."""
 
     def after_fork_in_child(self) -> None:
-        """Replace the lock, which another thread of the parent may have held."""
+        """Replace the lock, which another thread of the parent may have held during the fork."""
         self._changed = threading.Condition()
 
 
 class Hints:
-    """A publisher's or predictor's side of a :class:`Notifier`: no error of the broker gets through.
+    """Wrapper of a :class:`Notifier` for publishers and predictors that catches all errors of the broker.
 
-    While the broker fails, hints are neither sent nor waited for, and it is tried again after pauses that grow from one
-    second to thirty. The first failure is logged, and so is the recovery.
+    After a failure, the notifier is not called for a pause that grows from one second to thirty. The first failure and
+    the recovery are logged.
 
     Args:
-        notifier: what carries the hints; None for polling alone.
+        notifier: notifier to call; None to poll only.
         stop: ends every wait once it is set.
 
     Attributes:
-        num_lost: hints that were not sent because the broker failed.
-        num_failures: calls of the notifier that failed.
+        num_lost: number of hints that were not sent because the broker failed.
+        num_failures: number of failed calls of the notifier.
     """
 
     def __init__(self, notifier: Notifier | None, stop: threading.Event | None = None) -> None:
@@ -103,12 +103,12 @@ class Hints:
         self.num_failures = 0
         self._notifier = notifier
         self._stop = threading.Event() if stop is None else stop
-        self._pause_seconds = 0.0  # 0 while all is well
+        self._pause_seconds = 0.0  # 0 unless the last call failed
         self._try_again = 0.0
         self._believed: tuple[str, int] | None = None
 
     def announce(self, stream: str, version: int) -> None:
-        """Tell that ``version`` of the stream with this id is committed. Never raises."""
+        """Announce that ``version`` of the stream with this id is committed. Never raises."""
         if self._notifier is None:
             return
         if not self._is_due():
@@ -116,22 +116,22 @@ class Hints:
             return
         try:
             self._notifier.announce(stream, version)
-        except Exception as error:  # noqa: BLE001  a version is committed whatever becomes of its hint
+        except Exception as error:  # noqa: BLE001  a lost hint must not fail a committed version
             self.num_lost += 1
             self._failed(error)
         else:
             self._worked()
 
     def wait(self, stream: str | None, after: int, timeout_seconds: float) -> None:
-        """Wait for a hint of a version above ``after``, for ``timeout_seconds``, or until told to stop. Never raises.
+        """Wait for a hint of a version above ``after``, until the timeout or the stop flag. Never raises.
 
-        A hint is believed once: if the caller comes back with the same version, there was nothing behind it, and the
-        next wait takes its full time. So a forged hint makes nobody spin.
+        Returns early only once per version: if the caller still has the same version after a hint, the hint was wrong,
+        and the next call waits for the full timeout. A forged hint therefore cannot make the caller spin.
 
         Args:
-            stream: id of the stream that is followed, None while it is not known.
-            after: the version that the caller has.
-            timeout_seconds: the time after which the caller looks into the store anyway.
+            stream: id of the followed stream, None while it is unknown.
+            after: the caller's version.
+            timeout_seconds: the caller's polling interval.
         """
         deadline = time.monotonic() + timeout_seconds
         while stream is not None and (stream, after) != self._believed and not self._stop.is_set():
@@ -146,37 +146,37 @@ class Hints:
         self._stop.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Let go of the notifier's connections. Never raises."""
+        """Close the notifier. Never raises."""
         if self._notifier is not None:
             try:
                 self._notifier.close()
-            except Exception as error:  # noqa: BLE001  nobody can do anything about it
+            except Exception as error:  # noqa: BLE001  no caller can handle it
                 self._failed(error)
 
     def _heard(self, stream: str, after: int, timeout_seconds: float) -> bool:
         assert self._notifier is not None
         try:
             heard = self._notifier.wait(stream, after, timeout_seconds)
-        except Exception as error:  # noqa: BLE001  polling goes on
+        except Exception as error:  # noqa: BLE001  polling continues
             self._failed(error)
             return False
         self._worked()
         return heard
 
     def _is_due(self) -> bool:
-        """Whether the notifier is to be tried now."""
+        """Return True if there is a notifier and it is not paused after a failure."""
         return self._notifier is not None and time.monotonic() >= self._try_again
 
     def _failed(self, error: Exception) -> None:
         self.num_failures += 1
         if self._pause_seconds == 0:
             reason = f"{type(error).__name__}: {error}"
-            _logger.warning("hints of new versions fail, polling goes on alone: %s", reason)
+            _logger.warning("hints of new versions failed, polling continues: error=%s", reason)
         doubled = max(_FIRST_PAUSE_SECONDS, 2 * self._pause_seconds)
         self._pause_seconds = min(doubled, _LONGEST_PAUSE_SECONDS)
         self._try_again = time.monotonic() + self._pause_seconds
 
     def _worked(self) -> None:
         if self._pause_seconds:
-            _logger.warning("hints of new versions work again")
+            _logger.warning("hints of new versions recovered")
         self._pause_seconds = 0.0

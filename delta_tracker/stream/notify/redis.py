@@ -1,4 +1,4 @@
-"""Hints of new versions over Redis Streams; needs the extra ``redis``."""
+"""Hints of new versions over Redis Streams; requires the extra ``redis``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 
 
 class RedisNotifier:
-    """A :class:`~delta_tracker.stream.notify.notifier.Notifier` with the newest hint of each stream in a Redis stream.
+    """:class:`~delta_tracker.stream.notify.notifier.Notifier` that keeps a stream's newest hint in a Redis stream.
 
-    An entry's id is the version, so Redis itself refuses an old or repeated one. Consumer groups would be wrong here:
-    every predictor has to hear of every version, and reads from its own.
+    The version is the id of the Redis entry, so Redis rejects an old or repeated version. Consumer groups are not
+    suitable: every predictor must receive every version, and starts from its own.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
-        key: beginning of the keys; the stream's id follows it, so that a stream that is started anew has a key of its
-            own.
-        timeout_seconds: how long the server may take to be connected to or to answer. A call that fails is tried once
-            more at once, on a new connection.
+        key: prefix of the keys. The stream's id follows it, so that a new stream gets a new key.
+        timeout_seconds: timeout for a connection and for a response. A failed call is retried once immediately, on a
+            new connection.
 
     Raises:
-        InvalidArgumentError: for a url that is none, or a timeout that is not positive.
+        InvalidArgumentError: for an invalid URL, or a timeout that is not positive.
         MissingExtraError: if the package is not installed.
     """
 
     def __init__(self, url: str, *, key: str = "delta_tracker", timeout_seconds: float = 0.25) -> None:
         if urlsplit(str(url)).scheme not in ("redis", "rediss", "unix"):
-            # not the url itself: there may be a password in it
+            # the URL may contain a password, so the error does not show it
             raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db, rediss://... or unix://...")
         if timeout_seconds <= 0:
             raise InvalidArgumentError("timeout_seconds", timeout_seconds, "Pass a positive number of seconds")
@@ -40,7 +39,7 @@ class RedisNotifier:
         try:
             self._redis = redis.Redis.from_url(
                 url,
-                socket_timeout=2 * timeout_seconds,  # a read blocks for half of that on purpose
+                socket_timeout=2 * timeout_seconds,  # a read may block for half of that
                 socket_connect_timeout=timeout_seconds,
                 retry=retry.Retry(backoff.NoBackoff(), 1),
             )
@@ -48,10 +47,10 @@ class RedisNotifier:
             raise InvalidArgumentError("url", "...", "Write it as redis://host:port/db") from error
 
     def announce(self, stream: str, version: int) -> None:
-        """Tell that ``version`` of the stream is committed.
+        """Announce that ``version`` of the stream is committed.
 
         Raises:
-            redis.RedisError: if the server cannot be reached or refuses.
+            redis.RedisError: if the server cannot be reached or returns an error.
         """
         try:
             self._redis.xadd(self._name(stream), {"v": version}, id=_id(version), maxlen=1, approximate=False)
@@ -60,12 +59,12 @@ class RedisNotifier:
                 raise
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` has been announced, and say whether one has.
+        """Wait until a version above ``after`` is announced; return False after ``timeout_seconds`` at the latest.
 
         Raises:
-            redis.RedisError: if the server cannot be reached or refuses.
+            redis.RedisError: if the server cannot be reached or returns an error.
         """
-        # Redis takes 0 for ever. What an entry says beside its id does not matter, so a malformed one does no harm.
+        # For Redis, 0 means no timeout. Only the id of an entry is used, so malformed fields are harmless.
         block = max(1, int(1000 * min(timeout_seconds, self._timeout_seconds)))
         begin = "0-0" if after < 0 else _id(after)
         return bool(self._redis.xread({self._name(stream): begin}, count=1, block=block))
