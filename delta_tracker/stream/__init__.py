@@ -1,6 +1,6 @@
 """A durable stream of versions in an object store.
 
-Start with ``log.py``: it appends versions and decides which publisher may write. ``cursor.py`` reads one version after
+Read ``log.py`` first: it appends versions and decides which publisher may write. ``cursor.py`` reads one version after
 the other. ``format/`` defines the bytes, ``storage/`` accesses the stores, ``maintenance/`` deletes and merges old
 versions, ``notify/`` sends hints of new versions. ``FORMAT.md`` is the specification.
 """

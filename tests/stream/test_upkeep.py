@@ -87,7 +87,7 @@ def test_a_failure_is_logged_once_and_gone_when_a_pass_succeeds(caplog: pytest.L
             _wait_for_the_pass()
             assert str(upkeep.error) == "no route"
     assert [record.getMessage() for record in caplog.records] == [
-        "the upkeep of memory:// failed and will be tried again: no route"
+        "upkeep failed, the next pass retries: url=memory:// error=no route"
     ]
     storage.fails = False
     upkeep.after(writer.snapshot().version)

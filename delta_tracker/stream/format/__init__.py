@@ -1,5 +1,5 @@
 """Bytes of manifests and parts.
 
-Start with ``manifest.py``: it defines the record of a version. ``parse.py`` parses and checks it, ``part_writer.py``
+Read ``manifest.py`` first: it defines the record of a version. ``parse.py`` parses and checks it, ``part_writer.py``
 and ``part_reader.py`` write and read the files with the rows, ``encoding.py`` encodes rows and ids.
 """

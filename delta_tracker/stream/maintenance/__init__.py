@@ -1,5 +1,5 @@
-"""Keep a stream small: remove versions that no reader needs, and merge versions.
+"""Maintenance of a stream: delete versions that no reader needs, and merge versions.
 
-Open ``upkeep.py`` first: it runs ``retention.py`` and ``compaction.py`` in the background. ``merging.py`` keeps the
+Read ``upkeep.py`` first: it runs ``retention.py`` and ``compaction.py`` in the background. ``merging.py`` keeps the
 newest value of each row.
 """

@@ -1,8 +1,9 @@
-"""Compaction: versions merged into larger ones, and into snapshots, so that a reader has less to read.
+"""Compaction: merge versions into larger ones and into snapshots, so that readers have less to read.
 
-A merged entry stands beside the log and says nothing new. It is created if absent, after its parts, so any process may
-merge at any time, beside publishers, readers, retention and others of its kind: of two that merge the same versions one
-entry is created, and either would have been right. One that dies leaves parts that nothing names.
+A merged entry is stored outside the log and adds no information. It is created if absent, after its parts, so any
+process may compact at any time, concurrently with publishers, readers, retention and other compactions. If two
+compactions merge the same versions, one entry is created, and both would be correct. A compaction that is killed leaves
+parts that no entry names.
 """
 
 from __future__ import annotations
@@ -39,32 +40,33 @@ def compact(
     min_versions: int = 2,
     now: Callable[[], float] = time.time,
 ) -> Manifest | None:
-    """Merge the deltas behind the newest snapshot into a larger one, or with the snapshot into a newer snapshot.
+    """Merge the deltas after the newest snapshot into a larger delta, or with the snapshot into a newer snapshot.
 
-    A delta takes up the merged one before it. A merged entry has generation, writer, cut, pending rows and tables of
-    the last version that it stands for; a merged snapshot keeps the blocks of the one before it, with newer rows in
-    their places. Rows that do not fit its blocks, for another encoding or other columns, stand beside them.
+    The input includes merged deltas of earlier calls. A merged entry has the generation and writer of its last version,
+    and the cut, pending rows and tables of its last version that is not a claim. A merged snapshot keeps the blocks of
+    the old snapshot and replaces their rows with newer ones. Rows with another encoding or other columns than these
+    blocks are stored as additional blocks.
 
-    Memory: the rows of at most ``max_bytes`` of versions as they are stored, with some 40 bytes for each while they are
-    sorted, and of the snapshot one part of up to 256 MiB or a few pieces of 8 MiB of a larger one. What does not fit is
-    left to a later call. A version that is larger by itself is never merged, nor is the snapshot before it. Deltas
-    beyond ``max_bytes`` are folded into their snapshot piece by piece, each at the cost of writing the snapshot: choose
-    ``max_bytes`` around ``fold`` times its size.
+    Memory: the stored rows of at most ``max_bytes`` of versions, and about 40 bytes per row while they are sorted. Of
+    the snapshot, one part of up to 256 MiB, or a few pieces of 8 MiB of a larger part. Versions that do not fit wait for
+    a later call. A single version larger than ``max_bytes`` is never merged, nor is the snapshot before it. Deltas
+    beyond ``max_bytes`` are folded into the snapshot in several calls, each of which writes the whole snapshot: choose
+    ``max_bytes`` around ``fold`` times the snapshot's size.
 
     Args:
-        stream: where the stream lies, or its log.
-        fold: make a snapshot once the merged deltas behind it have this part of its bytes.
-        max_bytes: bound of what is held in memory.
-        min_versions: merge only if there are so many deltas that are not merged yet.
-        now: the time in Unix seconds.
+        stream: storage of the stream, or its log.
+        fold: create a snapshot once the deltas to merge have this fraction of the newest snapshot's bytes.
+        max_bytes: maximum bytes of versions held in memory.
+        min_versions: merge only if there are at least this many deltas that are not merged yet.
+        now: returns the Unix time in seconds.
 
     Returns:
-        The merged entry, also where another process created it first; None if there is nothing to merge.
+        The merged entry, even if another process created it first; None if there is nothing to merge.
 
     Raises:
-        InvalidArgumentError: for a bound that is none.
-        MalformedError, CorruptPartError: if a version is not what it says it is; nothing was merged.
-        StorageError: if the store fails, or is so slow that retention may have taken the parts for left behind ones.
+        InvalidArgumentError: for an invalid bound.
+        MalformedError, CorruptPartError: if an entry or a part is invalid; nothing was merged.
+        StorageError: if the store fails, or is so slow that retention may have deleted the new parts as orphans.
     """
     check_bounds(fold, max_bytes, min_versions)
     log = stream if isinstance(stream, StreamLog) else StreamLog(stream)
@@ -75,7 +77,7 @@ def compact(
     compaction = _Compaction(log, base, max_bytes, now)
     versions: Sequence[Manifest] = ()
     try:
-        # What is left behind a fold counts as well: otherwise deltas that never fit at once would grow for ever.
+        # Count the deltas after the fold as well. Otherwise deltas that never fit together would accumulate.
         versions = _run(pieces, max_bytes - compaction.base_bytes)
         is_due = _num_new(versions) >= min_versions
         num_bytes = sum(piece.num_bytes for piece in pieces if is_due or piece.merges is not None)
@@ -91,12 +93,12 @@ def compact(
         is_newest = newest is not None and newest.link == base.link
         if is_newest and all(_is_there(log, version) for version in (base, *versions)):
             raise
-        # Retention took a version meanwhile, because a newer snapshot stands in its place.
+        # Retention deleted a version during this call, because a newer snapshot supersedes it.
     return None
 
 
 class _Compaction:
-    """One merged entry in the making."""
+    """Builder of one merged entry."""
 
     def __init__(self, log: StreamLog, base: Manifest, max_bytes: int, now: Callable[[], float]) -> None:
         self._log = log
@@ -106,11 +108,11 @@ class _Compaction:
         self._started = now()
         blocks = [block for part in base.parts for block in part.blocks if block.num_rows]
         self._whole = [block for block in blocks if block.ids == "all"]
-        # What a fold holds of the snapshot: the rows beside its whole blocks.
+        # A fold holds the snapshot's listed rows in memory.
         self.base_bytes = sum(block.num_rows * (block.row_bytes + _ID_BYTES) for block in blocks if block.ids != "all")
 
     def fold(self, versions: Sequence[Manifest], least_bytes: float, *, is_due: bool) -> Manifest | None:
-        """Merge with the snapshot; into a delta where that ``is_due`` and has less than ``least_bytes``."""
+        """Merge with the snapshot; into a delta if one ``is_due`` and would have less than ``least_bytes``."""
         rows, dense = self._read(versions)
         tables = _tables(versions)
         if is_due:
@@ -144,14 +146,14 @@ class _Compaction:
         return rows, dense
 
     def _listed(self) -> Iterator[BlockRows]:
-        """The snapshot's rows beside its whole blocks."""
+        """Yield the snapshot's listed rows."""
         for part in self._base.parts:
             if any(block.ids != "all" for block in part.blocks):
-                # Not held in memory: what is yielded are copies, and nothing else of the part stays.
+                # Do not hold the part in memory: the yielded rows are copies.
                 yield from listed_rows(PartReader(self._log.storage, part, self._base, memory_bytes=0))
 
     def _write_over(self, overlay: Overlay, last: Manifest) -> tuple[list[Part], _Dense]:
-        """Write the snapshot's whole blocks anew, part by part, with newer rows in their places."""
+        """Rewrite the snapshot's whole blocks with newer rows, part by part. Return the parts and dense tensors."""
         parts: list[Part] = []
         dense: _Dense = {}
         for part in self._base.parts:
@@ -161,7 +163,7 @@ class _Compaction:
         return parts, dense
 
     def _put(self, rows: Sequence[BlockRows], dense: _Dense, last: Manifest) -> list[Part]:
-        """Write a part, if there is anything to write."""
+        """Write a part unless it would be empty. Return its record in a list."""
         if not rows and not dense:
             return []
         name = part_name(last.version, last.generation, "c")
@@ -176,7 +178,7 @@ class _Compaction:
         if seconds > ORPHAN_SECONDS / 2:
             raise StorageError(
                 self._log.storage.url,
-                f"a compaction took {seconds:.0f} s, and what stands in no entry for {ORPHAN_SECONDS:.0f} s is removed",
+                f"a compaction took {seconds:.0f} s, and parts without an entry are deleted after {ORPHAN_SECONDS:.0f} s",
             )
         if not self._log.create_merged(draft):
             for part in parts:
@@ -185,18 +187,21 @@ class _Compaction:
 
 
 def _snapshot(base: Manifest, versions: Sequence[Manifest]) -> Manifest:
-    """What a merged snapshot says of itself, without its parts."""
+    """Return the manifest of a merged snapshot, without its parts."""
     return replace(_delta([base, *versions]), kind="snapshot", parent=None, snapshot=versions[-1].version)
 
 
 def _delta(versions: Sequence[Manifest]) -> Manifest:
-    """What a merged delta says of itself, without its parts: what the last version says that is no claim."""
+    """Return the manifest of a merged delta, without its parts.
+
+    Claims have no cut, batches, pending rows and tables: those are taken from the other versions.
+    """
     last, newest = versions[-1], [version for version in versions if version.kind != "claim"]
     return replace(
         last,
         kind="delta",
         parent=versions[0].parent,
-        # A trainer that resumed counts on from an earlier step.
+        # A trainer that resumed from a checkpoint continues at an earlier step.
         batches=(min(version.batches[0] for version in newest), newest[-1].batches[1]),
         cut=newest[-1].cut,
         pending_rows=newest[-1].pending_rows,
@@ -206,10 +211,10 @@ def _delta(versions: Sequence[Manifest]) -> Manifest:
 
 
 def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
-    """What takes a reader from the snapshot to the head: merged deltas, the longest first, and versions behind them.
+    """Return the entries from the snapshot to the next one or the head, using the longest merged deltas.
 
     Raises:
-        MalformedError: if one does not follow the one before it.
+        MalformedError: if an entry does not follow its predecessor.
     """
     merged = {
         each.first: each for each in log.merged(after=base.version) if each.kind == "delta"
@@ -229,11 +234,11 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
 
 
 def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
-    """The first pieces, as many as have the same tables and fit; none if there is nothing in them."""
+    """Return the longest prefix of ``pieces`` with equal tables that fits ``max_bytes``; empty if all are claims."""
     run: list[Manifest] = []
     num_bytes = 0
     for piece in pieces:
-        # Ids that are stored as gaps are held as 8 bytes.
+        # Ids stored as gaps take 8 bytes each in memory.
         num_bytes += piece.num_bytes + _ID_BYTES * piece.num_rows
         tables = _tables([*run, piece])
         if num_bytes > max_bytes or (piece.kind != "claim" and piece.tables != tables):
@@ -243,36 +248,36 @@ def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
 
 
 def _tables(versions: Sequence[Manifest]) -> Mapping[str, TableSpec]:
-    """The tables of versions that all have the same; claims have none."""
+    """Return the common tables of versions; claims have no tables."""
     return next((version.tables for version in versions if version.kind != "claim"), {})
 
 
 def _num_new(versions: Sequence[Manifest]) -> int:
-    """How many deltas were never merged."""
+    """Return the number of deltas that are not merged yet."""
     return sum(version.kind == "delta" and version.merges is None for version in versions)
 
 
 def _is_there(log: StreamLog, version: Manifest) -> bool:
-    """Whether the entry still is in the store."""
+    """Return True if the entry still exists, unchanged."""
     found = log.read(version.version) if version.merges is None else log.read_merged(Merged.of(version))
-    # A merged entry that was taken away may have been made again, of other parts.
+    # A deleted merged entry may have been created again with other parts.
     return found is not None and found.xxh3 == version.xxh3
 
 
 def check_bounds(fold: float, max_bytes: int, min_versions: int, *, name: str = "min_versions") -> None:
-    """Refuse what :func:`compact` cannot serve.
+    """Validate the bounds of :func:`compact`.
 
     Args:
-        fold: as there.
-        max_bytes: as there.
-        min_versions: as there.
-        name: what that one is called where it comes from.
+        fold: see :func:`compact`.
+        max_bytes: see :func:`compact`.
+        min_versions: see :func:`compact`.
+        name: name of ``min_versions`` in the error.
 
     Raises:
-        InvalidArgumentError: for a bound that is none.
+        InvalidArgumentError: for an invalid bound.
     """
     if type(fold) not in (int, float) or not 0 < fold < float("inf"):
-        raise InvalidArgumentError("fold", fold, "Pass a positive part of the snapshot's bytes, such as 0.5")
+        raise InvalidArgumentError("fold", fold, "Pass a positive fraction of the snapshot's bytes, such as 0.5")
     for argument, value, least in (("max_bytes", max_bytes, 1), (name, min_versions, 2)):
         if type(value) is not int or value < least:
             raise InvalidArgumentError(argument, value, f"Pass an integer of {least} or more")

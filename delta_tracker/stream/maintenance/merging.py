@@ -1,8 +1,8 @@
-"""Rows of several versions as those of one: of each row, and each range of columns, the newest wins.
+"""Merge of the rows of several versions: the newest value of each row and column range is kept.
 
-Where all blocks of a table that overlap have one encoding and the same columns, rows stay as they are stored. Otherwise
-they are read to the table's dtype, cut at all edges of the columns, and stored in the table's own encoding: what a
-reader holds in the end is the same, bit for bit.
+If all overlapping blocks of a table have the same encoding and columns, rows are copied as they are stored. Otherwise
+they are decoded to the table's dtype, split at every column edge, and stored in that dtype's encoding. Readers get the
+same values in both cases, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from delta_tracker.stream.format.manifest import Block, IdForm
 from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.types import TableSpec
 
-Shape = tuple[tuple[int, int], Encoding]  # of a block: its columns, and how it is stored
+Shape = tuple[tuple[int, int], Encoding]  # columns and encoding of a block
 
 
 def listed_rows(part: PartReader) -> list[BlockRows]:
-    """Return the rows of those blocks of a part that list them. They are read now."""
+    """Read the listed rows of a part and return them in memory."""
     return [rows.loaded() for rows in part.rows if rows.ids is not None and rows.block.num_rows]
 
 
 def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> Iterator[BlockRows]:
-    """Yield the newest rows of each table, in ranges of columns that do not overlap.
+    """Yield the newest rows of each table, in column ranges that do not overlap.
 
-    They are gathered from ``rows`` when they are read.
+    Their values are gathered from ``rows`` lazily.
 
     Args:
         rows: listed rows in memory, oldest first.
@@ -50,12 +50,12 @@ def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Winners:
-    """Which row of which source is the newest.
+    """Newest row for each id, as an index into a source.
 
     Args:
         sources: rows of the same columns in the same encoding, oldest first.
-        source: ``[N]`` which one of ``sources``.
-        place: ``[N]`` which of its rows.
+        source: ``[N]`` index in ``sources``.
+        place: ``[N]`` index of the row in that source.
     """
 
     sources: Sequence[BlockRows]
@@ -74,7 +74,7 @@ class _Winners:
 
 
 def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
-    """The columns of ``shapes`` in ranges that do not overlap."""
+    """Yield column ranges that do not overlap and cover ``shapes``, with their encodings."""
     group: list[Shape] = []
     for shape in sorted(shapes):
         if group and shape[0][0] >= max(end for (_, end), _ in group):
@@ -85,7 +85,7 @@ def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
 
 
 def _cut(group: Sequence[Shape], own: Encoding) -> Iterator[Shape]:
-    """One shape stays as it is; several that hang together are cut at all their edges."""
+    """Yield a single shape unchanged; split overlapping shapes at every edge."""
     if len(group) == 1:
         yield group[0]
     else:

@@ -1,18 +1,19 @@
-"""Retention: what no reader needs any more leaves the store.
+"""Retention: delete what no reader needs.
 
-What readers use of the log stays a contiguous range whose start moves up: versions go oldest first, each entry before
-its parts. What stays is the head with its parent, and whatever stands from the newest snapshot on that is older than
-the grace. So a reader that began at the snapshot before has the grace to finish, and one that stands further back finds
-its next version missing and begins anew.
+The entries that readers use stay a contiguous range: versions are deleted oldest first, each entry before its parts.
+Retention keeps the head and its parent, and everything from the newest snapshot that is older than the grace period. A
+reader that started at the snapshot before it therefore has the grace period to finish. A reader that lags further finds
+its next version missing and resyncs.
 
-Each claim and the entry before it stay for ever, without parts: a publisher that was fenced by the claim, and does not
-know it yet, tries to create one of the two, and must find the name taken. That is at most two entries per generation.
+Each claim and the entry before it are kept forever, without parts. A publisher that a claim has fenced, and that has
+not noticed it yet, tries to create one of the two and must find the name taken. These are at most two entries per
+generation.
 
-Any process may do this at any time, beside publishers, readers, compactions and others of its
-kind: all of them only ever take away what stays superseded.
+Any process may run retention at any time, concurrently with publishers, readers, compactions and other retention
+passes: they delete only what is superseded and stays so.
 
-The age of a version counts from its ``created``, by the clocks of its publisher and of this process. The age of an
-object that nothing names counts by the clock of the store alone, up to the newest object in it.
+The age of a version is the time since its ``created``, by the clocks of its publisher and of this process. The age of
+an object that no entry names uses only the store's clock: the time from its modification to that of the newest object.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from delta_tracker.stream.format.manifest import Manifest, Part
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage, StoredObject
 
-# How long a part may wait for its entry. Whoever writes parts below the head and takes longer loses them.
+# Minimum age of an orphan. Parts at or below the head must get their entry within this time.
 ORPHAN_SECONDS = 3600.0
 _PART_NAME = re.compile(r"parts/([0-9]{20})-g[0-9]+-[0-9a-z]+-[0-9a-f]{16}\.safetensors")
 _DRAFT_NAME = re.compile(r"drafts/[0-9a-f]{16}")
@@ -36,17 +37,19 @@ _DRAFT_NAME = re.compile(r"drafts/[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """What a stream keeps. A version beyond any of the bounds goes once no reader needs it; without a bound all stay.
+    """Bounds of what a stream keeps.
+
+    A version that exceeds one of the bounds is deleted once no reader needs it. Without bounds, all versions are kept.
 
     Args:
-        versions: how many of the newest versions stay.
-        seconds: how long a version stays.
-        num_bytes: how many bytes of parts stay, counted from the newest version down.
-        grace_seconds: how long readers may take from one snapshot to the next, which supersedes it.
-        orphan_seconds: how long an object that no entry names stays; at least 3600, on which compactions count.
+        versions: maximum number of versions.
+        seconds: maximum age of a version.
+        num_bytes: maximum bytes of parts, counted from the newest version down.
+        grace_seconds: time for which a superseded snapshot and the versions after it are kept for its readers.
+        orphan_seconds: time for which an object that no entry names is kept; at least 3600 for compactions.
 
     Raises:
-        InvalidArgumentError: for a bound that is none, and for less than the least grace of orphans.
+        InvalidArgumentError: for an invalid bound, or an ``orphan_seconds`` below 3600.
     """
 
     versions: int | None = None
@@ -65,17 +68,17 @@ class Retention:
             if value is None and name == "seconds":
                 continue
             if type(value) not in (int, float) or not least <= value < float("inf"):
-                raise InvalidArgumentError(name, value, f"Pass seconds, {least:.0f} or more")
+                raise InvalidArgumentError(name, value, f"Pass {least:.0f} seconds or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retained:
-    """What a pass removed.
+    """Counts of what a retention pass deleted.
 
     Args:
-        versions: entries of the log.
-        merged: merged entries.
-        orphans: objects that no entry named.
+        versions: number of log entries.
+        merged: number of merged entries.
+        orphans: number of objects that no entry named.
         num_bytes: bytes of the parts and orphans.
     """
 
@@ -86,25 +89,25 @@ class Retained:
 
 
 def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], float] = time.time) -> Retained:
-    """Remove what ``retention`` does not keep. Reads every entry first, and removes nothing if one cannot be read.
+    """Delete what ``retention`` does not keep. Reads every entry first, and deletes nothing if one cannot be read.
 
-    A pass that dies leaves a stream that readers can read, and objects that nothing names for a later pass. Objects
-    whose names are none of the library's are never touched.
+    An interrupted pass leaves a valid stream and orphans, which a later pass deletes. Objects with other names than the
+    library's are never deleted.
 
     Args:
-        stream: where the stream lies, or its log.
-        retention: what stays.
-        now: the time in Unix seconds.
+        stream: storage of the stream, or its log.
+        retention: bounds of what is kept.
+        now: returns the Unix time in seconds.
 
     Returns:
-        What was removed.
+        Counts of what was deleted.
 
     Raises:
-        MalformedError: if an entry does not follow the format; nothing was removed.
-        StorageError: if the store cannot be read, or fails in between.
+        MalformedError: if an entry does not follow the format; nothing was deleted.
+        StorageError: if the store cannot be read, or fails during the pass.
     """
     log = stream if isinstance(stream, StreamLog) else StreamLog(stream)
-    # Parts before entries: what is listed and then not named by any entry was not named a moment later either.
+    # List parts before entries: a listed part that no entry names is then not one that was just committed.
     leftovers = _Leftovers.list(log.storage)
     held = _Held.read(log)
     if held is None:
@@ -113,7 +116,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     clock = now()
     start = _start(held, clock - retention.grace_seconds)
     floor = start if start in held.entries and held.entries[start].kind == "snapshot" else start + 1
-    # The parent of the head stays as well: by it a publisher knows that it has not slept for too long.
+    # Keep the head's parent: a publisher that finds it knows that the name of its own entry was not freed.
     floor = min(floor, held.head.version - 1)
     expired = _expired(held, retention, clock)
     old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
@@ -129,7 +132,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     for name, parts in gone:
         log.storage.delete(name)
         num_bytes += _remove(log.storage, [part for part in parts if part.name not in kept])
-    for version in emptied:  # most of them were emptied by an earlier pass
+    for version in emptied:  # an earlier pass deleted the parts of most of them
         parts = held[version].parts
         num_bytes += _remove(
             log.storage, [part for part in parts if part.name not in kept and part.name in leftovers.names]
@@ -151,8 +154,8 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 class _Held:
     """All entries of a stream.
 
-    ``entries`` reach from the head down to the first gap. ``below`` are those below it: the guards, and what
-    publishers left that slept until their next version had come and gone, and died before they took it back.
+    ``entries`` are those from the head down to the first gap. ``below`` are those below the gap: the guards (claims and
+    the entries before them), and entries of publishers that created them late and were killed before they deleted them.
     """
 
     head: Manifest
@@ -162,11 +165,11 @@ class _Held:
 
     @classmethod
     def read(cls, log: StreamLog) -> _Held | None:
-        """Everything there is; None in an empty store."""
+        """Read all entries; return None in an empty store."""
         listed = log.versions()
         entries: dict[int, Manifest] = {}
-        # Downwards, so that a pass beside this one, which removes upwards, cannot make a gap. A listing may miss an
-        # entry that was created meanwhile: only a name that is asked for and absent is a gap.
+        # Read downwards, because a concurrent pass deletes upwards and could otherwise cause a gap. A listing may miss
+        # an entry created during it, so only a read that finds no object is a gap.
         for version in range(listed[-1] if listed else -1, -1, -1):
             manifest = log.read(version)
             if manifest is None:
@@ -188,14 +191,14 @@ class _Held:
         return self.entries[version] if version in self.entries else self.below[version]
 
     def guards(self) -> set[int]:
-        """The versions of all claims of the log, and of the entries before them.
+        """Return the versions of all claims of the log, and of the entries before them.
 
-        A claim that was created late, at a name that was free again, is below the claim of its generation, or of a
-        generation that the log does not have yet.
+        A claim created late, at a name that retention freed, does not count: it is below the claim of its generation,
+        or has a generation that the log does not have yet.
         """
         entries = self.below | self.entries
         claims = {
-            manifest.generation: version  # the last one wins
+            manifest.generation: version  # keeps the highest version per generation
             for version, manifest in sorted(entries.items())
             if manifest.kind == "claim"
             and manifest.stream == self.head.stream
@@ -209,7 +212,7 @@ class _Held:
         return found
 
     def of_stream(self) -> dict[Merged, Manifest]:
-        """The merged entries that readers of this stream may take."""
+        """Return the merged entries that readers of this stream may use."""
         return {
             merged: manifest
             for merged, manifest in self.merged.items()
@@ -217,7 +220,7 @@ class _Held:
         }
 
     def without(self, versions: Collection[int], merged: Collection[Merged]) -> list[Manifest]:
-        """The entries that stay."""
+        """Return the entries except the given ones."""
         return [
             *(self.entries[version] for version in self.entries.keys() - set(versions)),
             *(self.merged[each] for each in self.merged.keys() - set(merged)),
@@ -226,7 +229,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Leftovers:
-    """The objects of which some may be named by nothing."""
+    """Parts and drafts in the store, of which some may be orphans."""
 
     parts: list[StoredObject]
     drafts: list[StoredObject]
@@ -234,13 +237,13 @@ class _Leftovers:
 
     @property
     def names(self) -> set[str]:
-        """The names of the parts."""
+        """Names of the parts."""
         return {part.name for part in self.parts}
 
     @classmethod
     def list(cls, storage: Storage) -> _Leftovers:
         parts, drafts = storage.objects("parts"), storage.objects("drafts")
-        # The store's clock stands at its newest object or later: nothing is younger than it looks from there.
+        # The store's clock is not before its newest object, so ages relative to that object are never too high.
         times = [stored.modified for stored in (*parts, *drafts, *storage.objects("log"))]
         return cls(parts, drafts, max(times, default=0.0))
 
@@ -258,7 +261,7 @@ class _Leftovers:
 
 
 def _start(held: _Held, before: float) -> int:
-    """The newest snapshot, in the log or merged, that was there at a time; -1 without one."""
+    """Return the version of the newest snapshot, in the log or merged, created by ``before``; -1 without one."""
     in_log = [version for version, each in held.entries.items() if each.kind == "snapshot" and each.created <= before]
     merged = [
         merged.last for merged, each in held.of_stream().items() if merged.kind == "snapshot" and each.created <= before
@@ -267,7 +270,7 @@ def _start(held: _Held, before: float) -> int:
 
 
 def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
-    """The versions that are beyond a bound."""
+    """Return the versions that exceed a bound."""
     expired, num_bytes = set(), 0
     for number, (version, manifest) in enumerate(sorted(held.entries.items(), reverse=True)):
         num_bytes += manifest.num_bytes
@@ -281,7 +284,10 @@ def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
 
 
 def _superseded(held: _Held, start: int, before: float) -> list[Merged]:
-    """The merged entries that no reader needs: from before ``start``, or within another that was there at a time."""
+    """Return the merged entries that no reader needs.
+
+    These end before ``start``, or are covered by another merged delta created by ``before``.
+    """
     merged = held.of_stream()
     in_time = [each for each, manifest in merged.items() if manifest.created <= before and each.kind == "delta"]
 
@@ -296,7 +302,7 @@ def _superseded(held: _Held, start: int, before: float) -> list[Merged]:
 
 
 def _remove(storage: Storage, parts: Iterable[Part]) -> int:
-    """Remove parts and return their bytes."""
+    """Delete parts and return their size in bytes."""
     num_bytes = 0
     for part in parts:
         storage.delete(part.name)

@@ -1,4 +1,4 @@
-"""Upkeep: retention and compaction of a stream beside the publisher that writes it."""
+"""Upkeep: background retention and compaction in the publisher's process."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _logger = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """Merges versions and removes old ones in a thread of its own, one pass at a time.
+    """Compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
-    A pass compacts first, so that what retention then finds is as small as it can be. It never fails its caller: a
-    failure is logged once, kept in :attr:`error`, and the next pass tries again. Call it from one thread.
+    A pass compacts before it deletes. A failure is logged once and kept in :attr:`error`, and the next pass retries; it
+    does not raise in the caller.
 
     Args:
-        storage: where the stream lies.
-        retention: what stays; None removes nothing.
-        compact_every: merge after so many versions, 2 or more; None merges nothing.
-        retain_every: remove after so many versions. A pass reads every entry of the log.
-        fold: as for :func:`~delta_tracker.stream.maintenance.compaction.compact`.
-        max_bytes: as there; that much memory a pass takes beside the publisher.
-        close_seconds: how long :meth:`close` lets the pass that is under way run.
+        storage: store of the stream.
+        retention: bounds of what is kept; None disables retention.
+        compact_every: number of versions between compactions, 2 or more; None disables compaction.
+        retain_every: number of versions between retention passes. A pass reads every entry of the log.
+        fold: see :func:`~delta_tracker.stream.maintenance.compaction.compact`.
+        max_bytes: see there; memory that a pass needs in addition to the publisher's.
+        close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
 
     Raises:
-        InvalidArgumentError: for a bound that is none.
+        InvalidArgumentError: for an invalid bound.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Upkeep:
         self._max_bytes = max_bytes
         self._close_seconds = close_seconds
         self._stop = threading.Event()
-        self._compacted: int | None = None  # the version of the last pass of each kind, the first one to begin with
+        self._compacted: int | None = None  # version of the last pass of each kind, or the version before the first
         self._retained: int | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -66,11 +66,11 @@ class Upkeep:
 
     @property
     def error(self) -> Exception | None:
-        """Why the last pass failed; None if it did not."""
+        """Error of the last pass, None if it succeeded."""
         return self._error
 
     def after(self, version: int) -> None:
-        """``version`` was committed: begin what is due, unless a pass is under way. Never waits, never raises."""
+        """Start a pass if one is due after ``version`` and none is running. Never blocks, never raises."""
         if self._is_closed or (self._thread is not None and self._thread.is_alive()):
             return
         if self._compacted is None or self._retained is None:
@@ -81,20 +81,20 @@ class Upkeep:
             return
         self._compacted = version if compacts else self._compacted
         self._retained = version if retains else self._retained
-        # No daemon: one that is cut off at the interpreter's end would leave parts behind.
+        # Not a daemon: a daemon killed at the interpreter's exit would leave parts behind.
         thread = threading.Thread(target=self._run, args=(compacts, retains), name="upkeep", daemon=False)
         try:
             thread.start()
-        except RuntimeError as error:  # no threads left, or the interpreter is at its end
+        except RuntimeError as error:  # the system cannot start a thread, or the interpreter shuts down
             self._fail(error)
         else:
             self._thread = thread
 
     def close(self) -> None:
-        """Let the pass that is under way run for ``close_seconds``, then end it; no other begins.
+        """Wait ``close_seconds`` for a running pass, then interrupt it. No other pass starts.
 
-        A pass that is ended leaves the stream as readers and later passes can use it, and at most some parts that no
-        entry names, for a later retention. It ends between two requests or pieces; a request that reads is abandoned.
+        A pass stops between two requests or pieces; a read request is abandoned. An interrupted pass leaves a valid
+        stream, and at most some parts that no entry names, which a later retention pass deletes.
         """
         self._is_closed = True
         if self._thread is not None:
@@ -108,8 +108,8 @@ class Upkeep:
             with interruptible(self._stop):
                 self._pass(compacts=compacts, retains=retains)
         except Interrupted:
-            _logger.info("the upkeep of %s was ended by close()", self._log.storage.url)
-        except Exception as error:  # noqa: BLE001  upkeep must never reach training; logged and kept
+            _logger.info("close() interrupted the upkeep pass: url=%s", self._log.storage.url)
+        except Exception as error:  # noqa: BLE001  a failure must not reach training; it is logged and kept
             self._fail(error)
         else:
             self._error = None
@@ -122,5 +122,5 @@ class Upkeep:
 
     def _fail(self, error: Exception) -> None:
         if str(error) != str(self._error):
-            _logger.warning("the upkeep of %s failed and will be tried again: %s", self._log.storage.url, error)
+            _logger.warning("upkeep failed, the next pass retries: url=%s error=%s", self._log.storage.url, error)
         self._error = error
