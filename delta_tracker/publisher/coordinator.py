@@ -10,7 +10,6 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from delta_tracker.distributed import Gathering
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
@@ -157,15 +156,19 @@ class Coordinator:
 
         return Share(draft, parts, Message.of(act))
 
-    def tally(self, share: Share, gathering: Gathering) -> list[dict[str, Any]]:
-        """Wait for the messages of all ranks' shares; return them by rank. A collective.
+    def tally(self, share: Share, num_bytes: int) -> list[dict[str, Any]]:
+        """Return the messages of all ranks' shares, by rank. A collective.
+
+        Args:
+            share: of this rank.
+            num_bytes: length of the longest message of a rank.
 
         Raises:
-            PublishError: if another rank failed, or stands at another batch.
-            Exception: what failed on this rank.
+            PublishError: if another rank failed, or is at another batch.
+            Exception: the failure of this rank.
             RankLostError: if a rank dies meanwhile.
         """
-        messages = self._exchange.messages(share.message, gathering)
+        messages = self._exchange.gather(share.message, num_bytes)
         check_alike(messages, "cut", "tables")
         return messages
 
@@ -214,7 +217,7 @@ class Coordinator:
             RankLostError: if a rank dies meanwhile.
         """
         share = self.write(draft)
-        messages = self._exchange.exchange(Phase.VOTING, share.message)
+        messages = self._exchange.exchange(Phase.WRITING, share.message)
 
         def commit() -> dict[str, Any]:
             if self._claim is not None:
@@ -222,25 +225,23 @@ class Coordinator:
             return self.answer()
 
         check_alike(messages, "cut", "tables")
-        self._follow(self._exchange.exchange(Phase.ANSWERING, Message.of(commit)))
+        self._follow(self._exchange.exchange(Phase.COMMITTING, Message.of(commit)))
         return self.head
 
     def answer(self) -> dict[str, Any]:
         """Return what rank 0 tells the others of the entry that it created last; nothing on the others."""
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
-    def accept(self, own: Message, gathering: Gathering) -> Manifest:
-        """Return the entry that rank 0 has created, on every rank, or raise what :meth:`commit` met there.
-
-        A collective.
+    def accept(self, own: Message, num_bytes: int) -> Manifest:
+        """Return the entry that rank 0 has created, on every rank, or raise the error of :meth:`commit`. A collective.
 
         Args:
-            own: the message of this rank.
-            gathering: the messages of all ranks.
+            own: message of this rank.
+            num_bytes: length of the longest message of a rank.
 
-        Raises: as :meth:`~delta_tracker.publisher.exchange.Exchange.messages`.
+        Raises: as :meth:`~delta_tracker.publisher.exchange.Exchange.gather`.
         """
-        self._follow(self._exchange.messages(own, gathering))
+        self._follow(self._exchange.gather(own, num_bytes))
         return self.head
 
     def _open(self, url: str | Storage) -> dict[str, Any]:

@@ -40,12 +40,8 @@ class Phase(IntEnum):
     """The worker copies and writes all rows of a snapshot while training continues."""
     WRITING = auto()
     """The rows were read, and the worker writes them."""
-    VOTING = auto()
-    """The ranks tell each other what they wrote, or why they could not."""
     COMMITTING = auto()
     """The worker of rank 0 creates the manifest."""
-    ANSWERING = auto()
-    """Rank 0 tells the others the manifest, or why there is none."""
 
 
 class Vote(NamedTuple):
@@ -100,7 +96,7 @@ class Message:
         failure: Exception | None = None
         try:
             content = action()
-        except Exception as error:  # noqa: BLE001  the other ranks must hear of it; raised by Exchange.read()
+        except Exception as error:  # noqa: BLE001  the other ranks must hear of it; raised by Exchange.gather()
             failure, content = error, {"error": f"{type(error).__name__}: {error}"}
             if isinstance(error, FencedError):
                 content["fenced"] = [error.generation, error.owner, error.version]
@@ -140,30 +136,21 @@ class Exchange:
             check_alike([{"phase": f"the phase {Phase(int(phase)).name.lower()}"} for phase in votes[:, 0]], "phase")
         return Count(most, is_alike=least[:3] == most[:3])
 
-    def start_messages(self, message: Message, num_bytes: int) -> Gathering:
-        """Tell the other ranks this rank's message; returns at once, and raises nothing.
+    def gather(self, own: Message, num_bytes: int) -> list[dict[str, Any]]:
+        """Return the messages of all ranks, by rank.
 
         Args:
-            message: of this rank.
+            own: message of this rank.
             num_bytes: length of the longest message of a rank.
-        """
-        data = bytearray(message.data.ljust(num_bytes))  # JSON may end in spaces
-        return self.group.start_all_gather(torch.frombuffer(data, dtype=torch.uint8))
-
-    def messages(self, own: Message, gathering: Gathering) -> list[dict[str, Any]]:
-        """Wait for the messages of all ranks; return them by rank.
-
-        Args:
-            own: what this rank has told.
-            gathering: of all ranks' messages.
 
         Raises:
-            Exception: what failed on this rank.
-            FencedError: if it failed on another rank for this reason.
+            Exception: the failure of this rank.
+            FencedError: if another rank failed with it.
             PublishError: if another rank failed for another reason.
             RankLostError: if a rank died or did not answer in time.
         """
-        tensors = gathering.result()
+        data = bytearray(own.data.ljust(num_bytes))  # JSON may end in spaces
+        tensors = self.group.all_gather(torch.frombuffer(data, dtype=torch.uint8))
         if own.failure is not None:
             raise own.failure
         messages = []
@@ -177,16 +164,16 @@ class Exchange:
         return messages
 
     def exchange(self, phase: Phase, own: Message) -> list[dict[str, Any]]:
-        """Return all ranks' messages, by rank.
+        """Return all ranks' messages, by rank, once all ranks are in the same phase.
 
         Args:
-            phase: where this rank is.
-            own: what it tells the others.
+            phase: phase of this rank.
+            own: message of this rank.
 
-        Raises: as :meth:`count` and :meth:`messages`.
+        Raises: as :meth:`count` and :meth:`gather`.
         """
         count = self.count(self.start_votes(Vote(phase, num_bytes=len(own.data))))
-        return self.messages(own, self.start_messages(own, count.most.num_bytes))
+        return self.gather(own, count.most.num_bytes)
 
     def close(self) -> None:
         """Leave the group. No collective."""

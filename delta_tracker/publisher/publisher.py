@@ -19,7 +19,7 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Coordinator, Draft, Share
 from delta_tracker.publisher.exchange import Count, Exchange, Message, Phase, Vote, check_alike
-from delta_tracker.publisher.flight import Answering, Committing, Copying, Flight, Voting, Writing
+from delta_tracker.publisher.flight import Committing, Copying, Flight, Writing
 from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.row_gatherer import EncodingChoice
 from delta_tracker.publisher.version_source import VersionSource
@@ -33,8 +33,6 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta
 
 _logger = logging.getLogger(__name__)
-
-_NO_VOTES = Count(Vote(Phase.VOTING), is_alike=True)
 
 
 class Publisher:
@@ -178,9 +176,10 @@ class Publisher:
     def step(self) -> None:
         """Publish when the cadence says so; call it after each batch, and after ``tracker.step()``, on every rank.
 
-        Training waits for the gather of the rows only. A version is cut, written, voted on and committed in the course
-        of at least seven calls: what the ranks tell each other in one call is read in the next, so that none waits for
-        another. Without further calls the version stays as it is: call :meth:`flush` before training pauses. While
+        Training waits for the gather of the rows, and twice per version for a short message of the other ranks. A
+        version is cut, written, voted on and committed in the course of at least five calls: votes that start in one
+        call are counted in the next. Without further calls the version stays as it is: call :meth:`flush` before
+        training pauses. While
         a version is on its way no other is begun: rows that change meanwhile wait in the tracker, so a slow store
         costs no memory and makes the next version larger.
 
@@ -291,10 +290,7 @@ class Publisher:
         if self._flight is None and self._votes is not None:
             self._drop_votes()
         while (flight := self._flight) is not None:
-            if self._votes is None and flight.job is None:
-                self._advance(_NO_VOTES)  # the ranks wait for each other's messages
-                continue
-            if self._votes is None and flight.job is not None:
+            if self._votes is None:
                 wait([flight.job])
                 self._votes = self._exchange.start_votes(flight.vote())
             self._count_votes()
@@ -358,17 +354,10 @@ class Publisher:
                     self._cut(flight.kind, flight.job)
                 case Writing():
                     share = flight.job.result()
-                    gathering = self._exchange.start_messages(share.message, count.most.num_bytes)
-                    self._flight = Voting(kind=flight.kind, read=flight.read, share=share, gathering=gathering)
-                case Voting():
-                    job = self._start_commit(flight.share, self._writer.tally(flight.share, flight.gathering))
+                    job = self._start_commit(share, self._writer.tally(share, count.most.num_bytes))
                     self._flight = Committing(kind=flight.kind, read=flight.read, job=job)
                 case Committing():
-                    answer = flight.job.result()
-                    gathering = self._exchange.start_messages(answer, count.most.num_bytes)
-                    self._flight = Answering(kind=flight.kind, read=flight.read, answer=answer, gathering=gathering)
-                case Answering():
-                    self._finish(flight.read, self._writer.accept(flight.answer, flight.gathering))
+                    self._finish(flight.read, self._writer.accept(flight.job.result(), count.most.num_bytes))
         except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
             self._fail(error)
 

@@ -90,6 +90,6 @@ def test_four_trainers_serve_two_predictors(four_ranks: RankPool, two_ranks: Ran
     cases = "tests.predictor.two_jobs_cases"
     with ThreadPoolExecutor() as threads:
         ends = threads.submit(two_ranks.run, f"{cases}:predictor", directory=directory, shardings=served)
-        trainers = four_ranks.run(f"{cases}:trainer", directory=directory, shardings=trained, num_batches=24)
+        trainers = four_ranks.run(f"{cases}:trainer", directory=directory, shardings=trained, num_batches=36)
         assert set(trainers) == set(ends.result())
     assert trainers[0] > 5

@@ -292,7 +292,7 @@ def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
             publisher.snapshot()
             for _ in range(20):
                 trainer.step(publisher)
-                if publisher._flight is not None and publisher._flight.job is not None:
+                if publisher._flight is not None:
                     futures.wait([publisher._flight.job])  # so that the pace of the worker makes no difference
             publisher.flush()
             cuts[name] = publisher.version

@@ -36,8 +36,8 @@ REVERTS = [
         edits={
             "delta_tracker/publisher/publisher.py": [
                 (
-                    "self._exchange.start_messages(answer, count.most.num_bytes)",
-                    "self._worker.submit(self._exchange.start_messages, answer, count.most.num_bytes).result()",
+                    "self._writer.tally(share, count.most.num_bytes)",
+                    "self._worker.submit(self._writer.tally, share, count.most.num_bytes).result()",
                 ),
             ],
         },
