@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_path: Pat
 def test_sums_over_column_ranges_are_not_cut_anew(two_ranks: RankPool) -> None:
     for message in two_ranks.run(f"{_CASES}:column_ranges"):
         assert message.startswith("StateMismatchError")
-        assert "in table 'ec.embeddings.t0' one old state for each of the column ranges ((" in message
+        assert "old states of table 'ec.embeddings.t0' for the column ranges ((" in message
 
 
 @pytest.mark.promise("restored")
@@ -191,12 +191,12 @@ def test_restored_totals_are_the_true_totals(
 
 def test_a_counter_that_cannot_be_restored_is_refused(one_rank: RankPool) -> None:
     (messages,) = one_rank.run(f"{_CASES}:refused_counters")
-    assert "Its state 'seen' must be reduced by sum, max, min or cat: of a mean nobody knows" in messages["mean"]
+    assert "Its state 'seen' must be reduced by sum, max, min or cat. Instead of a mean" in messages["mean"]
     assert "state_dict, merge and load_state_dict" in messages["object"]
-    assert "Pass a name without slash beside ['total']" in messages["twice"]
+    assert "Pass a name without slash, not in ['total']" in messages["twice"]
     assert "without slash" in messages["slash"]
-    assert "tensors and what JSON can hold" in messages["JSON"]
-    assert "the metrics that it is made of" in messages["two"]
+    assert "only tensors and JSON values" in messages["JSON"]
+    assert "the metrics that it contains" in messages["two"]
     assert "'counters/strange/names'" in messages["dtype"]
 
 

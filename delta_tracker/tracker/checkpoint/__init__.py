@@ -1,5 +1,6 @@
-"""Save, load and reshard the state of a tracker: what is pending for each consumer, and a note of its own for each.
+"""Save, load and reshard the state of a tracker: each consumer's pending rows and note, and registered counters.
 
-Open ``tracker_checkpoint.py`` first: it has what the tracker offers. ``rank_header.py`` is the checkpoint of one rank,
-``pack.py`` turns it into tensors, ``reshard.py`` gives its rows to the ranks of another sharding.
+Open ``tracker_checkpoint.py`` first: it implements the tracker's methods. ``rank_header.py`` defines and reads the
+saved state of one rank. ``pack.py`` writes it. ``reshard.py`` distributes it to the ranks of another sharding plan.
+``gather.py`` collects all ranks' states on rank 0. ``counters.py`` merges counters.
 """

@@ -1,8 +1,7 @@
-"""Figures that each rank keeps a part of, saved with the tracker: torchmetrics metrics and objects that merge.
+"""Per-rank counters that are saved with the tracker: torchmetrics metrics and other mergeable objects.
 
-A saved rank's part goes to exactly one rank at a load, so that the total over all ranks stays what it was, whatever
-the world size. Loading the synchronised total on every rank would multiply it, loading rank 0's part would lose the
-others'.
+Each saved rank's state is loaded by exactly one rank, so that the total over all ranks is preserved at any world size.
+Loading the synchronised total on every rank would multiply it; loading only rank 0's state would lose the others.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ State = Mapping[str, Any]
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """Whatever can say its part, take one over, and make one part of several."""
+    """Counter whose states can be saved, merged and loaded."""
 
     def state_dict(self) -> State:
-        """This rank's part: field to tensor, or to what JSON can hold. It stays as it is when the object goes on."""
+        """Return a copy of this rank's state: field to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """One part that stands for all ``states``, that of an empty object if there are none. Changes nothing."""
+        """Return the merged state of ``states``, or an initial state if there are none. Does not change the object."""
 
     def load_state_dict(self, state: State) -> None:
-        """Take a part of :meth:`merge` over, in place of what is there."""
+        """Replace the object's state with ``state``, a result of :meth:`merge`."""
 
 
 def as_mergeable(name: str, counter: object) -> Mergeable:
-    """The object itself, or what makes a torchmetrics metric mergeable.
+    """Return ``counter``, wrapped if it is a torchmetrics metric.
 
     Raises:
-        InvalidArgumentError: if it is neither mergeable nor a metric whose states are sums, extremes or lists.
+        InvalidArgumentError: if it is neither mergeable nor a metric whose states are reduced by sum, max, min or cat.
     """
-    torchmetrics = sys.modules.get("torchmetrics")  # whoever has a metric has imported it
+    torchmetrics = sys.modules.get("torchmetrics")  # already imported if the caller has a metric
     if torchmetrics is not None and isinstance(counter, torchmetrics.Metric):
         return _Metric(name, counter)
     if isinstance(counter, Mergeable):
@@ -59,35 +58,34 @@ _COUNT = "_update_count"
 
 
 class _Metric:
-    """A torchmetrics metric. Its own ``state_dict`` leaves states out unless they are persistent.
+    """Mergeable wrapper of a torchmetrics metric, whose own ``state_dict`` omits states that are not persistent.
 
     Args:
-        name: what it is registered as.
+        name: name under which it is registered.
         metric: the metric.
 
     Raises:
-        InvalidArgumentError: for a state that is not a sum, a maximum, a minimum or a concatenation over ranks, and
-            for a metric that is made of others.
+        InvalidArgumentError: if a state is not reduced by sum, max, min or cat, or the metric contains other metrics.
     """
 
     def __init__(self, name: str, metric: Any) -> None:  # noqa: ANN401  torchmetrics is not imported here
         if any(hasattr(each, "_reductions") for each in metric.modules() if each is not metric):
-            raise InvalidArgumentError(name, metric, "Register the metrics that it is made of: they hold its states")
+            raise InvalidArgumentError(name, metric, "Register the metrics that it contains: they hold its states")
         self._name = name
         self._metric = metric
         self._reductions = {}
-        for field, reduction in metric._reductions.items():  # noqa: SLF001  there is no other way to them
+        for field, reduction in metric._reductions.items():  # noqa: SLF001  torchmetrics has no public access
             found = _REDUCTIONS.get(getattr(reduction, "__name__", ""))
             if found is None:
                 remedy = (
-                    f"Its state {field!r} must be reduced by sum, max, min or cat: of a mean nobody knows how many "
-                    "values each rank saw, so keep a sum and a count instead"
+                    f"Its state {field!r} must be reduced by sum, max, min or cat. Instead of a mean, keep a sum and a "
+                    "count, because the number of values per rank is unknown"
                 )
                 raise InvalidArgumentError(name, metric, remedy)
             self._reductions[field] = found
 
     def state_dict(self) -> State:
-        """Every state that is not an empty list, and how often the metric was updated."""
+        """Return a copy of all states that are not empty lists, and the number of updates."""
         held = {field: getattr(self._metric, field) for field in self._reductions}
         states = {
             field: self._reductions[field](value) if isinstance(value, list) else value.clone()
@@ -97,7 +95,7 @@ class _Metric:
         return {**states, _COUNT: self._metric._update_count}  # noqa: SLF001
 
     def merge(self, states: Sequence[State]) -> State:
-        """As the metric itself would reduce them over ranks; its defaults for no states."""
+        """Reduce ``states`` as the metric reduces them over ranks; return its defaults if there are none."""
         merged: dict[str, Any] = {_COUNT: sum(state[_COUNT] for state in states)}
         for field, reduce in self._reductions.items():
             parts = [state[field] for state in states if field in state]
@@ -108,11 +106,11 @@ class _Metric:
                 try:
                     merged[field] = reduce(parts)
                 except (RuntimeError, TypeError) as error:
-                    raise MalformedStateError(self._name, f"its parts do not fit together: {error}") from error
+                    raise MalformedStateError(self._name, f"its states cannot be merged: {error}") from error
         return merged
 
     def load_state_dict(self, state: State) -> None:
-        """Take the states over, each on the metric's device."""
+        """Reset the metric and load the states on its device."""
         metric = self._metric
         metric.reset()
         for field in self._reductions:
@@ -124,9 +122,9 @@ class _Metric:
 
 
 def loaders(counters: Mapping[str, Mergeable], states: Mapping[str, Sequence[State]]) -> list[Callable[[], None]]:
-    """Merge every counter's parts; nothing is changed before the results are called.
+    """Merge the states of every counter and return functions that load the results. Changes no counter.
 
     Raises:
-        MalformedStateError: if a counter cannot merge its parts.
+        MalformedStateError: if the states of a counter cannot be merged.
     """
     return [partial(counter.load_state_dict, counter.merge(states[name])) for name, counter in counters.items()]

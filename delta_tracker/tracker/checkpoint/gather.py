@@ -1,4 +1,4 @@
-"""All ranks' saved states on rank 0, for those who save from rank 0 alone."""
+"""Gather all ranks' saved states on rank 0, for trainers that save only from rank 0."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Ten
         group: all ranks.
 
     Returns:
-        On rank 0 the parts of all ranks, elsewhere nothing.
+        The parts of all ranks on rank 0, an empty dict on the others.
 
     Raises:
-        MalformedStateError: if a rank sends what is no part.
+        MalformedStateError: if a rank sends an invalid part.
         RankLostError: if a rank died or did not answer in time.
     """
     header = next(iter(state.values()))

@@ -1,4 +1,4 @@
-"""Write the saved state of one rank, as :mod:`delta_tracker.tracker.checkpoint.rank_header` reads it.
+"""Encode the state of one rank in the format of :mod:`delta_tracker.tracker.checkpoint.rank_header`.
 
 Letters: ``N`` rows.
 """
@@ -18,7 +18,7 @@ from delta_tracker.tracker.checkpoint.rank_header import ALIGNMENT, DTYPES, FORM
 from delta_tracker.tracker.log_state import LogState
 from delta_tracker.types import ShardSpec
 
-# Name to field to tensor, or to anything that JSON can hold.
+# Counter name to field to tensor or JSON value.
 Counters = Mapping[str, Mapping[str, Any]]
 
 
@@ -31,19 +31,19 @@ def pack(
     annotations: Mapping[str, object],
     counters: Counters,
 ) -> dict[str, Tensor]:
-    """What a rank saves: key to CPU tensor.
+    """Return the saved state of a rank, as CPU tensors by key.
 
     Args:
-        rank: who saves.
-        world_size: among how many.
+        rank: the rank.
+        world_size: its world size.
         mode: value of the tracking mode.
-        shards: table FQN to the block that the rank holds.
-        state: what the rank's log knows, with local ids.
-        annotations: consumer to JSON.
-        counters: what else is saved.
+        shards: table FQN to the rank's block.
+        state: state of the rank's log, with local ids.
+        annotations: consumer to its note, a JSON value.
+        counters: fields of the registered counters.
 
     Raises:
-        InvalidArgumentError: for a counter with anything else than tensors of the usual dtypes and JSON.
+        InvalidArgumentError: if a counter has fields other than JSON values and tensors of the supported dtypes.
     """
     sets = {str(place): consumer.rows for place, consumer in enumerate(state.consumers.values())}
     if state.history is not None:
@@ -76,12 +76,12 @@ def pack(
 
 
 def replace_counters(part: RankHeader, saved: Mapping[str, Tensor], counters: Counters) -> dict[str, Tensor]:
-    """The same part with other counters.
+    """Return a part with its counters replaced.
 
     Args:
-        part: its header.
-        saved: key, with the rank, to tensor, of this part and possibly others.
-        counters: name to fields.
+        part: header of the part.
+        saved: key with prefix to tensor, of this part and possibly of others.
+        counters: fields of the new counters.
     """
     header = json.loads(bytes(saved[f"{part.prefix}header"].numpy()))
     rows = {name: saved[part.prefix + name] for fqn in part.shards for name in part.row_layouts(fqn)}
@@ -98,12 +98,12 @@ def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Cou
             else:
                 plain[name][field] = value
     if strange := sorted(name for name, each in tensors.items() if _dtype_name(each.dtype) not in DTYPES):
-        raise InvalidArgumentError("counters", strange, f"Let them hold tensors of {sorted(DTYPES)}")
+        raise InvalidArgumentError("counters", strange, f"Use tensors of the dtypes {sorted(DTYPES)}")
     layouts = {name: [_dtype_name(each.dtype), list(each.shape)] for name, each in tensors.items()}
     try:
         encoded = json.dumps({**header, "counters": plain, "layouts": layouts}, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        remedy = f"Let each counter's state_dict hold tensors and what JSON can hold: {error}"
+        remedy = f"Return only tensors and JSON values from each counter's state_dict: {error}"
         raise InvalidArgumentError("counters", sorted(counters), remedy) from error
     prefix = f"rank{header['rank']}of{header['world_size']}/"
     return {
@@ -113,7 +113,7 @@ def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Cou
 
 
 def _filled_up(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, as many as its room."""
+    """Return the bytes of a tensor, padded to a multiple of ``ALIGNMENT``."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT))
 

@@ -1,21 +1,21 @@
-"""The saved state of one rank, which is one part of a tracker's checkpoint, and its header.
+"""Format of the saved state of one rank, which is one part of a tracker's checkpoint, and its header.
 
-It is plain tensors, one of which is a header of JSON. Nothing in it is ever unpickled.
+A part consists of plain tensors, one of which is a JSON header. Nothing in it is ever unpickled.
 
-Every key starts with ``rank{rank}of{world_size}/``, so that no two ranks share one: ``torch.distributed.checkpoint``
-silently keeps a single copy of what several ranks save under the same key. Behind that stand
+Every key starts with ``rank{rank}of{world_size}/``, so that keys of different ranks differ:
+``torch.distributed.checkpoint`` silently keeps only one copy if several ranks save the same key. After that prefix:
 
-- ``header``: ``[B]`` uint8, the JSON that :class:`RankHeader` is made of;
-- ``rows/{table}``: ``[B]`` uint8, the table's rows in all sets, piece behind piece as the header lists them, each
-  filled up to 8 bytes; one tensor per table, because DCP's plan has an entry for every tensor. A set is a consumer, by
-  its place in the header, or ``history``. Its pieces are
+- ``header``: ``[B]`` uint8, the JSON of :class:`RankHeader`.
+- ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. Pieces are concatenated in the header's order, each
+  padded to a multiple of 8 bytes. There is one tensor per table, because DCP's plan has an entry for every tensor. A
+  row set belongs to a consumer, named by its index in the header, or is ``history``. Its pieces are
 
   - ``ids``: ``[N]`` int32 (int64 for tables of 2^31 rows and more), global, ascending and unique;
-  - ``known``: ``[N]`` bool, which old states are known; missing if all are, or none are kept;
+  - ``known``: ``[N]`` bool, true where the old state is known; missing if all are known or none are kept;
   - ``states``: ``[K, S]``, the old states of the known rows, in the modes that keep them;
-  - ``ages``: ``[N]`` int32, how many reads have left each row out; missing if none has;
+  - ``ages``: ``[N]`` int32, the number of reads that have left each row out; missing if all are 0.
 
-- ``counters/{name}/{field}``: the tensors of what was registered to be saved with the tracker.
+- ``counters/{name}/{field}``: tensors of the registered counters.
 
 Letters: ``N`` rows, ``K`` of them with a known state, ``S`` numbers in an old state, ``B`` bytes.
 """
@@ -49,7 +49,7 @@ DTYPES = {
     )
 }
 
-# Column to its number of dimensions and, unless it may be any, its dtype.
+# Column name to number of dimensions and allowed dtypes; an empty tuple allows all.
 _COLUMNS: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
     "ids": (1, (torch.int32, torch.int64)),
     "known": (1, (torch.bool,)),
@@ -57,18 +57,18 @@ _COLUMNS: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
     "ages": (1, (torch.int32,)),
 }
 
-# What of a tensor can be known before it is read.
+# dtype and shape of a tensor.
 Layout = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedConsumer:
-    """A consumer without its rows.
+    """A saved consumer, without its rows.
 
     Args:
         name: its name.
         batch: ``step()`` count at its last committed read.
-        is_behind: its changes were given up to bound memory.
+        is_behind: it was dropped and needs a snapshot.
     """
 
     name: str
@@ -78,16 +78,16 @@ class SavedConsumer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a tensor lies in the bytes of a table.
+    """One tensor in the bytes of a table.
 
     Args:
-        row_set: the set that it belongs to.
+        row_set: the row set that it belongs to.
         column: ``ids``, ``known``, ``states`` or ``ages``.
         dtype: its dtype.
         shape: its shape.
 
     Raises:
-        ValueError: if a column is not what it should be.
+        ValueError: if the dtype or the number of dimensions is wrong for the column.
     """
 
     row_set: str
@@ -102,12 +102,12 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Without what fills it up."""
+        """Number of bytes without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def room(self) -> int:
-        """With what fills it up."""
+        """Number of bytes with padding."""
         return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -116,17 +116,17 @@ class RankHeader:
     """The header of one rank's saved state.
 
     Args:
-        rank: who saved it.
-        world_size: among how many.
+        rank: the rank that saved it.
+        world_size: its world size.
         mode: value of the :class:`~delta_tracker.types.TrackingMode`.
-        num_batches: ``step()`` calls.
-        shards: table FQN to the block that the rank held.
-        consumers: in the order of their row sets.
+        num_batches: number of ``step()`` calls.
+        shards: table FQN to the rank's block.
+        consumers: the consumers, in the order of their row sets.
         has_history: a row set holds all rows changed since the start.
-        annotations: consumer to what was noted of it.
-        counters: name to those of its fields that are not tensors.
-        layouts: name of a counter's tensor, without the rank, to what it is.
-        pieces: table FQN to what its bytes are, in order.
+        annotations: consumer to its note.
+        counters: counter name to its fields that are not tensors.
+        layouts: key of each counter tensor, without the prefix, to its layout.
+        pieces: table FQN to the pieces in its bytes, in order.
     """
 
     rank: int
@@ -143,34 +143,34 @@ class RankHeader:
 
     @property
     def prefix(self) -> str:
-        """What all its keys start with."""
+        """Prefix of all keys of the part."""
         return f"rank{self.rank}of{self.world_size}/"
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """Names of its row sets: one for each consumer, in order, and the history."""
+        """Names of the row sets: one for each consumer, in order, and the history if it is saved."""
         return (*(str(place) for place in range(len(self.consumers))), *([HISTORY] if self.has_history else []))
 
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
-        """Name to layout of the tensor that holds the rows of a table; nothing if there are none."""
+        """Return the key, without prefix, and the layout of a table's row tensor; empty if it has no rows."""
         num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
         return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
 
     def all_layouts(self) -> dict[str, Layout]:
-        """Name to layout of every tensor beside the header, in the order of the part."""
+        """Return the layouts of all tensors except the header by key without prefix, in the order of the part."""
         rows = {name: layout for fqn in self.shards for name, layout in self.row_layouts(fqn).items()}
         return {**rows, **self.layouts}
 
     def rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
-        """A set's rows of a table, with global ids; None if there are none.
+        """Return the rows of a table in a row set, with global ids; None if there are none.
 
         Args:
             row_set: one of :attr:`sets`.
             fqn: the table.
-            tensors: key, with the rank, to tensor.
+            tensors: key with prefix to tensor.
 
         Raises:
-            MalformedStateError: unless they are rows of the block that the rank held.
+            MalformedStateError: if they are not valid rows of the rank's block.
         """
         read, begin = {}, 0
         for piece in self.pieces.get(fqn, ()):
@@ -181,7 +181,7 @@ class RankHeader:
         if not read:
             return None
         if "ids" not in read:
-            raise MalformedStateError(self.prefix, f"rows of {fqn!r} have no ids")
+            raise MalformedStateError(self.prefix, f"ids are missing for rows of {fqn!r}")
         ids = read["ids"].long()
         spec, size = self.shards[fqn], len(ids)
         is_inside = size > 0 and int(ids[0]) >= spec.row_offset and int(ids[-1]) < spec.row_offset + spec.num_rows
@@ -191,15 +191,15 @@ class RankHeader:
         if "states" in read:
             known = torch.ones(size, dtype=torch.bool) if known is None else known
             if known.shape != (size,) or len(read["states"]) != int(known.sum()):
-                raise MalformedStateError(self.prefix, f"there is not one old state for each known row of {fqn!r}")
+                raise MalformedStateError(self.prefix, f"numbers of old states and known rows differ for {fqn!r}")
             states = read["states"].new_full((size, read["states"].shape[1]), torch.nan)
             states[known] = read["states"]
         if "ages" in read and read["ages"].shape != (size,):
-            raise MalformedStateError(self.prefix, f"there is not one age for each row of {fqn!r}")
+            raise MalformedStateError(self.prefix, f"numbers of ages and rows differ for {fqn!r}")
         return ChangedRows(ids, states, known, read.get("ages"))
 
     def counter(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """The fields of a counter; None if it has none of that name."""
+        """Return the fields of a counter; None if the part has no counter of that name."""
         if name not in self.counters:
             return None
         start = f"counters/{name}/"
@@ -221,7 +221,7 @@ class _Shard(Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Header(Struct):
-    """The JSON object of a header, behind its ``version``."""
+    """JSON object of a header, without its ``version``."""
 
     rank: _Count
     world_size: _Count
@@ -237,10 +237,10 @@ class _Header(Struct):
 
 
 def parse(key: str, header: Tensor) -> RankHeader:
-    """Read the header under ``key``.
+    """Parse the header saved under ``key``.
 
     Raises:
-        UnknownFormatError: if its format version is another one.
+        UnknownFormatError: if its format version is unknown.
         MalformedStateError: if it does not follow the format.
     """
     try:
@@ -281,10 +281,10 @@ def _spec(fqn: str, shard: _Shard) -> ShardSpec:
 
 
 def check_alike(parts: Sequence[RankHeader]) -> None:
-    """Refuse parts that were not saved together.
+    """Reject parts that were not saved together.
 
     Raises:
-        StateMismatchError: naming what differs between ranks.
+        StateMismatchError: if the parts of two ranks differ; the error names the difference.
     """
     first = parts[0]
     for part in parts[1:]:
@@ -300,10 +300,10 @@ def check_alike(parts: Sequence[RankHeader]) -> None:
 
 
 def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[str, ShardSpec]) -> None:
-    """Refuse other tables, sizes or dtypes.
+    """Reject a state with other tables, table sizes or dtypes than expected.
 
     Raises:
-        StateMismatchError: naming every table that differs.
+        StateMismatchError: if tables differ; the error names all of them.
     """
     both = [{fqn: str(spec.table) for fqn, spec in shards.items()} for shards in (saved, expected)]
     differing = sorted(fqn for fqn in both[0].keys() | both[1].keys() if both[0].get(fqn) != both[1].get(fqn))

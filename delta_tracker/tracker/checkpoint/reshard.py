@@ -1,9 +1,9 @@
-"""Find the rows of this rank's shards in what other ranks saved, under whatever sharding plan they had.
+"""Find the rows of this rank's shards in the saved parts of all ranks, for any sharding plan.
 
-A block of a shard is a range of rows by ranges of columns. A row counts as pending here if it was pending in any saved
-block that shares columns with it. Where another saved block shares columns too and the row was not pending in it, those
-columns have not changed since the consumer received them, so that what the shard holds now is what the consumer has.
-That is why the model must be restored first.
+A shard is a block: a range of rows by ranges of columns. A row is pending in this shard if it was pending in any saved
+block that shares columns with the shard. If the row was not pending in another such block, the columns of that block
+have not changed since the consumer received them, so that their old values are the shard's current ones. Therefore the
+model must be restored first.
 
 Letters: ``N`` rows, ``S`` numbers in an old state.
 """
@@ -28,7 +28,7 @@ from delta_tracker.types import ShardSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """A saved part that shares rows and columns with a shard of this rank, and which numbers of a state they share."""
+    """A saved part that overlaps a shard of this rank, and the indices of a state's numbers in both of them."""
 
     part: RankHeader
     saved_places: Tensor
@@ -36,18 +36,18 @@ class _Source:
 
 
 class Resharding:
-    """What a rank takes out of which part.
+    """Plan of the tensors that a rank reads from each saved part.
 
     Args:
-        parts: the headers of the saved parts, all alike.
-        shards: table FQN to what this rank holds; the tables are those of the parts.
-        capture: the mode, that of the parts.
+        parts: headers of parts that were saved together.
+        shards: table FQN to this rank's shard; the tables are those of the parts.
+        capture: the tracking mode, equal to that of the parts.
         rank: this rank.
-        world_size: among how many.
+        world_size: the current world size.
 
     Raises:
         PartialStateError: if the parts do not cover the shards of this rank.
-        StateMismatchError: if old states are sums over column ranges that this plan cuts elsewhere.
+        StateMismatchError: if old states are sums over column ranges that the current plan splits differently.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class Resharding:
         self._capture = capture
         missing = sorted(set(range(parts[0].world_size)) - {part.rank for part in parts})
         self._sources = {fqn: self._find(shard.spec, rank, missing) for fqn, shard in shards.items()}
-        # Each saved rank's counters go to exactly one rank.
+        # The counters of each saved rank are loaded by exactly one rank.
         self.counted = [part for part in self._parts if part.rank % world_size == rank]
         if lacking := [each for each in missing if each % world_size == rank and self._parts[0].counters]:
             raise PartialStateError("counters are missing", lacking)
 
     @property
     def annotations(self) -> Mapping[str, object]:
-        """Those of the lowest rank."""
+        """Notes of the lowest rank among the parts, by consumer."""
         return self._parts[0].annotations
 
     def needs(self) -> dict[str, Layout]:
-        """Key to layout of every tensor that :meth:`state` and the counters need."""
+        """Return the layout of every tensor that :meth:`state` and the counters need, by key."""
         rows = [
             (source.part, source.part.row_layouts(fqn)) for fqn, sources in self._sources.items() for source in sources
         ]
@@ -82,13 +82,13 @@ class Resharding:
         return {part.prefix + name: layout for part, layouts in (*rows, *counters) for name, layout in layouts.items()}
 
     def state(self, tensors: Mapping[str, Tensor]) -> LogState:
-        """What this rank's log has to know, with local ids, states on the shards' devices.
+        """Return the state of this rank's log, with local ids and with states on the shards' devices.
 
         Args:
-            tensors: all that :meth:`needs` names.
+            tensors: the tensors that :meth:`needs` lists, by key.
 
         Raises:
-            MalformedStateError: if a tensor does not hold what its header says.
+            MalformedStateError: if a tensor contradicts its header.
         """
         first = self._parts[0]
         used = {source.part.rank: source.part for sources in self._sources.values() for source in sources}
@@ -102,21 +102,21 @@ class Resharding:
         return LogState(num_batches, consumers, self._rows(HISTORY, tensors) if first.has_history else None)
 
     def _find(self, spec: ShardSpec, rank: int, missing: Sequence[int]) -> list[_Source]:
-        """The parts to take a shard's rows from."""
+        """Return the parts from which to read a shard's rows."""
         fqn = spec.table.fqn
         sharing = [part for part in self._parts if _shared_area(part.shards[fqn], spec)]
         copies = [part for part in sharing if part.shards[fqn].is_replicated]
         if copies:
-            # Each copy has a state of its own. A new copy, and shards, go on from the first one: it is what is
-            # published, and top-k leaves rows out of it alone.
+            # Each replica has its own state. New replicas and shards continue from the first one, because that is the
+            # published one and the only one from which top-k leaves rows out.
             own = [part for part in copies if spec.is_replicated and part.rank == rank]
             sharing = own or copies[:1]
         elif sum(_shared_area(part.shards[fqn], spec) for part in sharing) != spec.num_rows * spec.num_columns:
-            raise PartialStateError(f"not all of table {fqn!r} on rank {rank} is in it", missing)
+            raise PartialStateError(f"the shard of table {fqn!r} on rank {rank} is not covered", missing)
         return [_Source(part, *self._places(part.shards[fqn], spec)) for part in sharing]
 
     def _places(self, saved: ShardSpec, spec: ShardSpec) -> tuple[Tensor, Tensor]:
-        """Which numbers of a saved state are which of a state here."""
+        """Return the indices of the shared numbers in a saved state and in a state of this shard."""
         if self._capture.states_are_columns:
             mine = {column: place for place, column in enumerate(_columns(spec))}
             pairs = [(place, mine[column]) for place, column in enumerate(_columns(saved)) if column in mine]
@@ -125,7 +125,7 @@ class Resharding:
             if self._capture.keeps_old and _width(saved, spec) != sum(
                 saved.columns[place][1] - saved.columns[place][0] for place, _ in pairs
             ):
-                what = f"in table {spec.table.fqn!r} one old state for each of the column ranges"
+                what = f"old states of table {spec.table.fqn!r} for the column ranges"
                 raise StateMismatchError(what, saved.columns, spec.columns)
         found = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
         return found[:, 0], found[:, 1]
@@ -165,7 +165,7 @@ class Resharding:
 
 
 def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
-    """Those of the rows, with global ids, that lie in a shard, with local ids."""
+    """Return those of the rows, which have global ids, that belong to a shard, with local ids."""
     if rows is None:
         return None
     is_inside = (rows.ids >= spec.row_offset) & (rows.ids < spec.row_offset + spec.num_rows)
@@ -175,24 +175,24 @@ def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
 
 def _check_states(part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, places: Tensor) -> None:
     if rows.states is None or rows.known is None:
-        raise MalformedStateError(part.prefix, f"rows of {fqn!r} have no old states")
+        raise MalformedStateError(part.prefix, f"old states are missing for rows of {fqn!r}")
     if rows.states.dtype != held.dtype:
-        raise StateMismatchError(f"in table {fqn!r} old states of", rows.states.dtype, held.dtype)
+        raise StateMismatchError(f"old states of table {fqn!r} of dtype", rows.states.dtype, held.dtype)
     if rows.states.dim() != held.dim() or (len(places) and int(places.max()) >= rows.states.shape[1]):
-        raise MalformedStateError(part.prefix, f"old states of {fqn!r} are of shape {tuple(rows.states.shape)}")
+        raise MalformedStateError(part.prefix, f"old states of {fqn!r} have shape {tuple(rows.states.shape)}")
 
 
 def _shared_area(left: ShardSpec, right: ShardSpec) -> int:
-    """How many numbers of a table two blocks share."""
+    """Return how many numbers of a table two blocks share."""
     stop = min(left.row_offset + left.num_rows, right.row_offset + right.num_rows)
     return max(0, stop - max(left.row_offset, right.row_offset)) * _width(left, right)
 
 
 def _width(left: ShardSpec, right: ShardSpec) -> int:
-    """How many columns two blocks share."""
+    """Return how many columns two blocks share."""
     return sum(max(0, min(b, d) - max(a, c)) for a, b in left.columns for c, d in right.columns)
 
 
 def _columns(spec: ShardSpec) -> list[int]:
-    """The columns that a block holds, in order."""
+    """Return the columns of a block, in order."""
     return [column for start, stop in spec.columns for column in range(start, stop)]

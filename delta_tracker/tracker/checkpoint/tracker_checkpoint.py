@@ -1,4 +1,4 @@
-"""Save and load the state of a tracker, and what is registered to be saved with it."""
+"""Save and load the state of a tracker with its registered counters and notes."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ Strategy = Literal["local", "gather"]
 
 
 class Restored(Enum):
-    """What the last :meth:`TrackerCheckpoint.load_state_dict` found."""
+    """Outcome of the last :meth:`TrackerCheckpoint.load_state_dict`."""
 
     STATE = "state"
-    """A saved state: every consumer goes on where it stood."""
+    """A state was loaded: every consumer has the pending rows that were saved."""
     NOTHING = "nothing"
-    """None: all rows count as changed, for every consumer."""
+    """The checkpoint had no state: all rows are pending for every consumer."""
 
 
 class TrackerCheckpoint:
-    """Saves and loads what a log has pending for its consumers, counters, and notes about consumers.
+    """Saves and loads the pending rows of all consumers, registered counters and notes about consumers.
 
     Args:
-        log: what is pending.
-        model: the shards that the log is about.
-        mode: the tracking mode, which a saved state must share.
+        log: the change log.
+        model: the tracked model.
+        mode: the tracking mode; a saved state must have the same.
         capture: the mode's strategy.
-        monitor: gets an event where a checkpoint has no state.
+        monitor: receives an event if a checkpoint has no state.
     """
 
     def __init__(
@@ -60,33 +60,33 @@ class TrackerCheckpoint:
         self._monitor = monitor
         self._counters: dict[str, Mergeable] = {}
         self._annotations: dict[str, object] = {}
-        self._positions: dict[str, int] = {}  # where the last load put each consumer
+        self._positions: dict[str, int] = {}  # cursors after the last load
         self._restored: Restored | None = None
-        self._group: RankGroup | None = None  # made at the first gather, which all ranks take part in
+        self._group: RankGroup | None = None  # created at the first gather, in which all ranks participate
 
     @property
     def restored(self) -> Restored | None:
-        """What the last :meth:`load_state_dict` found; None before the first."""
+        """Outcome of the last :meth:`load_state_dict`; None before the first."""
         return self._restored
 
     @property
     def annotations(self) -> Mapping[str, object]:
-        """Consumer to what :meth:`annotate` noted of it, here or in the state that was loaded last."""
+        """Mapping from consumer to its note, set by :meth:`annotate` or loaded with the last state."""
         return MappingProxyType({name: note for name, note in self._annotations.items() if name in self._log.consumers})
 
     def is_as_restored(self, consumer: str) -> bool:
-        """Whether the last load put a consumer where it stands: nobody has taken rows from it since."""
+        """Return True if a consumer's cursor has not moved since a state was loaded."""
         return self._positions.get(consumer) == self._log.position(consumer)
 
     def annotate(self, consumer: str, note: object) -> None:
-        """Save a note about a consumer with its state. Of notes that differ, that of rank 0 is loaded.
+        """Set the note about a consumer that is saved with its state. If ranks differ, rank 0's note is loaded.
 
         Args:
             consumer: its name.
-            note: anything that JSON can hold; it replaces the former note.
+            note: a JSON value; replaces the previous note.
 
         Raises:
-            InvalidArgumentError: for what JSON cannot hold.
+            InvalidArgumentError: if ``note`` is not a JSON value.
         """
         try:
             self._annotations[consumer] = json.loads(json.dumps(note, allow_nan=False))
@@ -96,7 +96,7 @@ class TrackerCheckpoint:
     def register_counter(self, name: str, counter: object) -> None:
         """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
         if not name or "/" in name or name in self._counters:
-            raise InvalidArgumentError("name", name, f"Pass a name without slash beside {sorted(self._counters)}")
+            raise InvalidArgumentError("name", name, f"Pass a name without slash, not in {sorted(self._counters)}")
         self._counters[name] = as_mergeable(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
@@ -129,12 +129,12 @@ class TrackerCheckpoint:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
         for name in self._log.consumers:
-            self._log.resolve(name)  # refuses one that is reserved
+            self._log.resolve(name)  # raises if the consumer is reserved
         if not state:
             self._log.mark_everything()
             self._annotations, self._restored = {}, Restored.NOTHING
-            _logger.warning("The checkpoint has no tracker state: every row counts as changed, for every consumer.")
-            self._monitor.log("delta_tracker.restored_nothing", "every row counts as changed, for every consumer")
+            _logger.warning("loaded a checkpoint without tracker state: every row counts as changed for every consumer")
+            self._monitor.log("delta_tracker.restored_nothing", "every row counts as changed for every consumer")
             return
         plan = self.plan_load(_parts(state))
         tensors = {}
@@ -172,10 +172,10 @@ class TrackerCheckpoint:
 
 
 def _parts(state: Mapping[str, Tensor]) -> list[RankHeader]:
-    """The headers of a state.
+    """Return the headers of all parts in a state.
 
     Raises:
-        MalformedStateError: if there is none.
+        MalformedStateError: if there is no header, or a header is invalid.
     """
     parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(key)]
     if not parts:
@@ -184,12 +184,12 @@ def _parts(state: Mapping[str, Tensor]) -> list[RankHeader]:
 
 
 def _counted(name: str, parts: Sequence[RankHeader], tensors: Mapping[str, Tensor]) -> list[Mapping[str, object]]:
-    """What the parts say of a counter."""
+    """Return the saved fields of a counter from all parts that have it."""
     return [fields for part in parts if (fields := part.counter(name, tensors)) is not None]
 
 
 def _place() -> tuple[int, int]:
-    """Rank and world size; those of a world of one where no process group was made."""
+    """Return rank and world size; ``(0, 1)`` if no process group is initialised."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
