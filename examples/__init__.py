@@ -1,1 +1,1 @@
-"""Programs that show the library at work."""
+"""Example programs, one per feature."""

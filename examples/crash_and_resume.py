@@ -1,8 +1,8 @@
-"""A trainer is killed and resumes on another number of ranks; the predictor comes back from a future that is no more.
+"""Kill a trainer and resume it on another number of ranks; the predictor returns to the resumed trainer's state.
 
-Two ranks publish at every third batch, keep a checkpoint at every tenth, and are killed after the 25th: version 8 then
-holds batches that no checkpoint has. One rank resumes from batch 20. Its first version carries what was pending in the
-checkpoint, and every row that the lost batches had changed, as a delta. Run it, with any new folder::
+Two ranks publish every third batch, save a checkpoint every tenth, and are killed after batch 25. Version 8 then has
+batches that are in no checkpoint. One rank resumes from batch 20. Its first version is a delta with the rows that were
+pending in the checkpoint and all rows that the lost batches had changed. Run it with a new folder::
 
     torchrun --standalone --nproc-per-node 2 -m examples.crash_and_resume FOLDER --die-after 25
     torchrun --standalone --nproc-per-node 1 -m examples.crash_and_resume FOLDER
@@ -36,15 +36,15 @@ PUBLISH_EVERY, SAVE_EVERY, NUM_BATCHES = 3, 10, 40
 
 
 def main(folder: Path, die_after: int | None) -> None:
-    """Train, from the newest checkpoint if there is one."""
+    """Train from the newest checkpoint, if there is one."""
     dist.init_process_group("gloo")
     rank, url = dist.get_rank(), f"file://{folder.resolve()}/stream"
     served = torch.zeros(NUM_ROWS, COLUMNS)
-    predictor = Predictor({TABLE: served}, url)  # in life a process of its own, which no crash of a trainer touches
+    predictor = Predictor({TABLE: served}, url)  # usually in its own process, which survives the trainer
     saved = sorted(path.parent for path in folder.glob("checkpoint-*/.metadata"))
     if saved:
-        predictor.sync()  # as it stood when the trainer died
-        report(rank, f"the predictor holds version {predictor.version}, of a trainer that is gone")
+        predictor.sync()  # the state at the crash
+        report(rank, f"the predictor is at version {predictor.version}, from the killed trainer")
 
     model = sharded_model()
     tracker = ModelDeltaTracker(model, consumers=["stream"])
@@ -52,7 +52,7 @@ def main(folder: Path, die_after: int | None) -> None:
         tracked = SavedTracker(tracker, saved[-1])
         dcp.load({"model": model, "optimizer": model.fused_optimizer, "tracker": tracked}, checkpoint_id=saved[-1])
         report(rank, f"{dist.get_world_size()} rank resumes at batch {tracker.num_batches}")
-    publisher = Publisher(tracker, url)  # built once the tracker is restored: it now marks what the stream had later
+    publisher = Publisher(tracker, url)  # after the restore: marks the rows of versions newer than the checkpoint
 
     while tracker.num_batches < NUM_BATCHES:
         generator = torch.Generator().manual_seed(1000 * tracker.num_batches + rank)
@@ -80,7 +80,7 @@ def main(folder: Path, die_after: int | None) -> None:
 
 
 def sharded_model() -> DistributedModelParallel:
-    """One table, by rows over all ranks."""
+    """Return a model with one table, sharded by rows over all ranks."""
     config = EmbeddingConfig(name="user", num_embeddings=NUM_ROWS, embedding_dim=COLUMNS, feature_names=["user"])
     collection = EmbeddingCollection(tables=[config], device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
@@ -99,7 +99,7 @@ def sharded_model() -> DistributedModelParallel:
 
 
 def report(rank: int, line: str) -> None:
-    """Print a line once."""
+    """Print a line on rank 0."""
     if rank == 0:
         print(line, flush=True)
 
@@ -107,6 +107,6 @@ def report(rank: int, line: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the stream and the checkpoints")
-    parser.add_argument("--die-after", type=int, help="the batch after which every rank kills itself")
+    parser.add_argument("--die-after", type=int, help="batch after which every rank kills itself")
     arguments = parser.parse_args()
     main(arguments.folder, arguments.die_after)

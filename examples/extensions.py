@@ -1,7 +1,7 @@
-"""Each extension point at its smallest, wired in: a table, a carrier of hints, and a sink of the monitor.
+"""Minimal implementations of three extension points: a table, a transport for hints, and a sink of the monitor.
 
-Shows a predictor that writes into a store of keys and values, which hears of versions through a file, and whose metrics
-go to a CSV file. Run it: ``python -m examples.extensions``
+The predictor writes to a key-value store, receives hints through a file, and writes its metrics to a CSV file. Run it:
+``python -m examples.extensions``
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ TABLE = "embedding_bags.item"
 
 
 class KeyValueTable(RowTarget):
-    """Rows as bytes by id, as in RocksDB or Redis; here a dict."""
+    """Rows stored as bytes by id, as in RocksDB or Redis; here in a dict."""
 
     def __init__(self, num_rows: int, dim: int) -> None:
         self.num_rows, self.dim, self.dtype = num_rows, dim, torch.float32
-        self.rows, self.columns = (0, num_rows), ((0, dim),)  # all of it is held here
-        self.needs_whole_rows = True  # a value holds the whole row
+        self.rows, self.columns = (0, num_rows), ((0, dim),)  # the whole table
+        self.needs_whole_rows = True  # a value of the store is a whole row
         self.store: dict[int, bytes] = {}
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
-        """Put rows; ``columns`` are always all of them."""
+        """Write rows; ``columns`` are always all columns."""
         del columns
         keys = range(ids.start, ids.stop) if isinstance(ids, slice) else ids.tolist()
         self.store.update(zip(keys, (row.tobytes() for row in values.numpy()), strict=True))
 
 
 class FileNotifier:
-    """Hints through files on a disk that both sides see: a stream's file says its newest version."""
+    """Hints through files on a shared disk: the file of a stream contains its newest version."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def announce(self, stream: str, version: int) -> None:
-        """Replace the file, so that nobody reads half of it."""
+        """Replace the file atomically, so that no reader sees a part of it."""
         draft = self.folder / f"{stream}.draft"
         draft.write_text(str(version))
         draft.replace(self.folder / stream)
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Look until it says more; what is missing or wrong may raise, for it is contained."""
+        """Poll the file until its version is above ``after``. Errors may be raised: the caller handles them."""
         deadline, file = time.monotonic() + timeout_seconds, self.folder / stream
         while not (file.exists() and int(file.read_text()) > after):
             if time.monotonic() > deadline:
@@ -63,28 +63,28 @@ class FileNotifier:
         return True
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is kept open."""
 
 
 class CsvSink(Sink):
-    """One line for each figure of each window."""
+    """Sink that writes one line per value of each window."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w")
 
     def deliver(self, batch: Batch) -> None:
-        """Write a collection."""
+        """Write the windows of a batch."""
         for window in batch.windows:
             for aggregation, figure in window.values.items():
                 self._file.write(f"{batch.time_ns},{window.definition.name},{aggregation},{figure}\n")
 
     def close(self) -> None:
-        """Write the rest."""
+        """Flush and close the file."""
         self._file.close()
 
 
 def main() -> None:
-    """Wire them in."""
+    """Train and publish one version with all three extensions."""
     folder = Path(tempfile.mkdtemp())
     url, notifier = f"file://{folder}/stream", FileNotifier(folder)
     monitor.start([CsvSink(folder / "metrics.csv")], interval=timedelta(seconds=1), system=False)
@@ -98,7 +98,7 @@ def main() -> None:
     publisher.snapshot()
     served = KeyValueTable(NUM_ROWS, COLUMNS)
     with Predictor({TABLE: served}, url, notifier=notifier) as predictor:
-        predictor.follow(poll_seconds=30)  # the hints are what makes it quick
+        predictor.follow(poll_seconds=30)  # hints make it faster than the polling interval
         features = KeyedJaggedTensor(["item"], torch.arange(100), lengths=torch.ones(100, dtype=torch.int64))
         model(features).values().sum().backward()
         tracker.step()

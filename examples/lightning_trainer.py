@@ -1,7 +1,7 @@
-"""Training under PyTorch Lightning: a callback tracks, publishes by its cadence, and checkpoints.
+"""Train under PyTorch Lightning with a callback that tracks rows, publishes on a cadence and saves checkpoints.
 
-Shows what Lightning needs to know of TorchRec, and a second ``fit`` that goes on from the checkpoint with
-the same stream. Run it: ``python -m examples.lightning_trainer``
+Shows the settings that Lightning needs for TorchRec, and a second ``fit`` that resumes from the checkpoint and
+continues the same stream. Run it: ``python -m examples.lightning_trainer``
 """
 
 from __future__ import annotations
@@ -28,59 +28,59 @@ TABLE = "model.embedding_bags.item"
 
 
 class Strategy(DDPStrategy):
-    """TorchRec's DMP synchronises and restores its model by itself: Lightning is not to wrap or load it."""
+    """Strategy that neither wraps nor loads the model, because TorchRec's DMP does both."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         return model
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Left to the module below."""
+        """Do nothing: ``Recommender.on_load_checkpoint`` loads the model."""
 
 
 class Recommender(lightning.LightningModule):
-    """A model that is one table."""
+    """Model with one table and a bias."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = folder
 
     def configure_model(self) -> None:
-        """Shard the model, once the ranks' group stands."""
+        """Shard the model; the process group exists by now."""
         config = EmbeddingBagConfig(name="item", num_embeddings=NUM_ROWS, embedding_dim=COLUMNS, feature_names=["item"])
         collection = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
         self.model = DistributedModelParallel(collection, device=torch.device("cpu"))
         self.bias = nn.Parameter(torch.zeros(1))
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         del batch_idx
         (items,) = batch
         features = KeyedJaggedTensor(["item"], items, lengths=torch.ones_like(items))
         return (self.model(features).values().sum(dim=1) + self.bias - 1).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """For the dense part alone: the table's optimizer is fused."""
+        """Return the optimizer of the dense part; the table's optimizer is fused."""
         return torch.optim.SGD([self.bias], lr=0.1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put sharded tensors into a checkpoint of DCP, beside Lightning's file."""
+        """Save sharded tensors with DCP, next to Lightning's file."""
         checkpoint["state_dict"] = {}
         dcp.save({"model": self.model, "bias": self.bias.data}, checkpoint_id=f"{self.folder}/model")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them; the callback restores the tracker afterwards."""
+        """Load the sharded tensors; the callback loads the tracker afterwards."""
         del checkpoint
         dcp.load({"model": self.model, "bias": self.bias.data}, checkpoint_id=f"{self.folder}/model")
 
 
 class Compare(lightning.Callback):
-    """Brings a predictor up to date when training ends, and compares it."""
+    """Callback that compares a predictor with the trainer at the end of training."""
 
     def __init__(self, tracking: TrackerCallback, url: str) -> None:
         self.tracking, self.url = tracking, url
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Publish the rest, and look."""
+        """Publish the pending rows, sync a predictor and compare its rows."""
         del pl_module
         publisher = self.tracking.publisher
         assert publisher is not None
@@ -92,7 +92,7 @@ class Compare(lightning.Callback):
 
 
 def fit(folder: str, num_batches: int, checkpoint: str | None) -> None:
-    """Train up to a number of batches."""
+    """Train up to a number of batches, from a checkpoint if one is given."""
     url = f"file://{folder}/stream"
     tracking = TrackerCallback(
         build=ModelDeltaTracker,

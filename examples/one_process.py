@@ -1,7 +1,7 @@
-"""The tracker alone, in one process: which rows did training change since I last asked?
+"""Use the tracker alone, in one process: read the rows that training changed since the last read.
 
-Shows that evaluation is no update, that a read which is not committed loses nothing, and that consumers are
-independent. Run it: ``python -m examples.one_process``
+Shows that evaluation is not an update, that an uncommitted read loses nothing, and that consumers are independent. Run
+it: ``python -m examples.one_process``
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from delta_tracker import ModelDeltaTracker, TrackingMode
 
-TABLE = "embedding_bags.user"  # its name in state_dict, without .weight
+TABLE = "embedding_bags.user"  # the name in state_dict without .weight
 
 
 def main() -> None:
-    """Train three batches, evaluate one, and read what changed."""
+    """Train three batches, evaluate one, and read the changed rows."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = build_model()
     tracker = ModelDeltaTracker(model, consumers=["stream", "audit"], mode=TrackingMode.EMBEDDING)
 
     for batch in ([7, 42, 7], [42], [900]):
-        model(users(batch)).values().sum().backward()  # the fused optimizer updates the rows in here
+        model(users(batch)).values().sum().backward()  # the fused optimizer updates the rows here
         tracker.step()
     with torch.no_grad():
         model(users([1, 2, 3]))
@@ -39,7 +39,7 @@ def main() -> None:
         print(f"  row {row}: {before[0]:+.4f} -> {now[0]:+.4f} in its first column")
     assert rows.global_ids.tolist() == [7, 42, 900]
 
-    # Whoever crashes before the commit gets the same rows again.
+    # After a crash before the commit, the next read returns the same rows.
     again = tracker.get_delta("stream", commit=False)
     assert again[TABLE].ids.equal(rows.ids)
     tracker.commit(again)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def build_model() -> DistributedModelParallel:
-    """A table of 1000 users, on this process."""
+    """Return a model with one table of 1000 users, sharded on this process."""
     config = EmbeddingBagConfig(name="user", num_embeddings=1000, embedding_dim=16, feature_names=["user"])
     collection = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
@@ -60,7 +60,7 @@ def build_model() -> DistributedModelParallel:
 
 
 def users(ids: list[int]) -> KeyedJaggedTensor:
-    """A batch of one bag."""
+    """Return a batch with one bag of ids."""
     return KeyedJaggedTensor(["user"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
 
 

@@ -1,7 +1,7 @@
-"""Your own metrics beside the library's, at an endpoint that Prometheus scrapes.
+"""Export your own metrics and the library's at an endpoint that Prometheus scrapes.
 
-Shows each kind of metric, labels, a callback that is asked at each collection, an event, and what ``curl`` sees. Run
-it: ``python -m examples.own_metrics --keep``, then ``curl http://127.0.0.1:9464/metrics`` elsewhere.
+Shows each kind of metric, labels, a callback that runs at each collection, an event, and the output of the endpoint.
+Run it: ``python -m examples.own_metrics --keep``, then ``curl http://127.0.0.1:9464/metrics`` in another terminal.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SHOWN = ("training_", "delta_tracker_published_")
 
 
 def main(port: int, *, keep: bool) -> None:
-    """Train, record, and fetch what Prometheus would."""
+    """Train, record metrics, and fetch the endpoint as Prometheus does."""
     examples = monitor.counter("training.examples", "Examples seen.", labels=("split",))
     loss = monitor.stat("training.loss", "Loss of a batch.", window=monitor.Window(count=10))
     seconds = monitor.histogram("training.step_seconds", "Time of a step.", unit="seconds")
     rate = monitor.gauge("training.learning_rate", "Learning rate.")
     seen: set[int] = set()
-    monitor.passive("training.different_items", lambda: len(seen), "Items seen so far.")  # asked at each collection
+    monitor.passive("training.different_items", lambda: len(seen), "Items seen so far.")  # called at each collection
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = EmbeddingBagConfig(name="item", num_embeddings=1000, embedding_dim=8, feature_names=["item"])
@@ -56,7 +56,7 @@ def main(port: int, *, keep: bool) -> None:
         examples.cell(split="train").add(BATCH)
     monitor.log("training.published", "by hand", version=publisher.publish().version)
     publisher.close()
-    monitor.flush()  # Prometheus sees the last collection; here it comes at least every second
+    monitor.flush()  # the endpoint has the last collection; without flush() there is one per second
 
     address = f"http://127.0.0.1:{sink.port}/metrics"
     with urllib.request.urlopen(address) as answer:
@@ -67,7 +67,7 @@ def main(port: int, *, keep: bool) -> None:
     assert f'training_examples_total{{job="trainer",split="train"}} {BATCH * NUM_BATCHES:.1f}' in lines
     assert f'training_step_seconds_count{{job="trainer"}} {NUM_BATCHES:.1f}' in lines
     if keep:
-        print(f"curl {address}    (Ctrl-C ends it)", flush=True)
+        print(f"curl {address}    (stop with Ctrl-C)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()
     monitor.stop()
@@ -75,13 +75,13 @@ def main(port: int, *, keep: bool) -> None:
 
 
 def batch(step: int) -> KeyedJaggedTensor:
-    """A few items that follow each other."""
+    """Return a batch of consecutive items."""
     return KeyedJaggedTensor(["item"], torch.arange(step, step + BATCH), lengths=torch.ones(BATCH, dtype=torch.int64))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=9464, help="of the endpoint; 0 for one that is free")
+    parser.add_argument("--port", type=int, default=9464, help="port of the endpoint; 0 for any free port")
     parser.add_argument("--keep", action="store_true", help="serve the endpoint until Ctrl-C")
     arguments = parser.parse_args()
     main(arguments.port, keep=arguments.keep)

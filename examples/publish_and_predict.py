@@ -1,4 +1,4 @@
-"""A trainer publishes, a predictor in another process follows, and needs no torchrec for it.
+"""Publish from a trainer and follow in another process, which does not need torchrec.
 
 Shows a serving model of plain torch whose names differ from the trainer's, and dense parameters of the same cut.
 Run it: ``python -m examples.publish_and_predict``, which starts
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 
 NUM_USERS, COLUMNS, NUM_DELTAS = 1000, 8, 5
-# the stream's names, which are the trainer's, to those of the serving model
+# names in the stream (the trainer's) to names in the serving model
 NAMES = {"0.embedding_bags.user": "users", "1.weight": "score.weight", "1.bias": "score.bias"}
 
 
 class Server(nn.Module):
-    """What a serving host has: plain torch."""
+    """Serving model of plain torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Server(nn.Module):
         self.score = nn.Linear(COLUMNS, 1)
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """A score per bag of ids."""
+        """Return a score per bag of ids."""
         return self.score(self.users(ids, offsets))
 
 
@@ -44,7 +44,7 @@ def predict(url: str, last: int) -> None:
         predictor.follow()
         shown = None
         while shown != last:
-            with predictor.reading() as held:  # no row changes in here
+            with predictor.reading() as held:  # no row changes inside this block
                 score = server(torch.arange(4), torch.tensor([0, 4])).item()
             if held.version != shown and held.version is not None:
                 shown = held.version
@@ -57,8 +57,8 @@ def predict(url: str, last: int) -> None:
 
 
 def train(url: str) -> None:
-    """Publish a snapshot and deltas, and compare what the predictor ends up with."""
-    import torchrec  # noqa: PLC0415  the predictor's process does without
+    """Publish a snapshot and deltas, and compare the predictor's final rows with the trainer's."""
+    import torchrec  # noqa: PLC0415  the predictor's process does not need it
     from torch import distributed as dist  # noqa: PLC0415
     from torchrec.distributed.model_parallel import DistributedModelParallel  # noqa: PLC0415
 
@@ -67,7 +67,7 @@ def train(url: str) -> None:
         name="user", num_embeddings=NUM_USERS, embedding_dim=COLUMNS, feature_names=["user"]
     )
     collection = torchrec.EmbeddingBagCollection(tables=[config])
-    # the collection gives a keyed tensor, so the linear layer is called beside it
+    # the collection returns a keyed tensor, so the linear layer is called separately
     model = DistributedModelParallel(nn.Sequential(collection, nn.Linear(COLUMNS, 1)), device=torch.device("cpu"))
     collection, dense = model.module
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
@@ -98,14 +98,14 @@ def train(url: str) -> None:
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """SHA-256 of the tensors' bytes."""
+    """Return the SHA-256 of the tensors' bytes."""
     return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url", nargs="?", help="the stream that a predictor is to follow; none for the trainer")
-    parser.add_argument("last", nargs="?", type=int, help="the version at which the predictor ends")
+    parser.add_argument("url", nargs="?", help="stream to follow as the predictor; omit it for the trainer")
+    parser.add_argument("last", nargs="?", type=int, help="version at which the predictor stops")
     arguments = parser.parse_args()
     if arguments.url:
         predict(arguments.url, arguments.last)

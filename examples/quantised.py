@@ -1,6 +1,6 @@
-"""TorchRec's quantised inference module, kept fresh: rows are quantised as they arrive, while it serves.
+"""Update TorchRec's quantised inference module while it serves; each received row is quantised.
 
-Shows that the served int8 table has the very bytes that quantising the trainer's whole table anew would give. Run it:
+Shows that the bytes of the served int8 table equal those of the trainer's table, newly quantised. Run it:
 ``python -m examples.quantised``
 """
 
@@ -24,7 +24,7 @@ NUM_ROWS, COLUMNS = 10_000, 32
 
 
 def main() -> None:
-    """Quantise an untrained model, train the trainer's, and let the predictor do the rest."""
+    """Quantise an untrained model, train another one, and let a predictor update the quantised one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trained = build()
     apply_optimizer_in_backward(RowWiseAdagrad, trained.parameters(), {"lr": 0.1})
@@ -35,7 +35,7 @@ def main() -> None:
     url = f"file://{tempfile.mkdtemp()}"
     publisher = Publisher(tracker, url)
     publisher.snapshot()
-    # torchrec quantises what is inside a module, so the served table has a longer name than the trainer's
+    # torchrec quantises the children of a module, so the served table's name is longer than the trainer's
     predictor = Predictor(served, url, names={"embedding_bags.item": "0.embedding_bags.item"})
     predictor.sync()
 
@@ -53,32 +53,32 @@ def main() -> None:
     anew = build()
     anew.embedding_bags["item"].weight = nn.Parameter(tracker.read_rows("embedding_bags.item"))
     assert memory(served).equal(memory(quantise(anew)))
-    print(f"all {memory(served).numel():,} bytes are those of the trainer's table, quantised anew")
+    print(f"all {memory(served).numel():,} bytes equal those of the trainer's table, newly quantised")
     publisher.close()
     dist.destroy_process_group()
 
 
 def build() -> EmbeddingBagCollection:
-    """One table."""
+    """Return a collection with one table."""
     config = EmbeddingBagConfig(name="item", num_embeddings=NUM_ROWS, embedding_dim=COLUMNS, feature_names=["item"])
     return EmbeddingBagCollection(tables=[config])
 
 
 def quantise(collection: EmbeddingBagCollection) -> nn.Module:
-    """The int8 inference module of a float one."""
+    """Return the int8 inference module of a float collection."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.ao.quantization is deprecated", DeprecationWarning)
         return quantize_inference_model(nn.Sequential(collection), quantization_dtype=torch.qint8)
 
 
 def memory(model: nn.Module) -> Tensor:
-    """The bytes of the only quantised table: codes, scales and biases."""
+    """Return the bytes of the only quantised table: codes, scales and biases."""
     weights: Tensor = model.state_dict()["0.embedding_bags.item.weight"]
     return weights
 
 
 def batch(generator: torch.Generator, size: int = 64) -> KeyedJaggedTensor:
-    """A random item per example."""
+    """Return a batch with one random item per example."""
     ids = torch.randint(0, NUM_ROWS, (size,), generator=generator)
     return KeyedJaggedTensor(["item"], ids, lengths=torch.ones(size, dtype=torch.int64))
 

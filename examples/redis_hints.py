@@ -1,7 +1,7 @@
-"""Hints over Redis: a predictor that looks into the store twice a minute hears of each version at once.
+"""Send hints over Redis: a predictor that polls the store twice a minute applies each version within milliseconds.
 
-Shows the time from commit to applied with hints, and that a hint is only a hint: the store alone says what exists, so
-without Redis the same program would end in half a minute per version. Run it:
+Shows the time from commit to applied. A hint only triggers a poll of the store. If Redis is down, the same program
+works, but takes up to half a minute per version. Run it:
 ``python -m examples.redis_hints redis://127.0.0.1:6379/0``
 """
 
@@ -24,7 +24,7 @@ TABLE = "embedding_bags.item"
 
 
 def main(redis_url: str) -> None:
-    """Publish, and wait for each version to arrive."""
+    """Publish versions and wait until the predictor has applied each."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = EmbeddingBagConfig(name="item", num_embeddings=1000, embedding_dim=8, feature_names=["item"])
     collection = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
@@ -35,7 +35,7 @@ def main(redis_url: str) -> None:
     publisher = Publisher(tracker, url, notifier=RedisNotifier(redis_url))
     publisher.snapshot()
     served = torch.empty(1000, 8)
-    # in life a process of its own, so it has its own connection
+    # usually in its own process, so it has its own connection
     with Predictor({TABLE: served}, url, notifier=RedisNotifier(redis_url)) as predictor:
         predictor.follow(poll_seconds=POLL_SECONDS)
         wait_for(predictor, publisher.version)
@@ -49,12 +49,12 @@ def main(redis_url: str) -> None:
             print(f"version {manifest.version}: applied {took:.0f} ms after its commit")
         assert served.equal(tracker.read_rows(TABLE))
     publisher.close()
-    print(f"the predictor equals the trainer, and never waited for its next look after {POLL_SECONDS:.0f} s")
+    print(f"the predictor equals the trainer, and never waited for its next poll after {POLL_SECONDS:.0f} s")
     dist.destroy_process_group()
 
 
 def wait_for(predictor: Predictor, version: int) -> None:
-    """Wait until a version is applied; a hint that was lost costs the time to the next look."""
+    """Wait until a version is applied; after a lost hint, that is at the next poll."""
     while predictor.version != version:
         if predictor.error is not None:
             raise predictor.error

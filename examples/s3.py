@@ -1,7 +1,7 @@
-"""A stream in a bucket: S3, or whatever speaks its protocol and honours If-None-Match.
+"""Publish to a bucket: S3, or another store with its protocol and support for If-None-Match.
 
-Shows how a store gets its options, what lies in the bucket, and a predictor that starts from it. Credentials come from
-the options or from the variables AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Run it::
+Shows how to pass options to a store, the objects in the bucket, and a predictor that starts from them. Credentials come
+from the options, or from the variables AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Run it::
 
     python -m examples.s3 s3://bucket/prefix region=eu-central-1
     python -m examples.s3 s3://bucket/prefix endpoint=http://127.0.0.1:8333 allow_http=true region=us-east-1
@@ -23,7 +23,7 @@ TABLE = "embedding_bags.item"
 
 
 def main(url: str, options: dict[str, str]) -> None:
-    """Publish to the bucket, follow it, and list it."""
+    """Publish to the bucket, sync a predictor, and list the objects."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = EmbeddingBagConfig(name="item", num_embeddings=NUM_ROWS, embedding_dim=COLUMNS, feature_names=["item"])
     collection = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
@@ -31,7 +31,7 @@ def main(url: str, options: dict[str, str]) -> None:
     tracker = ModelDeltaTracker(model)
 
     storage = Storage(url, options=options)
-    # A store that lets two publishers create one object would lose versions: it is refused here, with UnsafeStoreError.
+    # Raises UnsafeStoreError for a store that lets two publishers create one object, because it would lose versions.
     publisher = Publisher(tracker, storage, retention=Retention(versions=100))
     publisher.snapshot()
     served = torch.empty(NUM_ROWS, COLUMNS)
@@ -60,6 +60,6 @@ def main(url: str, options: dict[str, str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="s3://bucket/prefix")
-    parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="options of the store, by obstore's names")
+    parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="options of the store, with obstore's names")
     arguments = parser.parse_args()
     main(arguments.url, dict(option.split("=", 1) for option in arguments.options))

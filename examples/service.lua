@@ -1,5 +1,5 @@
--- Load for examples/service.py: asks for random rows, and checks every answer.
--- A row is torn if its columns differ; rows are mixed if they differ while no version was being applied.
+-- wrk script for examples/service.py: requests random rows and checks every response.
+-- A row is torn if its columns differ. Rows are mixed if they differ while no version is being applied.
 
 local NUM_ROWS, IDS = 20000, 20
 local threads = {}

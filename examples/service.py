@@ -1,14 +1,14 @@
-"""A predictor inside a small FastAPI service: it answers from tables that a thread keeps fresh.
+"""Serve rows with FastAPI from tables that a predictor updates in a thread.
 
 Shows ``predictor.follow()`` in the service's lifespan, ``predictor.reading()`` around the lookups of a request, and a
-health endpoint with the lag. Run it, each in a terminal of its own::
+health endpoint with the lag. Run each line in its own terminal::
 
     python -m examples.service publish file:///tmp/stream
     python -m examples.service serve file:///tmp/stream --port 8000
     curl 'http://127.0.0.1:8000/rows?ids=1&ids=42'; curl http://127.0.0.1:8000/health
     wrk --script examples/service.lua --latency http://127.0.0.1:8000
 
-The trainer adds 1 to every row in each batch and publishes each batch, so that whoever gets rows can check them.
+The trainer adds 1 to every row in each batch and publishes each batch, so that clients can check the rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLE = "embedding_bags.item"
 
 
 def create_app(url: str) -> FastAPI:
-    """The service, for any ASGI server; one process of it has one table."""
+    """Return the service, for any ASGI server; each process of it has its own table."""
     table = nn.EmbeddingBag(NUM_ROWS, COLUMNS)
     predictor = Predictor({TABLE: table.weight}, url, name="service")
 
@@ -46,16 +46,16 @@ def create_app(url: str) -> FastAPI:
 
     @app.get("/rows")
     def rows(ids: Annotated[list[int], Query()]) -> dict[str, object]:
-        """Rows of the version or, some of them, of the one being applied. Not async, so that it runs in a thread."""
+        """Return rows, some of them possibly of the version being applied. Not async, so that it runs in a thread."""
         with torch.no_grad(), predictor.reading() as held:
             found = [table.weight[item].tolist() for item in ids]  # no row changes from one lookup to the next
         if held.version is None:
-            raise HTTPException(503, "no version has come yet")
+            raise HTTPException(503, "no version has been applied yet")
         return {"version": held.version, "applying": held.applying, "rows": found}
 
     @app.get("/health")
     def health(response: Response) -> dict[str, object]:
-        """200 while the predictor holds a version and nothing holds it up; the lag is for whoever alerts."""
+        """Return 200 if a version is applied and there is no error; alerts can use the lag."""
         status = predictor.status()
         is_well = status.version is not None and status.error is None
         response.status_code = 200 if is_well else 503
@@ -71,8 +71,8 @@ def create_app(url: str) -> FastAPI:
 
 
 def publish(url: str, pause_seconds: float) -> None:
-    """Train until Ctrl-C: in each batch every row grows by 1, and each batch is a version."""
-    from torch import distributed as dist  # noqa: PLC0415  the service does without
+    """Train until Ctrl-C: each batch adds 1 to every row and is published as a version."""
+    from torch import distributed as dist  # noqa: PLC0415  the service does not need it
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: PLC0415
     from torchrec.distributed.model_parallel import DistributedModelParallel  # noqa: PLC0415
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: PLC0415
@@ -88,7 +88,7 @@ def publish(url: str, pause_seconds: float) -> None:
     publisher = Publisher(tracker, url)
     every = KeyedJaggedTensor(["item"], torch.arange(NUM_ROWS), lengths=torch.ones(NUM_ROWS, dtype=torch.int64))
     stop = threading.Event()
-    signal.signal(signal.SIGINT, lambda *_: stop.set())  # Ctrl-C ends it between two versions
+    signal.signal(signal.SIGINT, lambda *_: stop.set())  # Ctrl-C stops it between two versions
     while not stop.wait(pause_seconds):
         model(every).values().sum().neg().backward()
         tracker.step()
@@ -100,8 +100,8 @@ def publish(url: str, pause_seconds: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", choices=["publish", "serve"])
-    parser.add_argument("url", help="the stream")
-    parser.add_argument("--port", type=int, default=8000, help="of the service")
+    parser.add_argument("url", help="url of the stream")
+    parser.add_argument("--port", type=int, default=8000, help="port of the service")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds between two batches of the trainer")
     arguments = parser.parse_args()
     if arguments.role == "publish":

@@ -1,7 +1,7 @@
-"""Tables that are sharded over two ranks: each rank tracks and publishes its own rows, nobody gathers any.
+"""Publish tables that are sharded over two ranks; each rank tracks and publishes its own rows, without a gather.
 
 Shows local and global ids, one version from all ranks with the dense parameters of the same cut, and an unsharded
-predictor that holds what the ranks hold. Run it:
+predictor with the rows of all ranks. Run it:
 ``torchrun --standalone --nproc-per-node 2 -m examples.sharded``
 """
 
@@ -40,15 +40,15 @@ class Model(nn.Module):
         self.dense = nn.Linear(COLUMNS * len(TABLES), 1)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """The mean score of a batch."""
+        """Return the mean score of a batch."""
         return self.dense(self.tables(features).values()).mean()
 
 
 def main() -> None:
-    """Train on every rank, publish, and compare."""
+    """Train on every rank, publish, and compare a predictor with this rank's shards."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    url = [f"file://{tempfile.mkdtemp()}"]  # one place that all ranks reach, such as s3://bucket/prefix
+    url = [f"file://{tempfile.mkdtemp()}"]  # the same location for all ranks, such as s3://bucket/prefix
     dist.broadcast_object_list(url)
 
     model = shard(Model("meta"))
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def shard(model: Model) -> DistributedModelParallel:
-    """Users by rows over all ranks, movies on the last one."""
+    """Shard users by rows over all ranks, and put movies on the last rank."""
     apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": 0.1})
     world_size = dist.get_world_size()
     sharder: Any = EmbeddingBagCollectionSharder()
@@ -97,7 +97,7 @@ def shard(model: Model) -> DistributedModelParallel:
 
 
 def batch(generator: torch.Generator, size: int = 16) -> KeyedJaggedTensor:
-    """One random id per feature and example."""
+    """Return a batch with one random id per feature and example."""
     ids = torch.cat([torch.randint(0, num_rows, (size,), generator=generator) for num_rows in TABLES.values()])
     return KeyedJaggedTensor(list(TABLES), ids, lengths=torch.ones(len(ids), dtype=torch.int64))
 

@@ -1,7 +1,7 @@
-"""Top-k under a bandwidth budget: each version carries what changed most, and at most 16 KiB of it.
+"""Publish within a bandwidth budget: each version has the rows that changed most, at most 16 KiB.
 
-Shows how much of what training changed a few of its rows carry, that rows which are left out are counted and come
-later, and that nothing is lost: without training, a few more versions bring the predictor level. Run it:
+Shows how much of the change is in a few rows. The other rows stay pending and are published later, so nothing is lost:
+without training, a few more versions make the predictor equal to the trainer. Run it:
 ``python -m examples.top_k``
 """
 
@@ -25,7 +25,7 @@ ROW_BYTES = 4 * COLUMNS + 8  # values and id
 
 
 def main() -> None:
-    """Train on items of which few are popular, and publish within the budget."""
+    """Train on items with a Zipf distribution, and publish within the budget."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = EmbeddingBagConfig(name="item", num_embeddings=NUM_ROWS, embedding_dim=COLUMNS, feature_names=["item"])
     collection = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
@@ -33,9 +33,9 @@ def main() -> None:
     model = DistributedModelParallel(collection, device=torch.device("cpu"))
 
     url = f"file://{tempfile.mkdtemp()}"
-    # EMBEDDING keeps the rows as the stream last carried them, which is what the distance is measured from.
+    # EMBEDDING keeps the last published values, from which the distance is measured.
     tracker = ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING)
-    # A row that fifty versions have left out goes with the next, above the budget if need be.
+    # A row that fifty versions have left out is in the next one, even above the budget.
     publisher = Publisher(tracker, url, top_k=TopK(num_bytes=BUDGET_BYTES, max_age=50))
     publisher.snapshot()
     served = torch.empty(NUM_ROWS, COLUMNS)
@@ -65,20 +65,20 @@ def main() -> None:
         assert manifest.num_rows * ROW_BYTES <= BUDGET_BYTES
     predictor.sync()
     assert served.equal(tracker.read_rows(TABLE))
-    print(f"level after {num_versions + 1} versions without training, bit for bit")
+    print(f"equal after {num_versions + 1} versions without training, bit for bit")
     publisher.close()
     dist.destroy_process_group()
 
 
 def train(model: DistributedModelParallel, weights: torch.Tensor, generator: torch.Generator) -> None:
-    """One batch; every row pulls towards 1."""
+    """Train one batch, which moves its rows towards 1."""
     ids = torch.multinomial(weights, 256, replacement=True, generator=generator)
     features = KeyedJaggedTensor(["item"], ids, lengths=torch.ones(len(ids), dtype=torch.int64))
     (model(features).values() - 1).square().sum().backward()
 
 
 def distance(tracker: ModelDeltaTracker, served: torch.Tensor) -> float:
-    """How far the predictor's table is from the trainer's: the sum of the squared differences."""
+    """Return the sum of squared differences between the predictor's table and the trainer's."""
     return (tracker.read_rows(TABLE) - served).square().sum().item()
 
 

@@ -1,1 +1,1 @@
-"""MovieLens in time order: two ranks train, a predictor process follows their stream and scores what comes next."""
+"""MovieLens in time order: two ranks train, and a predictor process follows their stream and scores later ratings."""

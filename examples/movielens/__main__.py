@@ -1,4 +1,4 @@
-"""The demo: ``python -m examples.movielens``; ``make demo`` runs it."""
+"""Demo on MovieLens-100K: ``python -m examples.movielens`` or ``make demo``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PICTURE = "log-loss.png"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 if the predictor ends up with the trainer's tables, bit for bit."""
+    """Run the demo. Return 0 if the predictor's tables equal the trainer's at the end, bit for bit."""
     console = Console(highlight=False)
     try:
         settings = parse(arguments)
         renew(settings)
         applied = run(settings, console)
-        # This module takes seconds to import, so the processes are not made to wait for it.
+        # This import takes seconds, so it runs after the processes.
         from examples.movielens.report import draw, load_predictions, summary  # noqa: PLC0415
 
         predictions = load_predictions(settings)
@@ -46,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> Settings:
-    """The settings that the command line asks for."""
+    """Return the settings from the command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.movielens", description="Train, publish, follow, check.")
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder to write to, made anew")
-    parser.add_argument("--ratings", type=int, help="how many ratings to use, from the oldest on")
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder to write to; it is replaced")
+    parser.add_argument("--ratings", type=int, help="number of ratings to use, oldest first")
     parser.add_argument("--batch", type=int, help="ratings per training batch, all ranks together")
     parser.add_argument("--every", type=int, help="batches per delta")
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
@@ -57,15 +57,15 @@ def parse(arguments: Sequence[str] | None) -> Settings:
 
 
 def renew(settings: Settings) -> None:
-    """Make the output folder anew; a folder that is not the demo's own is left alone.
+    """Replace the output folder, unless it has files that are not the demo's.
 
     Raises:
-        ValueError: if it has content of somebody else.
+        ValueError: if the folder has other content.
     """
     out = settings.out
     if out.exists():
         if any(out.iterdir()) and not settings_path(out).exists():
-            raise ValueError(f"{out} holds something else: give an empty folder or a new one with --out")
+            raise ValueError(f"{out} has other files: pass an empty or a new folder with --out")
         shutil.rmtree(out)
     settings.work.mkdir(parents=True)
     settings.stream.mkdir()
@@ -73,17 +73,17 @@ def renew(settings: Settings) -> None:
 
 
 def run(settings: Settings, console: Console) -> list[dict[str, Any]]:
-    """Run the ranks and the predictor to their end; return what the predictor told of each version it applied."""
+    """Run the ranks and the predictor to their end. Return the predictor's event of each applied version."""
     applied: list[dict[str, Any]] = []
     out = str(settings.out.resolve())
     columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, Processes(settings.work, LIMIT_SECONDS) as processes:
         training = progress.add_task("starting the predictor", total=settings.num_batches)
-        serving = progress.add_task("predictor: waits", total=settings.num_batches)
+        serving = progress.add_task("predictor: waiting", total=settings.num_batches)
         processes.start("predictor", "examples.movielens.serving", out)
         for event in processes.events():
             match event:
-                case {"event": "ready"}:  # from now on no version waits for a process that is still starting
+                case {"event": "ready"}:  # start the ranks only now, so that no version waits for the predictor
                     progress.update(training, description=f"starting {WORLD_SIZE} trainer ranks")
                     for rank in range(WORLD_SIZE):
                         processes.start(f"trainer rank {rank}", "examples.movielens.trainer", out, str(rank))
@@ -93,7 +93,7 @@ def run(settings: Settings, console: Console) -> list[dict[str, Any]]:
                     progress.update(training, completed=batches, description="trainer: batches trained")
                 case {"event": "applied", "version": version, "batches": batches}:
                     applied.append(event)
-                    progress.update(serving, completed=batches, description=f"predictor: holds version {version}")
+                    progress.update(serving, completed=batches, description=f"predictor: at version {version}")
     return applied
 
 

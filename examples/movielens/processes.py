@@ -1,4 +1,4 @@
-"""Child processes that talk in JSON lines; when one fails, all of them end."""
+"""Child processes that send events as JSON lines; if one fails, all are stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG_TAIL_LINES = 15
 
 
 class ProcessFailedError(Exception):
-    """A child process ended badly, or all of them together took too long."""
+    """Raised when a child process fails, or when the children exceed the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class _Child:
 
 
 class Processes:
-    """Starts children and yields what they say. On leaving the block, whatever still runs is ended.
+    """Context manager that starts child processes and yields their events. Running children are killed at exit.
 
     Args:
-        logs: folder for what each child writes to its standard error.
-        limit_seconds: how long all of it may take.
+        logs: folder for the standard error of each child.
+        limit_seconds: time limit for all children together.
     """
 
     def __init__(self, logs: Path, limit_seconds: float) -> None:
@@ -44,13 +44,13 @@ class Processes:
         self._lines: queue.Queue[tuple[str, str | None]] = queue.Queue()
 
     def start(self, name: str, *command: str) -> subprocess.Popen[str]:
-        """Run ``python -m *command`` as the child called ``name``."""
+        """Run ``python -m *command`` as a child with a name."""
         log = self._logs / f"{name.replace(' ', '-')}.log"
         with log.open("w") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=errors, text=True
             )
-        assert process.stdout is not None, "it was asked for"
+        assert process.stdout is not None, "stdout is a pipe"
         listener = threading.Thread(target=self._listen, args=(name, process.stdout), daemon=True)
         self._children[name] = _Child(process, listener, log)
         self._running.add(name)
@@ -58,10 +58,10 @@ class Processes:
         return process
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield each event of each child as it comes, until all children have ended well.
+        """Yield the events of the children until all have succeeded.
 
         Raises:
-            ProcessFailedError: if one did not, with the end of its log.
+            ProcessFailedError: if a child fails, with the end of its log, or at the time limit.
         """
         while self._running:
             try:
@@ -70,7 +70,7 @@ class Processes:
                 raise ProcessFailedError(f"{', '.join(sorted(self._running))} took too long") from None
             if line is None:
                 self._ended(name)
-            elif line.startswith('{"event"'):  # anything else is what a library prints
+            elif line.startswith('{"event"'):  # other lines are printed by libraries
                 yield json.loads(line)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What the run was worth: a table and a picture."""
+"""Report of a run: a table and a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READERS = {
     "fresh": ("predictor, fresh", "#1b7f5c"),
     "frozen": ("predictor, frozen at the snapshot", "#c2452d"),
 }
-"""Whose predictions are compared, how the report calls them, and their colour."""
+"""Label and colour of each compared model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,17 @@ class Predictions:
 
 
 def load_predictions(settings: Settings) -> Predictions:
-    """Read what the processes left in the work folder."""
+    """Read the predictions from the work folder."""
     logits = {name: np.load(settings.work / f"{name}-logits.npy") for name in ("fresh", "frozen")}
     shares = [np.load(settings.work / f"trainer-logits.{rank}.npy") for rank in range(WORLD_SIZE)]
-    logits["trainer"] = np.concatenate(shares, axis=1).ravel()  # [batches, B] of each rank, side by side
+    logits["trainer"] = np.concatenate(shares, axis=1).ravel()  # concatenate the [batches, B] of each rank
     used = slice(settings.warmup_batches * settings.batch, settings.num_batches * settings.batch)
     labels: Values = load_ratings(settings.ratings).labels[used].numpy()
     return Predictions(logits, labels)
 
 
 def summary(applied: list[dict[str, Any]], predictions: Predictions) -> Table:
-    """The table that the demo prints at its end; ``applied`` has one event for each version."""
+    """Return the table that the demo prints at its end; ``applied`` has one event per version."""
     snapshot, *deltas = applied
     rows, size = (float(np.median([delta[key] for delta in deltas])) for key in ("num_rows", "num_bytes"))
     p50, p99 = np.percentile([1000 * delta["seconds"] for delta in deltas], [50, 99])
@@ -76,13 +76,13 @@ def summary(applied: list[dict[str, Any]], predictions: Predictions) -> Table:
 
 
 def draw(predictions: Predictions, first_rating: int, path: Path) -> None:
-    """Draw the rolling log loss over the ratings; the first of them is rating number ``first_rating``."""
+    """Draw the rolling log loss; the first prediction is for rating number ``first_rating``."""
     window = max(1, min(4000, len(predictions.labels) // 8))
     rolling = {
         reader: np.convolve(predictions.losses(reader), np.full(window, 1 / window), mode="valid") for reader in READERS
     }
     x = first_rating + window + np.arange(len(rolling["fresh"]))
-    figure = Figure(figsize=(10, 5), dpi=150, layout="constrained")  # draws without a screen, unlike pyplot
+    figure = Figure(figsize=(10, 5), dpi=150, layout="constrained")  # needs no display, unlike pyplot
     axes = figure.subplots()
     axes.fill_between(x, rolling["fresh"], rolling["frozen"], color=READERS["fresh"][1], alpha=0.10, linewidth=0)
     for reader, (label, color) in READERS.items():

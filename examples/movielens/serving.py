@@ -1,6 +1,6 @@
-"""The predictor process: follows the stream and scores the ratings that come next with what it holds.
+"""Predictor process: follows the stream and scores the next ratings with each version.
 
-Run by the demo as ``python -m examples.movielens.serving OUT``.
+The demo runs it as ``python -m examples.movielens.serving OUT``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POLL_SECONDS = 0.001
 
 
 def main(settings: Settings) -> None:
-    """Apply one version after the other, and score with each the ratings between its cut and the next one's."""
+    """Apply the versions in turn, and score with each the ratings between its cut and the next cut."""
     torch.set_num_threads(1)
     ratings = load_ratings(settings.ratings)
     fresh = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("cpu"))
@@ -57,7 +57,7 @@ def main(settings: Settings) -> None:
 
 
 def apply_next(predictor: Predictor, patience_seconds: float) -> Manifest:
-    """Wait for the next snapshot or delta, apply it, and tell the parent how long after its commit that was done."""
+    """Wait for the next snapshot or delta, apply it, and send the time since its commit to the parent."""
     held = predictor.version
     deadline = time.monotonic() + patience_seconds
     while True:

@@ -1,4 +1,4 @@
-"""What the demo's processes agree on: one file in the output folder that all of them read."""
+"""Settings of the demo, in a file in the output folder that all processes read."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ NUM_RATINGS: Final = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One run of the demo."""
+    """Settings of one run of the demo."""
 
     out: Path
-    """Folder that everything is written to."""
+    """Output folder."""
     ratings: int = NUM_RATINGS
-    """How many ratings to use, from the oldest on."""
+    """Number of ratings to use, oldest first."""
     batch: int = 64
     """Ratings per training batch, all ranks together."""
     every: int = 4
     """Batches per delta."""
     warmup_share: float = 0.2
-    """Share of the batches that comes before the snapshot."""
+    """Share of the batches before the snapshot."""
     dim: int = 16
     """Columns per table."""
     learning_rate: float = 0.05
-    """Of the row-wise Adagrad."""
+    """Learning rate of the row-wise Adagrad."""
     patience_seconds: float = 60.0
-    """How long a process waits for another one before it gives up."""
+    """How long a process waits for another one before it raises."""
 
     def __post_init__(self) -> None:
         if self.batch < WORLD_SIZE or self.batch % WORLD_SIZE:
-            raise ValueError(f"batch={self.batch} cannot be split: give a multiple of {WORLD_SIZE}")
+            raise ValueError(f"batch={self.batch} cannot be split: pass a multiple of {WORLD_SIZE}")
         if self.every < 1:
-            raise ValueError(f"every={self.every} would never publish: give 1 or more")
+            raise ValueError(f"every={self.every} would never publish: pass 1 or more")
         if self.ratings > NUM_RATINGS:
-            raise ValueError(f"ratings={self.ratings} are more than there are: give {NUM_RATINGS} or fewer")
+            raise ValueError(f"ratings={self.ratings} is more than the data set has: pass {NUM_RATINGS} or fewer")
         if not 0 < self.warmup_batches < self.num_batches:
-            raise ValueError(f"ratings={self.ratings} are too few for batches of {self.batch}: give more ratings")
+            raise ValueError(f"ratings={self.ratings} is too few for batches of {self.batch}: pass more")
 
     @property
     def num_batches(self) -> int:
-        """Whole batches; the few ratings after the last one are not used."""
+        """Number of full batches; the ratings after the last one are not used."""
         return self.ratings // self.batch
 
     @property
     def warmup_batches(self) -> int:
-        """Batches before the snapshot."""
+        """Number of batches before the snapshot."""
         return int(self.num_batches * self.warmup_share)
 
     @property
@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def work(self) -> Path:
-        """Folder for what the processes hand to the report."""
+        """Folder for the files that the report reads."""
         return self.out.resolve() / "work"
 
     def save(self) -> None:
@@ -78,11 +78,11 @@ class Settings:
 
 
 def settings_path(out: Path) -> Path:
-    """The settings file of folder ``out``; its presence says that the folder is the demo's own."""
+    """Return the settings file of folder ``out``; it marks the folder as the demo's."""
     return out / "movielens-demo.json"
 
 
 def emit(event: str, **values: object) -> None:
-    """Tell the parent process: one JSON object per line."""
+    """Send an event to the parent process: one JSON object per line."""
     sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
     sys.stdout.flush()

@@ -1,6 +1,6 @@
-"""One trainer rank: predicts each batch, then trains on it, and publishes the rows that changed.
+"""One trainer rank: predicts each batch, then trains on it, and publishes the changed rows.
 
-Run by the demo as ``python -m examples.movielens.trainer OUT RANK``.
+The demo runs it as ``python -m examples.movielens.trainer OUT RANK``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from examples.movielens.model import FactorizationMachine
 from examples.movielens.settings import WORLD_SIZE, Settings, emit
 
 ROW_WISE = ("user", "movie")
-"""Tables whose rows are spread over the ranks; each other table lives on one rank."""
+"""Tables that are sharded by rows; each other table is on one rank."""
 CPU = torch.device("cpu")
 
 
 def main(settings: Settings, rank: int) -> None:
-    """Train, publish, and leave the predictions and the final shards of this rank in the work folder."""
+    """Train, publish, and write the predictions and the final shards of this rank to the work folder."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     dist.init_process_group(
@@ -57,7 +57,7 @@ def main(settings: Settings, rank: int) -> None:
 
 
 def sharded_model(ratings: Ratings, settings: Settings) -> DistributedModelParallel:
-    """Shard the model over the ranks, with a fused optimizer that writes only the rows that a batch used."""
+    """Shard the model over the ranks, with a fused optimizer, which writes only the rows of a batch."""
     model = FactorizationMachine(ratings.table_rows, settings.dim, torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad, model.ec.parameters(), {"lr": settings.learning_rate})
     world_size = dist.get_world_size()
@@ -80,7 +80,7 @@ def train(
     ratings: Ratings,
     settings: Settings,
 ) -> Tensor:
-    """Return this rank's ``[batches, B]`` logits after the warm-up, each computed before its batch was trained on."""
+    """Return this rank's ``[batches, B]`` logits after the warm-up; each batch is predicted before it is trained on."""
     share = settings.batch // WORLD_SIZE
     predictions = []
     for batch in range(settings.num_batches):
@@ -92,7 +92,7 @@ def train(
         mine = slice(start := batch * settings.batch + dist.get_rank() * share, start + share)
         logits = model(model.module.jagged(ratings.ids[:, mine]))
         loss = nn.functional.binary_cross_entropy_with_logits(logits, ratings.labels[mine])
-        loss.backward()  # type: ignore[no-untyped-call]  # the fused optimizer updates the rows in here
+        loss.backward()  # type: ignore[no-untyped-call]  # the fused optimizer updates the rows here
         tracker.step()
         if since_snapshot >= 0:
             predictions.append(logits.detach())
@@ -104,7 +104,7 @@ def train(
 
 
 def save_shards(model: DistributedModelParallel, folder: Path, rank: int) -> None:
-    """Write each table's shards as TorchRec itself describes them, so that the comparison owes the tracker nothing."""
+    """Write each table's shards with TorchRec's metadata, so that the comparison does not depend on the tracker."""
     for name, sharded in model.state_dict().items():
         for shard in sharded.local_shards():
             row, column = shard.metadata.shard_offsets

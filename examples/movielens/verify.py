@@ -1,6 +1,6 @@
-"""Is every table of the predictor the trainer's, bit for bit?
+"""Check that every table of the predictor equals the trainer's, bit for bit.
 
-``python -m examples.movielens.verify OUT`` asks it again of a finished run.
+``python -m examples.movielens.verify OUT`` repeats the check on a finished run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Table = NDArray[Any]
 
 
 class TablesDifferError(Exception):
-    """The predictor does not hold what the trainer holds."""
+    """The predictor's tables differ from the trainer's."""
 
 
 def verify_run(work: Path) -> str:
-    """Compare what a run left in its work folder; return a line that says what was compared.
+    """Compare the tables in a work folder. Return a line that summarises the comparison.
 
     Raises:
-        TablesDifferError: naming every table that differs, and how.
+        TablesDifferError: if tables differ; it names each table and the difference.
     """
     trainer = assemble(work)
     predictor = {path.stem.split("@")[1]: np.load(path) for path in sorted(work.glob("predictor@*.npy"))}
@@ -42,7 +42,7 @@ def compare(trainer: Mapping[str, Table], predictor: Mapping[str, Table]) -> Non
     """Compare tables bit for bit, so that 0.0 is not -0.0 and a NaN equals itself.
 
     Raises:
-        TablesDifferError: if a table differs, is missing, or there is none at all.
+        TablesDifferError: if a table differs or is missing, or if there are no tables.
     """
     problems = [f"{name} is only in one of the two" for name in sorted(trainer.keys() ^ predictor.keys())]
     for name in sorted(trainer.keys() & predictor.keys()):
@@ -58,7 +58,7 @@ def compare(trainer: Mapping[str, Table], predictor: Mapping[str, Table]) -> Non
 
 
 def assemble(work: Path) -> dict[str, Table]:
-    """Put each trainer table together from the shards that the ranks left.
+    """Assemble each trainer table from the shards of the ranks.
 
     Raises:
         TablesDifferError: if the shards of a table overlap or leave a gap.

@@ -136,7 +136,7 @@ def test_demo_leaves_a_folder_of_somebody_else_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     finished = python_m("examples.movielens", "--out", str(tmp_path))
     assert finished.returncode == 1
-    assert "holds something else" in finished.stderr
+    assert "has other files" in finished.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -146,8 +146,8 @@ def test_demo_leaves_a_folder_of_somebody_else_alone(tmp_path: Path) -> None:
         ({"batch": 31}, "batch=31 cannot be split"),
         ({"batch": 0}, "batch=0 cannot be split"),
         ({"every": 0}, "every=0 would never publish"),
-        ({"ratings": 99}, "ratings=99 are too few"),
-        ({"ratings": 100_001}, "ratings=100001 are more than there are"),
+        ({"ratings": 99}, "ratings=99 is too few"),
+        ({"ratings": 100_001}, "ratings=100001 is more than the data set has"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, wrong: dict[str, int], problem: str) -> None:

@@ -74,7 +74,7 @@ def torchrun(folder: Path, num_ranks: int, *command: str) -> subprocess.Complete
     [
         ("one_process", "'stream' has received them; 3 rows are pending for 'audit'"),
         ("top_k", "without training, bit for bit"),
-        ("quantised", "bytes are those of the trainer's table, quantised anew"),
+        ("quantised", "bytes equal those of the trainer's table, newly quantised"),
         ("extensions", "the store equals the trainer bit for bit"),
         ("publish_and_predict", "equal the trainer's bit for bit"),
     ],
@@ -103,7 +103,7 @@ def test_s3(run: Run, s3: S3) -> None:
 
 def test_redis_hints(run: Run) -> None:
     with redis_server(*free_ports(1)) as url:
-        assert "never waited for its next look" in run("redis_hints", url)
+        assert "never waited for its next poll" in run("redis_hints", url)
 
 
 def test_sharded(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_crash_and_resume(tmp_path: Path) -> None:
     assert killed.stdout.endswith("batch 24: version 8, delta\nkilled after batch 25\n"), killed.stderr
     resumed = torchrun(tmp_path, 1, "examples.crash_and_resume", folder)
     assert resumed.returncode == 0, resumed.stderr
-    assert "the predictor holds version 8, of a trainer that is gone" in resumed.stdout
+    assert "the predictor is at version 8, from the killed trainer" in resumed.stdout
     assert "1 rank resumes at batch 20\nbatch 21: version 10, delta" in resumed.stdout
     assert resumed.stdout.endswith("the predictor equals the trainer bit for bit\n")
 
@@ -166,7 +166,7 @@ def test_service_under_load(tmp_path: Path) -> None:
     with started("examples.service", "serve", stream, "--port", str(port)):
         early = answers(f"{url}/health", 503)
         assert early["version"] is None
-        assert asked(f"{url}/rows?ids=1") == (503, {"detail": "no version has come yet"})
+        assert asked(f"{url}/rows?ids=1") == (503, {"detail": "no version has been applied yet"})
         with started("examples.service", "publish", stream, "--pause", "0.01"):
             first = answers(f"{url}/health", 200)
             load = [wrk, "--threads=1", "--connections=4", f"--duration={_LOAD_SECONDS}s", "--timeout=60s"]
