@@ -1,8 +1,8 @@
-"""Stats and events that do not slow training down.
+"""Low-overhead metrics and events.
 
-The functions here are the methods of one :class:`Monitor`, the program's. Open ``monitor.py`` first. ``recorder.py`` is
-what a tracker, a publisher or a predictor records with, ``library.py`` lists the metrics that they record. The package
-imports only ``errors`` and ``forking``.
+The functions here are the methods of the program's default :class:`Monitor`. Open ``monitor.py`` first. Trackers,
+publishers and predictors record the metrics listed in ``library.py`` through ``recorder.py``. From the rest of the
+library, this package imports only ``errors`` and ``forking``.
 """
 
 from delta_tracker.monitor.default import MONITOR, metrics

@@ -1,4 +1,4 @@
-"""What is kept of many numbers: count, sum, mean, spread, extremes, the newest one, buckets. Two can be merged."""
+"""Mergeable aggregates of numbers: count, sum, mean, deviation, minimum, maximum, newest number, buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN_TYPES = frozenset({int, float, bool})
 
 
 def quantile_of(aggregation: str) -> float | None:
-    """The fraction that an aggregation such as ``p95`` or ``p99.9`` asks for; None if it is no quantile.
+    """Return the fraction of a quantile such as ``p95`` or ``p99.9``, None for other aggregations.
 
     Example:
         >>> quantile_of("p99.9"), quantile_of("mean")
@@ -26,10 +26,10 @@ def quantile_of(aggregation: str) -> float | None:
 
 
 def check_aggregations(aggregations: Iterable[str]) -> tuple[str, ...]:
-    """``aggregations`` as a tuple, each once.
+    """Return ``aggregations`` as a tuple without duplicates.
 
     Raises:
-        InvalidArgumentError: for one that is unknown, or a single string in place of several.
+        InvalidArgumentError: for an unknown aggregation, or a string in place of a tuple.
     """
     if isinstance(aggregations, str):
         raise InvalidArgumentError("aggregations", aggregations, f"Pass a tuple: ({aggregations!r},)")
@@ -41,23 +41,23 @@ def check_aggregations(aggregations: Iterable[str]) -> tuple[str, ...]:
 
 
 def needs_buckets(aggregations: Iterable[str]) -> bool:
-    """Whether one of them is read from buckets."""
+    """Return whether any aggregation is computed from buckets."""
     return any(name == "histogram" or quantile_of(name) is not None for name in aggregations)
 
 
 class Aggregate:
     """Running figures of finite numbers.
 
-    ``count`` numbers with ``total`` as their sum, exact for integers; ``min``, ``max`` and ``last`` are NaN of none, or
-    where they are not known. The mean is ``total / weight``, and ``weight`` is the count unless numbers were weighted.
-    ``num_rejected`` counts what was no finite number (NaN, infinite, a tensor on a device), which nothing else shows.
-    Mean and spread are merged as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
-    sample variances" (1979).
+    ``total`` is the sum of ``count`` numbers, exact for integers. ``min``, ``max`` and ``last`` are NaN if empty or
+    unknown. The mean is ``total / weight``; ``weight`` equals the count unless numbers were weighted. ``num_rejected``
+    counts the rejected values: NaN, infinity, tensors on a device, other types, and negative numbers of counters.
+    Means and deviations are merged as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
+    computing sample variances" (1979).
 
     Args:
-        with_spread: keep what the standard deviation needs.
-        with_buckets: keep buckets, for quantiles.
-        is_counter: refuse negative numbers.
+        with_spread: also compute the standard deviation.
+        with_buckets: also fill buckets, for quantiles.
+        is_counter: reject negative numbers.
     """
 
     __slots__ = (
@@ -82,13 +82,13 @@ class Aggregate:
         self.min = self.max = self.last = math.nan
         self.num_rejected = 0
         self.buckets = LogBuckets() if with_buckets else None
-        self._num_spread = 0  # fewer than count, if the figures were asked for later
+        self._num_spread = 0  # less than count if the deviation was enabled later
         self._mean = 0.0
         self._squares: float | None = 0.0 if with_spread else None
         self._is_counter = is_counter
 
     def fresh(self) -> Aggregate:
-        """An empty one that keeps the same figures."""
+        """Return an empty aggregate with the same configuration."""
         return Aggregate(
             with_spread=self._squares is not None,
             with_buckets=self.buckets is not None,
@@ -96,21 +96,21 @@ class Aggregate:
         )
 
     def copy(self) -> Aggregate:
-        """Another one with the same figures."""
+        """Return a copy with the same figures."""
         result = self.fresh()
         result.merge(self)
         return result
 
     @property
     def is_counter(self) -> bool:
-        """Whether negative numbers are refused."""
+        """True if negative numbers are rejected."""
         return self._is_counter
 
     def extend(self, values: Sequence[object]) -> list[float]:
-        """Take numbers in; never raises. What is no finite number is counted and left out.
+        """Add numbers. Never raises; rejected values are counted in ``num_rejected``.
 
         Returns:
-            The numbers that were taken.
+            The accepted numbers.
         """
         numbers = self._numbers(values)
         if not numbers:
@@ -128,7 +128,7 @@ class Aggregate:
         return numbers
 
     def merge(self, newer: Aggregate) -> None:
-        """Take the figures of another one in, which stays as it is; its last number wins."""
+        """Add the figures of a newer aggregate, which is not changed. Its last number wins."""
         self.num_rejected += newer.num_rejected
         if newer.count == 0:
             return
@@ -140,7 +140,7 @@ class Aggregate:
         self._add_extremes(newer.min, newer.max, newer.last)
 
     def value(self, aggregation: str) -> float | None:
-        """One figure, None where there is none: of no numbers (but count and sum are 0), or a deviation of one."""
+        """Return one figure, or None if it is undefined, such as the mean of no numbers or the deviation of one."""
         fraction = quantile_of(aggregation)
         if fraction is not None:
             return self._quantile(fraction)
@@ -163,13 +163,13 @@ class Aggregate:
         return estimate if math.isnan(self.min) else min(max(estimate, self.min), self.max)
 
     def _deviation(self) -> float | None:
-        """The sample's standard deviation, the square root of sum((x - mean)^2) / (count - 1)."""
+        """Return the sample standard deviation, the square root of sum((x - mean)^2) / (count - 1)."""
         if self._squares is None or self._num_spread <= 1:
             return None
         return math.sqrt(self._squares / (self._num_spread - 1))
 
     def _add_spread(self, count: int, mean: float, squares: float) -> None:
-        assert self._squares is not None, "asked by the caller"
+        assert self._squares is not None, "checked by the caller"
         if count:
             difference, both = mean - self._mean, self._num_spread + count
             self._squares += squares + difference * difference * self._num_spread * count / both
@@ -182,16 +182,16 @@ class Aggregate:
         self.weight += weight
 
     def _add_extremes(self, low: float, high: float, last: float) -> None:
-        # NaN is what is not known: min and max of it and a number would depend on their order.
+        # NaN means unknown; min() and max() of NaN and a number would depend on the argument order.
         self.min = _known(min, self.min, low)
         self.max = _known(max, self.max, high)
         self.last = self.last if math.isnan(last) else last
 
     def _numbers(self, values: Sequence[object]) -> list[float]:
-        """The finite numbers among ``values``."""
+        """Return the accepted numbers among ``values`` and count the others."""
         if _PLAIN_TYPES.issuperset(map(type, values)):
-            numbers: list[float] = list(values)  # type: ignore[arg-type]  # the line above has looked at each
-            # A finite sum has finite terms. Of integers beyond a float's range this cannot be asked.
+            numbers: list[float] = list(values)  # type: ignore[arg-type]  # the line above checked every type
+            # A finite sum has finite terms. Integers beyond the range of a float take the slow path.
             if _is_finite(sum(numbers)) and not (self._is_counter and min(numbers, default=0) < 0):
                 return numbers
         kept = [number for number in map(_number, values) if number is not None]
@@ -202,14 +202,14 @@ class Aggregate:
 
 
 def _known(choose: Callable[[float, float], float], first: float, second: float) -> float:
-    """What ``choose`` says of two numbers, or the one that is no NaN."""
+    """Return ``choose(first, second)``, or the other number if one is NaN."""
     if math.isnan(first):
         return second
     return first if math.isnan(second) else choose(first, second)
 
 
 def _sum(numbers: Sequence[float]) -> float:
-    """Their sum, exact for integers; infinite where it is beyond a float."""
+    """Return the sum, exact for integers; infinite if it exceeds the range of a float."""
     total = sum(numbers)
     return total if _is_finite(total) else sum(map(float, numbers))
 
@@ -222,15 +222,15 @@ def _is_finite(number: float) -> bool:
 
 
 def _number(value: object) -> float | None:
-    """``value`` as a finite number; None for all that is none, or that would have to be waited for."""
+    """Return ``value`` as a finite number, or None if it is not one or is a tensor on a device."""
     if type(value) in _PLAIN_TYPES:
         return value if _is_finite(value) else None  # type: ignore[return-value, arg-type]  # an int, a float, a bool
-    # A tensor on a device would make this thread wait for the device: DeviceMean and its like are for those.
+    # Converting a tensor on a device would block. DeviceMean and similar classes record such tensors.
     device = getattr(value, "device", None)
     if device is not None and getattr(device, "type", "cpu") != "cpu":
         return None
     try:
-        number = float(value)  # type: ignore[arg-type]  # whatever cannot be converted raises
-    except Exception:  # noqa: BLE001  a value of any type may come here; it is counted, and training goes on
+        number = float(value)  # type: ignore[arg-type]  # raises for values that cannot be converted
+    except Exception:  # noqa: BLE001  values of any type are counted as rejected; training must continue
         return None
     return number if math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""What a collection hands to the sinks."""
+"""Data of one collection, as delivered to the sinks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class WindowReport:
     """The figures of one window.
 
     Args:
-        definition: of the stat.
-        labels: of the cell.
-        values: aggregation to figure; one that has no data is left out.
-        count: how many finite numbers they are made of.
-        num_rejected: how many records were no finite numbers.
+        definition: definition of the stat.
+        labels: labels of the cell.
+        values: aggregation to figure; aggregations without data are omitted.
+        count: number of accepted records.
+        num_rejected: number of rejected records, such as NaN.
         window: times, step, raw records.
     """
 
@@ -36,12 +36,12 @@ class WindowReport:
 
     @property
     def buckets(self) -> LogBuckets | None:
-        """The window's histogram, if one is kept."""
+        """Histogram of the window, or None if the policy has no histogram or quantiles."""
         return self.window.aggregate.buckets
 
     @classmethod
     def of(cls, definition: Definition, labels: Labels, policy: Policy, window: ClosedWindow) -> WindowReport:
-        """What a policy makes of a window."""
+        """Build the report of a window according to a policy."""
         figures = {name: window.aggregate.value(name) for name in policy.aggregations if name != "histogram"}
         if window.aggregate.count == 0 and policy.when_empty == "zero":
             figures = dict.fromkeys(figures, 0)
@@ -51,11 +51,11 @@ class WindowReport:
 
 @dataclass(frozen=True, slots=True)
 class TotalReport:
-    """The figures of a cell since the process began, for sinks that sample what accumulates.
+    """The figures of a cell since the process started, for sinks that sample totals.
 
     Args:
-        definition: of the stat.
-        labels: of the cell.
+        definition: definition of the stat.
+        labels: labels of the cell.
         figures: count, sum, newest number, buckets.
     """
 
@@ -69,13 +69,13 @@ class Batch:
     """One collection.
 
     Args:
-        time_ns: when, nanoseconds since the epoch.
-        begin_ns: when the totals began to count, nanoseconds since the epoch.
-        attributes: what tells this process from others, such as its rank.
-        windows: those that closed since the last collection.
-        totals: of all cells that ever had a record.
-        events: those since the last collection.
-        is_last: no other collection follows.
+        time_ns: time of the collection, nanoseconds since the epoch.
+        begin_ns: time at which the totals started at 0, nanoseconds since the epoch.
+        attributes: attributes that identify the process, such as its rank.
+        windows: windows closed since the last collection.
+        totals: totals of all cells with records, and of all enabled counters.
+        events: events since the last collection.
+        is_last: True for the final collection before the monitor stops.
     """
 
     time_ns: int

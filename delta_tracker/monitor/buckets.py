@@ -1,10 +1,9 @@
-"""Quantiles in fixed memory: counts in buckets that grow by a constant factor.
+"""Quantiles in bounded memory, from counts in buckets of exponentially growing width.
 
-Bucket ``i`` of a sign counts the magnitudes in ``(g**i, g**(i + 1)]`` with ``g = 2**(1 / 32)``. They are the buckets of
-OpenTelemetry's exponential histogram and of Prometheus' native histogram at scale 5
-(https://opentelemetry.io/docs/specs/otel/metrics/data-model/#exponentialhistogram), so nothing is lost on
-the way there. The estimate of a quantile, from Masson, Rim and Lee, "DDSketch" (VLDB 2019), is off by at most the
-fraction ``(g - 1) / (g + 1)``, 1.09 %.
+Bucket ``i`` of a sign counts magnitudes in ``(g**i, g**(i + 1)]`` with ``g = 2**(1 / 32)``. These are the buckets of
+OpenTelemetry's exponential histogram and of Prometheus' native histogram at scale 5, so they are exported without loss
+(https://opentelemetry.io/docs/specs/otel/metrics/data-model/#exponentialhistogram). The quantile estimate is that of
+Masson, Rim and Lee, "DDSketch" (VLDB 2019). Its relative error is at most ``(g - 1) / (g + 1)``, 1.09 %.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from itertools import accumulate
 SCALE = 5
 PER_OCTAVE = 2**SCALE
 RELATIVE_ERROR = (2 ** (1 / PER_OCTAVE) - 1) / (2 ** (1 / PER_OCTAVE) + 1)
-"""The largest error of a quantile as a fraction of it, for magnitudes within :data:`MIN` and :data:`MAX`."""
+"""Largest relative error of a quantile, for magnitudes between :data:`MIN` and :data:`MAX`."""
 
 _LOWEST_OCTAVE, _HIGHEST_OCTAVE = -40, 60
 LOWEST, HIGHEST = _LOWEST_OCTAVE * PER_OCTAVE, _HIGHEST_OCTAVE * PER_OCTAVE - 1
 MIN, MAX = 2.0**_LOWEST_OCTAVE, 2.0**_HIGHEST_OCTAVE
 
-# Products of an octave's 32 parts and a base-2 logarithm, without a Python frame for each value.
+# Multiplies by 32 in C: no Python frame per value.
 _scaled = float(PER_OCTAVE).__mul__
 
 
 def upper_bound(index: int) -> float:
-    """The largest magnitude that bucket ``index`` counts."""
+    """Return the largest magnitude in bucket ``index``."""
     return float(2.0 ** ((index + 1) / PER_OCTAVE))
 
 
 def _indices(magnitudes: Iterable[float]) -> Counter[int]:
-    """Bucket to how many of ``magnitudes``, all above 0, it counts; the outermost buckets take what is beyond them."""
+    """Return bucket to count for positive ``magnitudes``; those out of range go to the first or last bucket."""
     counts = Counter(map(math.ceil, map(_scaled, map(math.log2, magnitudes))))
     result: Counter[int] = Counter()
     for ceiling, count in counts.items():
@@ -43,9 +42,9 @@ def _indices(magnitudes: Iterable[float]) -> Counter[int]:
 
 
 class LogBuckets:
-    """Counts of finite numbers by sign and magnitude; two can be merged, in any order, with the same result.
+    """Counts of finite numbers by sign and magnitude. Merging is associative and commutative.
 
-    Holds at most 6401 counts, and only those that are not 0.
+    Stores only counts that are not 0, at most 6401.
 
     Example:
         >>> buckets = LogBuckets()
@@ -71,30 +70,30 @@ class LogBuckets:
             self.zero += len(values) - len(above) - len(below)
 
     def merge(self, other: LogBuckets) -> None:
-        """Add the counts of ``other``, which stays as it is."""
+        """Add the counts of ``other``, which is not changed."""
         self.positive.update(other.positive)
         self.negative.update(other.negative)
         self.zero += other.zero
 
     def copy(self) -> LogBuckets:
-        """Another one with the same counts."""
+        """Return a copy with the same counts."""
         result = LogBuckets()
         result.merge(self)
         return result
 
     @property
     def count(self) -> int:
-        """How many numbers were counted."""
+        """Number of counted numbers."""
         return self.positive.total() + self.negative.total() + self.zero
 
     def quantile(self, fraction: float) -> float:
-        """An estimate of the number that ``floor(fraction * (count - 1))`` of all numbers precede.
+        """Estimate the number at index ``floor(fraction * (count - 1))`` of all numbers in ascending order.
 
         Args:
             fraction: in [0, 1].
 
         Returns:
-            It is off by at most :data:`RELATIVE_ERROR` of the number; NaN if nothing was counted.
+            The estimate, with a relative error of at most :data:`RELATIVE_ERROR`; NaN if nothing was counted.
         """
         places = [(-index, -1) for index in sorted(self.negative, reverse=True)]
         counts = [self.negative[-place] for place, _ in places]
@@ -110,18 +109,18 @@ class LogBuckets:
         place, sign = places[bisect_left(cumulative, math.floor(fraction * (cumulative[-1] - 1)) + 1)]
         if sign == 0:
             return 0.0
-        # The harmonic mean of the bucket's bounds is equally far, in proportion, from both.
+        # The harmonic mean of the bucket's bounds has the same relative distance to both.
         lower, upper = upper_bound(sign * place - 1), upper_bound(sign * place)
         return sign * 2 * lower * upper / (lower + upper)
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """How many numbers are at most each of ``bounds``, which are powers of two, ascending, exactly.
+        """Count the numbers that are at most each bound. Exact.
 
         Args:
-            bounds: powers of two above 0.
+            bounds: positive powers of two, ascending.
 
         Returns:
-            One count for each bound.
+            One count per bound.
         """
         limits = [round(math.log2(bound)) * PER_OCTAVE for bound in bounds]
         below = self.negative.total() + self.zero

@@ -1,4 +1,4 @@
-"""Time, and how far training is: what windows and events are stamped with."""
+"""Clock and training progress that stamp windows and events."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two clocks. The module :mod:`time` is one; a test passes its own."""
+    """Wall clock and monotonic clock. The module :mod:`time` implements it; tests pass their own."""
 
     def time_ns(self) -> int:
-        """Nanoseconds since the epoch; may be set back."""
+        """Return nanoseconds since the epoch; may jump backwards."""
 
     def monotonic_ns(self) -> int:
-        """Nanoseconds since some moment; never goes back."""
+        """Return nanoseconds since an arbitrary start; never decreases."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What is the same for all cells of a registry, and changes.
+    """Mutable clock, step and epoch shared by all cells of a registry.
 
     Args:
-        clock: where times come from.
-        step: the training step that the next record belongs to; None before it was said.
-        epoch: the same for the epoch.
+        clock: source of timestamps.
+        step: training step of the next record; None until it is set.
+        epoch: number of the last epoch that ended; None until it is set.
     """
 
     clock: Clock = time

@@ -1,4 +1,4 @@
-"""The collector: reads every stat on an interval and hands the figures and the events on."""
+"""Collector, which periodically reads all stats and delivers figures and events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from delta_tracker.monitor.stat import Kind
 _logger = logging.getLogger(__name__)
 
 _NS = 1e-9
-# A burst of events is handed on in one go.
+# Delay before events are delivered, so that a burst is delivered together.
 _BURST_SECONDS = 0.05
 
 
@@ -34,14 +34,17 @@ class _Wake(Enum):
 
 
 class Collector:
-    """Collects, in a thread of its own once it is started; code of others runs in a second one that can be given up.
+    """Collects stats and events and delivers them to sinks and handlers.
+
+    After :meth:`start` it runs in its own thread. Sinks, handlers and callbacks run in a second thread, which is
+    abandoned if one of them exceeds the deadline.
 
     Args:
         registry: the stats.
         events: the events.
-        metrics: where it counts what goes wrong.
-        deadline_seconds: how long a sink, handler or callback may take.
-        max_undelivered: how many events wait for the sinks.
+        metrics: counts errors and losses.
+        deadline_seconds: time limit of a sink, handler or callback.
+        max_undelivered: maximum number of events queued for a sink or handler.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Collector:
         self.reset()
 
     def reset(self) -> None:
-        """Forget thread, sinks and events; for a process that was forked, or that starts again."""
+        """Drop thread, sinks and events. For forked children and for a new start."""
         self._lock = threading.RLock()
         self._runner = Runner(self._registry.progress.clock, self._deadline_seconds)
         self._sinks: list[SinkQueue] = []
@@ -71,44 +74,44 @@ class Collector:
         self._undelivered: list[Event] = []
         self._losses: dict[tuple[str, str], int] = {}
         self._attributes: dict[str, str] = {}
-        # Beside these, a queue that somebody waits at: collect, then put None into it.
+        # A queue in this queue is a request of flush(): collect, then put None into it.
         self._wakeups: queue.SimpleQueue[_Wake | queue.SimpleQueue[None]] = queue.SimpleQueue()
         self._is_woken = False
         self._thread: threading.Thread | None = None
 
     def after_fork(self) -> None:
-        """Have the sinks let go of what the parent uses, then forget them. What raises is counted.
+        """Drop the sinks after calling their ``forget()``, whose exceptions are counted.
 
-        Nothing is logged: a thread of the parent may have held the lock of the stream that logs are written to.
+        Exceptions are not logged, because a thread of the parent may have held the lock of the log stream.
         """
         for sink in self.sinks:
             try:
                 sink.forget()
-            except Exception:  # noqa: BLE001  it is the user's code; it is counted
+            except Exception:  # noqa: BLE001  user code; counted
                 self._metrics.outlet_errors.cell(outlet=sink.name).add(1)
         self.reset()
 
     @property
     def is_running(self) -> bool:
-        """Whether its thread runs."""
+        """True after :meth:`start`, until :meth:`stop`."""
         return self._thread is not None
 
     @property
     def sinks(self) -> list[Sink]:
-        """Where batches go."""
+        """Destinations of the batches."""
         return [sink_queue.sink for sink_queue in self._sinks]
 
     def start(self, sinks: Sequence[Sink], interval_seconds: float, attributes: Mapping[str, str]) -> None:
-        """Collect from now on.
+        """Start to collect at an interval.
 
         Raises:
-            RuntimeError: if no thread can be started; nothing is changed then.
+            RuntimeError: if no thread can be started; the collector is not started.
         """
         sink_queues = [SinkQueue(sink, self._max_undelivered) for sink in sinks]
         thread = threading.Thread(
             target=self._loop, args=(interval_seconds, self._wakeups), name="delta_tracker-collector", daemon=True
         )
-        # Both threads start now: at the end of a program, when the last batch is delivered, Python 3.12 starts none.
+        # Start both threads now: Python 3.12 cannot start one at shutdown, when the last batch is delivered.
         self._runner.start()
         self._sinks, self._attributes = sink_queues, dict(attributes)
         try:
@@ -119,7 +122,7 @@ class Collector:
         self._thread = thread
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Deliver what there is, as the last batch, close the sinks and end; whether that was done in time."""
+        """Deliver the last batch, close the sinks and end the thread. Return whether it finished in time."""
         thread, self._thread = self._thread, None
         if thread is None:
             return True
@@ -127,12 +130,12 @@ class Collector:
         thread.join(timeout_seconds)
         is_done = not thread.is_alive()
         if not is_done:
-            _logger.error("monitor: the last batch was not delivered within %s s", timeout_seconds)
+            _logger.error("monitor: last batch not delivered in time: timeout_seconds=%s", timeout_seconds)
         self.reset()
         return is_done
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Collect now, and wait for it; whether that was done in time."""
+        """Collect now and wait for it. Return whether it finished in time."""
         if self._thread is None:
             self.collect()
             return True
@@ -145,21 +148,21 @@ class Collector:
         return True
 
     def wake(self) -> None:
-        """Have the events that wait handed to their handlers soon. Any thread and any signal handler may call it."""
+        """Request delivery of queued events to their handlers. Safe in any thread and signal handler."""
         if not self._is_woken:
             self._is_woken = True
             self._wakeups.put(_Wake.EVENTS)
 
     def collect(self, *, is_last: bool = False, handler_seconds: float | None = None) -> Batch:
-        """Read all stats, hand them and the events on.
+        """Read all stats and deliver them and the events.
 
         Args:
-            is_last: close all windows, and try muted sinks too.
-            handler_seconds: how long the handlers of events may take together; half the deadline if not given. The
-                events that are left wait for the next time.
+            is_last: close all windows, and call muted sinks too.
+            handler_seconds: time limit of all event handlers together, by default half the deadline. Remaining events
+                stay queued.
 
         Returns:
-            What was collected. A sink gets with it what it did not take before.
+            The collected batch. Sinks receive it together with windows and events that they have not accepted before.
         """
         with self._lock:
             clock = self._registry.progress.clock
@@ -202,8 +205,7 @@ class Collector:
             for cell in stat.cells:
                 closed, figures = cell.collect(is_last=is_last)
                 windows += [WindowReport.of(stat.definition, cell.labels, stat.policy, window) for window in closed]
-                # A counter that counted nothing is at 0, which whoever looks for its growth has to see; of everything
-                # else there is no data.
+                # Export an unused counter as 0, so that its first increment is visible. Other stats have no data yet.
                 if figures.count or (stat.definition.kind is Kind.COUNTER and cell.enabled):
                     totals.append(TotalReport(stat.definition, cell.labels, figures))
                 num_rejected += figures.num_rejected
@@ -212,7 +214,7 @@ class Collector:
         return windows, totals
 
     def _count_losses(self, stat: str, num_rejected: int, num_lost: int) -> None:
-        """Bring the counters of what a stat lost up to date; they show at the next collection."""
+        """Update the counters of rejected values and lost windows, which the next collection reports."""
         for metric, number in ((self._metrics.rejected_values, num_rejected), (self._metrics.lost_windows, num_lost)):
             growth = number - self._losses.get((metric.name, stat), 0)
             if growth > 0:
@@ -220,7 +222,11 @@ class Collector:
                 self._losses[metric.name, stat] = number
 
     def _hand_to_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
-        """Call handlers with their events for some seconds; whether one has events left that it can be called with."""
+        """Call handlers with their events for at most ``seconds``.
+
+        Returns:
+            Whether a handler that is not muted has events left.
+        """
         self._is_woken = False
         events = self._events.take()
         self._handlers = {
@@ -269,7 +275,7 @@ class Collector:
                 break
             left = due - time.monotonic()
             if wake is _Wake.EVENTS and left > 0:
-                # However busy the handlers are, the interval is kept.
+                # Busy handlers must not delay the next collection.
                 time.sleep(min(_BURST_SECONDS, left))
                 with self._lock:
                     is_behind = self._hand_to_handlers(min(handler_seconds, max(0.0, due - time.monotonic())))
@@ -284,13 +290,11 @@ class Collector:
             due = max(due, time.monotonic() - interval_seconds) + interval_seconds
         if wakeups is not self._wakeups:
             runner.stop()
-            return  # stop() did not wait so long, and what is started since belongs to another thread
+            return  # stop() timed out and reset the collector, which may have a new thread
         self._collect_once(is_last=True)
         for sink_queue in self._sinks:
             if sink_queue.guard.is_busy:
-                _logger.error(
-                    "monitor: %s is not closed, because it has not returned from a batch", sink_queue.sink.name
-                )
+                _logger.error("monitor: not closed, because a delivery has not returned: sink=%s", sink_queue.sink.name)
             else:
                 self._run(sink_queue.guard, sink_queue.sink.close, even_if_muted=True, here_if_refused=True)
         self._runner.stop()
@@ -299,5 +303,5 @@ class Collector:
         try:
             self.collect(is_last=is_last, handler_seconds=handler_seconds)
         except Exception:
-            # Only our own faults come here. The thread must not end: the next collection may well work.
-            _logger.exception("monitor: a collection failed")
+            # A bug in the monitor itself. Keep the thread alive, because the next collection may succeed.
+            _logger.exception("monitor: collection failed")

@@ -1,4 +1,4 @@
-"""The monitor of the program, which everything uses that is given no other."""
+"""Default monitor of the program, used wherever no other monitor is passed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from delta_tracker.monitor.monitor import Monitor
 MONITOR = Monitor()
 
 metrics: LibraryMetrics = MONITOR.metrics
-"""The library's own metrics, as this monitor holds them."""
+"""Built-in metrics of the default monitor."""
 
 
 def program_monitor() -> Monitor:
-    """Return :data:`MONITOR`. Code outside this package gets it here only, through a :class:`Recorder`."""
+    """Return :data:`MONITOR`. Code outside this package must get it through this function or a :class:`Recorder`."""
     return MONITOR

@@ -1,4 +1,4 @@
-"""Queues of windows and events that a sink or a handler has not taken yet."""
+"""Queues of windows and events that were not yet delivered to a sink or a handler."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from delta_tracker.monitor.guarded_calls import Guard
 from delta_tracker.monitor.sinks.sink import Sink
 
 MAX_WINDOWS = 8192
-"""So many windows wait for one sink at most. A sink that fails is left alone for up to ten minutes."""
+"""Maximum number of windows queued for one sink. A sink that fails is muted for up to ten minutes."""
 
 
 class SinkQueue:
-    """A sink, and the windows and events that it has not taken. Any thread may call it.
+    """A sink with its queue of undelivered windows and events. Thread-safe.
 
     Args:
         sink: the sink.
-        max_events: how many events wait at most.
+        max_events: maximum number of queued events.
     """
 
     def __init__(self, sink: Sink, max_events: int) -> None:
@@ -33,11 +33,15 @@ class SinkQueue:
         self._lock = threading.Lock()
         self._windows: list[WindowReport] = []
         self._events: list[Event] = []
-        # How many of each the sink is being called with; the first ones.
+        # The first so many of each list are being delivered and must not be dropped.
         self._num_windows = self._num_events = 0
 
     def add(self, windows: Sequence[WindowReport], events: Sequence[Event]) -> tuple[list[WindowReport], int]:
-        """Have windows and events wait; the windows that were dropped for them, and how many events were."""
+        """Queue windows and events. Beyond the limits, drop the oldest ones.
+
+        Returns:
+            The dropped windows, and the number of dropped events.
+        """
         with self._lock:
             self._windows += windows
             self._events += events
@@ -49,9 +53,9 @@ class SinkQueue:
             return dropped, num_dropped
 
     def deliver(self, batch: Batch) -> None:
-        """Call the sink with a batch, and with what waits in place of the batch's windows and events.
+        """Call the sink with a batch whose windows and events are replaced by all queued ones.
 
-        What waits is taken when the sink has returned, also after its deadline. If it raises, all of it waits again.
+        They leave the queue when the sink returns, even after its deadline. If it raises, they stay queued.
         """
         with self._lock:
             windows, events = tuple(self._windows), tuple(self._events)
@@ -67,11 +71,11 @@ class SinkQueue:
 
 
 class HandlerQueue:
-    """A handler, and the events that it has not been called with.
+    """A handler with its queue of undelivered events.
 
     Args:
-        subscription: whose handler.
-        max_events: how many events wait at most.
+        subscription: the subscription of the handler.
+        max_events: maximum number of queued events.
     """
 
     def __init__(self, subscription: Subscription, max_events: int) -> None:
@@ -82,11 +86,11 @@ class HandlerQueue:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are events for it."""
+        """True if events are queued."""
         return bool(self._waiting)
 
     def add(self, events: Sequence[Event]) -> int:
-        """Have the events wait that it wants; how many older ones were dropped for them."""
+        """Queue the events that match the subscription. Return the number of older events dropped for them."""
         self._waiting.extend(event for event in events if self._subscription.wants(event))
         num_dropped = 0
         while len(self._waiting) > self._max_events and self._next() is not None:
@@ -94,9 +98,9 @@ class HandlerQueue:
         return num_dropped
 
     def hand(self, until: float) -> None:
-        """Call it with the events that wait, until a time of ``time.monotonic()``, but with one at least.
+        """Call the handler with queued events until the time ``until`` of ``time.monotonic()``, at least with one.
 
-        An event is not handed to it again if it raises; the others wait.
+        If the handler raises, the event is not delivered again; the others stay queued.
         """
         event = self._next()
         while event is not None:
@@ -107,4 +111,4 @@ class HandlerQueue:
         try:
             return self._waiting.popleft()
         except IndexError:
-            return None  # another thread took the last one
+            return None  # another thread removed the last one

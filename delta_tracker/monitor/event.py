@@ -1,4 +1,4 @@
-"""One event: something that happened once, with a name, a message, flat data and a severity."""
+"""Events with a name, a message, flat data and a severity."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.names import check_name
 
 Value = str | int | float | bool
-"""What an event's data may hold; nothing nested, so that every sink can carry it."""
+"""Type of a value in an event's data. Not nested, so that every sink can export it."""
 
 _RANK_BITS, _COUNT_BITS = 16, 48
 
 
 class Severity(IntEnum):
-    """How bad it is; the numbers are those of :mod:`logging`."""
+    """Severity of an event, with the numbers of :mod:`logging`."""
 
     DEBUG = 10
     INFO = 20
@@ -33,33 +33,34 @@ class Severity(IntEnum):
 
 
 class Phase(StrEnum):
-    """What part of a span an event is."""
+    """Relation of an event to a span."""
 
     INSTANT = "instant"
-    """None: it has no duration."""
+    """Event without a duration."""
     BEGIN = "begin"
-    """The span begins. One that never ends is where a rank hangs."""
+    """Begin of a span. A span without an end shows where a rank hangs."""
     END = "end"
-    """The span ended; ``data["seconds"]`` says how long it took."""
+    """End of a span; ``data["seconds"]`` is its duration."""
 
 
 class _Ids:
-    """Numbers of 64 bits: 16 of the rank, which are random where there is none, and 48 that count from a random start.
+    """Generator of 64-bit ids: 16 bits of the rank, random without one, and a 48-bit counter with a random start.
 
-    So two ranks never share one, and two lives of a rank do with a chance of events / 2**48.
+    Ids of different ranks never collide. Ids of two processes of the same rank collide with a probability of
+    events / 2**48.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new life, as a forked process does."""
+        """Read the rank again and draw a new start."""
         rank = os.environ.get("RANK", "")
         self._high = int(rank) % 2**_RANK_BITS if rank.isdecimal() else secrets.randbits(_RANK_BITS)
         self._counts = itertools.count(secrets.randbits(_COUNT_BITS))
 
     def next(self) -> int:
-        """A new one, never 0."""
+        """Return a new id, never 0."""
         low = next(self._counts) % 2**_COUNT_BITS
         return (self._high << _COUNT_BITS | low) or self.next()
 
@@ -68,20 +69,20 @@ _ids: list[_Ids] = []
 
 
 def new_id() -> int:
-    """A 64-bit number that no other event or span of any rank has."""
+    """Return a 64-bit id for an event or span, unique across ranks."""
     if not _ids:
-        _ids.append(_Ids())  # here, not at import: the rank may be set after that
+        _ids.append(_Ids())  # not at import, because RANK may be set later
     return _ids[0].next()
 
 
 def renew_ids() -> None:
-    """Draw a new start, for a process that was forked."""
+    """Restart the ids at a new random number. For forked children."""
     _ids.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Where an event stands: the span it is in, and the trace that the span belongs to."""
+    """Ids of the current span and of its trace."""
 
     span: int
     trace: int
@@ -97,23 +98,23 @@ def _current(part: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened. Everything but the name is filled in, and everything can be set.
+    """An event. All fields except the name have defaults.
 
     Args:
-        name: what kind of thing, with dots for namespaces, such as ``training.epoch.end``.
-        message: a sentence for people.
+        name: type of the event; dots separate namespaces, as in ``training.epoch.end``.
+        message: description for humans.
         data: name to str, int, float or bool.
-        severity: how bad it is.
-        time_ns: when, nanoseconds since the epoch.
-        monotonic_ns: when, on this machine's monotonic clock, for differences.
-        id: 64 bits, unique over ranks.
-        span: the id of the span it happened in or is a part of, 0 for none.
-        parent: the id of the span around that, 0 for none.
-        trace: the id that belongs to all spans of one cause, 0 for none.
-        phase: which part of a span it is.
+        severity: severity of the event.
+        time_ns: wall-clock time, nanoseconds since the epoch.
+        monotonic_ns: time on this machine's monotonic clock, for differences.
+        id: 64-bit id, unique across ranks.
+        span: id of the span that contains the event, or that it begins or ends; 0 outside of spans.
+        parent: id of the parent span, 0 without one.
+        trace: id shared by all related spans, 0 without one.
+        phase: relation to the span.
 
     Raises:
-        InvalidArgumentError: for a malformed name, an unknown severity, or data that is not flat.
+        InvalidArgumentError: for an invalid name, an unknown severity, or data that is not flat.
     """
 
     name: str
@@ -132,7 +133,7 @@ class Event:
         check_name("name", self.name)
         for key, value in self.data.items():
             if type(key) is not str or type(value) not in (str, int, float, bool):
-                raise InvalidArgumentError("data", {key: value}, "Keys are str; values are str, int, float or bool")
+                raise InvalidArgumentError("data", {key: value}, "Use str keys and str, int, float or bool values")
         object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
         try:
             object.__setattr__(self, "severity", Severity(self.severity))
@@ -142,7 +143,7 @@ class Event:
 
 
 def json_value(value: Value) -> Value:
-    """``value`` as JSON can hold it: a float that is not finite becomes text.
+    """Return ``value`` as a JSON value: floats that are not finite become strings.
 
     Example:
         >>> json_value(float("nan")), json_value(1.5)

@@ -1,4 +1,4 @@
-"""The events of a program: which handlers subscribe to them, how many are let through, and a list of the newest."""
+"""Log of the program's events, with rate limits and subscriptions of handlers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from delta_tracker.monitor.names import matches
 Handler = Callable[[Event], None]
 
 _NS = 1e-9
-# Names are few; whoever puts a number into one makes many.
+# Bounds the memory if a program generates event names, such as names that contain numbers.
 _MAX_GATES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRule:
-    """Which events are let in.
+    """Limits on the events that are accepted.
+
+    Use events for what happens at most a few times per iteration: an event costs microseconds and is delivered
+    individually. Use a stat for anything more frequent.
 
     Args:
-        severity: the lowest that is.
-        per_second: how many of one name in a second on average; a burst may take that of ten seconds at once.
-        sample: the fraction that is, drawn at random.
-
-    Events are for what happens some times per iteration at most: they cost microseconds and every one is delivered.
-    What happens more often is a stat.
+        severity: lowest accepted severity.
+        per_second: average rate per event name; a burst may contain the events of ten seconds.
+        sample: accepted fraction of the events, chosen at random.
 
     Raises:
         InvalidArgumentError: for a rate of 0 or less, or a fraction outside (0, 1].
@@ -48,7 +48,7 @@ class EventRule:
 
 @dataclass(slots=True)
 class _Gate:
-    """Lets the events of one name in."""
+    """Token bucket that limits the events of one name."""
 
     rule: EventRule
     tokens: float = field(init=False)
@@ -62,7 +62,7 @@ class _Gate:
         return max(1.0, 10 * self.rule.per_second)
 
     def refusal(self, event: Event, now_ns: int) -> str | None:
-        """Why ``event`` is not let in; None if it is."""
+        """Return the reason to drop ``event``, None to accept it."""
         if event.severity < self.rule.severity:
             return "severity"
         if self.rule.sample < 1 and random.random() >= self.rule.sample:  # noqa: S311  no secret
@@ -76,7 +76,7 @@ class _Gate:
 
 
 class Subscription:
-    """A handler's place; :meth:`remove` ends it."""
+    """Subscription of a handler to events; :meth:`remove` ends it."""
 
     def __init__(self, log: EventLog, pattern: str, severity: Severity, handler: Handler) -> None:
         self._log = log
@@ -85,23 +85,26 @@ class Subscription:
         self.handler = handler
 
     def wants(self, event: Event) -> bool:
-        """Whether the handler asked for such events."""
+        """Return whether the subscription matches an event."""
         return event.severity >= self._severity and matches(self._pattern, event.name)
 
     def remove(self) -> None:
-        """Send it no more events; a second call does nothing."""
+        """Unsubscribe the handler. A second call is a no-op."""
         self._log.unsubscribe(self)
 
 
 class EventLog:
-    """Takes events from any thread and keeps them until the collector fetches them. Nothing here waits or raises.
+    """Queues events from any thread until the collector takes them. Emitting an event never blocks or raises.
 
     Args:
-        clock: for the rates.
-        capacity: how many events wait for the collector, and how many of the newest are kept for :attr:`recent`. When
-            more wait than that, the oldest is dropped.
-        dropped: called with a reason for each event that is not let in or is dropped.
-        wake: called for each event that waits.
+        clock: clock of the rate limits.
+        capacity: maximum number of queued events, and number of newest events in :attr:`recent`. When the queue is
+            full, the oldest event is dropped.
+        dropped: called with the reason for each event that is dropped.
+        wake: called for each event that is queued.
+
+    Raises:
+        InvalidArgumentError: for a capacity below 1.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class EventLog:
         self._subscriptions: tuple[Subscription, ...] = ()
 
     def emit(self, event: Event) -> None:
-        """Take an event."""
+        """Queue an event, unless a rule drops it."""
         gate = self._gates.get(event.name) or self._gate(event.name)
         refusal = gate.refusal(event, self._clock.monotonic_ns())
         if refusal is not None:
@@ -132,51 +135,51 @@ class EventLog:
             try:
                 self._waiting.popleft()
             except IndexError:
-                return  # the collector was faster
+                return  # the collector has emptied the queue
             self._dropped("overrun")
         self._wake()
 
     def is_enabled(self, name: str, severity: Severity = Severity.INFO) -> bool:
-        """Whether events of this name and severity are let in; ask before computing their data."""
+        """Return whether the rules accept this name and severity. Check it before computing expensive data."""
         return severity >= (self._gates.get(name) or self._gate(name)).rule.severity
 
     def rule(self, pattern: str, rule: EventRule) -> None:
-        """Set which events are let in; of several patterns that fit a name, the latest wins."""
+        """Set the rule of matching event names. If several patterns match a name, the latest wins."""
         self._rules = {**{key: old for key, old in self._rules.items() if key != pattern}, pattern: rule}
         self._gates = {}
 
     def subscribe(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
-        """Have ``handler`` called with every event that fits, in a thread of the library."""
+        """Call ``handler`` with every matching event, in a thread of the library."""
         subscription = Subscription(self, pattern, severity, handler)
         self._subscriptions = (*self._subscriptions, subscription)
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """End a subscription; one that ended is no error."""
+        """Remove a subscription, if present."""
         self._subscriptions = tuple(each for each in self._subscriptions if each is not subscription)
 
     @property
     def subscriptions(self) -> tuple[Subscription, ...]:
-        """Who gets events."""
+        """All current subscriptions."""
         return self._subscriptions
 
     @property
     def recent(self) -> list[Event]:
-        """The newest events that were let in, oldest first, delivered or not."""
+        """Newest accepted events, oldest first, delivered or not."""
         return list(self._recent)
 
     def take(self) -> list[Event]:
-        """The events that wait, oldest first; they wait no longer."""
+        """Remove and return the queued events, oldest first."""
         taken = []
         for _ in range(len(self._waiting)):
             try:
                 taken.append(self._waiting.popleft())
             except IndexError:
-                break  # one was dropped meanwhile
+                break  # emit() dropped one concurrently
         return taken
 
     def reset(self) -> None:
-        """Forget all events; for a process that was forked."""
+        """Discard all events. For forked children."""
         self._waiting.clear()
         self._recent.clear()
 

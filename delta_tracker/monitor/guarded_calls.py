@@ -1,4 +1,4 @@
-"""Call sinks, handlers and callbacks so that neither their errors nor the time that they take affect the caller."""
+"""Calls of sinks, handlers and callbacks with a deadline, which catch exceptions and mute code that fails."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FIRST_MUTE_SECONDS, _LONGEST_MUTE_SECONDS = 10, 600
 
 @dataclass(slots=True)
 class Call:
-    """A call of foreign code.
+    """A call of a sink, handler or callback.
 
     Args:
-        action: what is called.
-        is_done: set when it has returned or raised.
-        error: what it raised.
+        action: function to call.
+        is_done: set when ``action`` has returned or raised.
+        error: exception raised by ``action``, if any.
     """
 
     action: Callable[[], None]
@@ -31,24 +31,24 @@ class Call:
     error: BaseException | None = None
 
     def make(self) -> None:
-        """Call it; what it raises is kept."""
+        """Call ``action`` and store the exception that it raises."""
         try:
             self.action()
-        except BaseException as error:  # noqa: BLE001  whatever it is, it belongs to the code that was called
+        except BaseException as error:  # noqa: BLE001  user code must not end the worker thread
             self.error = error
         self.is_done.set()
 
 
 @dataclass(slots=True)
 class Guard:
-    """What is known of one piece of foreign code.
+    """Failures and muting of one sink, handler or callback.
 
     Args:
-        name: names it in logs and metrics.
-        num_errors: how often it raised or took too long.
-        num_muted: how many calls were left out because it was muted.
-        muted_until_ns: no call before that, on the monotonic clock.
-        call: the newest call, which may not have returned; no other one is made until it has.
+        name: name in logs and metrics.
+        num_errors: number of calls that raised or exceeded the deadline.
+        num_muted: number of calls skipped because it was muted or busy.
+        muted_until_ns: end of the muting, on the monotonic clock.
+        call: the newest call, possibly unfinished. The next call is made only after it has finished.
     """
 
     name: str
@@ -60,32 +60,38 @@ class Guard:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call has not returned."""
+        """True if the newest call has not returned."""
         return self.call is not None and not self.call.is_done.is_set()
 
     def failed(self, reason: BaseException | str, now_ns: int) -> None:
-        """Mute it, twice as long each time in a row."""
+        """Count a failure and mute for 10 s, doubled for each consecutive failure up to 600 s."""
         self.num_errors += 1
         seconds = min(_FIRST_MUTE_SECONDS * 2**self._num_in_a_row, _LONGEST_MUTE_SECONDS)
         self._num_in_a_row = min(self._num_in_a_row + 1, 16)
         self.muted_until_ns = now_ns + seconds * _NS
         if self.num_errors == 1:
             error = reason if isinstance(reason, BaseException) else None
-            _logger.error("monitor: %s failed and is muted for %d s: %s", self.name, seconds, reason, exc_info=error)
+            _logger.error(
+                "monitor: muted after a failure: outlet=%s seconds=%d error=%s",
+                self.name,
+                seconds,
+                reason,
+                exc_info=error,
+            )
 
     def succeeded(self) -> None:
-        """The next failure is the first in a row."""
+        """Reset the count of consecutive failures."""
         self._num_in_a_row = 0
 
 
 class Runner:
-    """Makes calls in a thread of its own, and gives the thread up when a call takes too long.
+    """Makes calls in a worker thread, and abandons the thread if a call exceeds the deadline.
 
-    For one calling thread. The threads are daemons and start at the first call, or at :meth:`start`.
+    Not thread-safe. Workers are daemon threads, started at the first call or by :meth:`start`.
 
     Args:
-        clock: for muting.
-        deadline_seconds: how long a call may take.
+        clock: clock of the muting.
+        deadline_seconds: time limit of a call.
     """
 
     def __init__(self, clock: Clock, deadline_seconds: float) -> None:
@@ -94,26 +100,27 @@ class Runner:
         self._calls: queue.SimpleQueue[Call | None] | None = None
 
     def start(self) -> None:
-        """Start the thread, for a time when none can be started any more.
+        """Start the worker now, because threads cannot be started at interpreter shutdown.
 
         Raises:
-            RuntimeError: if none can be started.
+            RuntimeError: if no thread can be started.
         """
         self._worker()
 
     def run(
         self, guard: Guard, action: Callable[[], None], *, even_if_muted: bool = False, here_if_refused: bool = False
     ) -> bool:
-        """Whether ``action`` was called and returned in time.
-
-        It is not called while the guard's last call has not returned.
+        """Call ``action`` in the worker, unless its guard is muted or its last call has not returned.
 
         Args:
-            guard: of what is called.
-            action: what is called.
-            even_if_muted: call it even if it is muted, and wait up to the deadline for its last call to return.
-            here_if_refused: call it in this thread, without a deadline, if no other one can be started: since
-                Python 3.12 none can be at the end of a program.
+            guard: guard of the code that is called.
+            action: function to call.
+            even_if_muted: call it even if muted, after waiting up to the deadline for its last call to return.
+            here_if_refused: if no thread can be started, call it in this thread without a deadline. Since Python 3.12,
+                no thread can be started at interpreter shutdown.
+
+        Returns:
+            True if it was called and returned within the deadline.
         """
         now = self._clock.monotonic_ns()
         if even_if_muted and guard.call is not None:
@@ -134,7 +141,7 @@ class Runner:
         if call.is_done.wait(self._deadline_seconds):
             error = call.error
         else:
-            self.stop()  # that thread ends when its call does
+            self.stop()  # the worker ends when its call returns
             error = TimeoutError(f"no answer within {self._deadline_seconds} s")
         if error is None:
             guard.succeeded()
@@ -143,7 +150,7 @@ class Runner:
         return False
 
     def stop(self) -> None:
-        """Let the thread end; the next call starts another."""
+        """End the worker after its current call. The next call starts a new one."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None

@@ -1,4 +1,4 @@
-"""Monitor, the one object that a program meets: define, record, configure, start, stop."""
+"""Monitor: the entry point to define, record, configure and collect metrics and events."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _INTERVAL = timedelta(seconds=10)
 
 
 class Monitor(Forkable):
-    """Stats and events of a program, and where they go.
+    """Stats and events of a program, delivered to sinks. Thread-safe.
 
-    Recording works at once and starts nothing. :meth:`start` starts the threads that collect, one for the figures and
-    one for code of others; :meth:`stop`, which the end of the program calls too, delivers the last windows. A forked
-    child begins empty and stopped. Any thread may call any method.
+    Recording needs no setup and starts no thread. :meth:`start` starts two threads: one collects the figures, the other
+    runs sinks, handlers and callbacks. :meth:`stop` delivers the last windows; it is also called at exit. In a forked
+    child the monitor is empty and stopped.
 
     Args:
-        clock: where times come from.
-        capacity: how many events are kept.
-        deadline: how long a sink, handler or callback may take before it is given up for a while.
+        clock: source of timestamps.
+        capacity: maximum number of events kept.
+        deadline: time limit of a sink, handler or callback; one that exceeds it is muted for a while.
 
     Example:
         >>> monitor = Monitor()
@@ -79,19 +79,20 @@ class Monitor(Forkable):
         is_logical: bool = False,
         **settings: Any,  # noqa: ANN401  the fields of Policy
     ) -> Counter:
-        """Something that only grows.
+        """Define a counter, a total that only grows.
 
         Args:
-            name: unique; dots make namespaces.
-            help: one sentence for whoever sees the number.
-            unit: base unit written out, such as seconds.
-            labels: names of its labels.
-            max_cells: how many sets of label values it may have.
-            is_logical: it counts the training run, not the process: :mod:`~delta_tracker.monitor.state` keeps it.
+            name: unique; dots separate namespaces.
+            help: description in one sentence.
+            unit: base unit spelled out, such as seconds.
+            labels: label names.
+            max_cells: maximum number of label sets.
+            is_logical: True if the counter describes the training run, not the process. It is then saved in
+                checkpoints, see :mod:`~delta_tracker.monitor.state`.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
 
         Raises:
-            InvalidArgumentError: for malformed names, or a name that is taken.
+            InvalidArgumentError: for invalid names, or a name with another definition.
         """
         definition = Definition(
             name=name,
@@ -105,24 +106,24 @@ class Monitor(Forkable):
         return cast("Counter", self._define(definition, settings))
 
     def gauge(self, name: str, help: str = "", **options: Any) -> Gauge:  # noqa: A002, ANN401
-        """Something that goes up and down; options as in :meth:`stat`."""
+        """Define a gauge, a value that can go up and down; options as in :meth:`stat`."""
         return cast("Gauge", self._of_kind(Kind.GAUGE, name, help, **options))
 
     def histogram(self, name: str, help: str = "", **options: Any) -> Histogram:  # noqa: A002, ANN401
-        """Samples of which quantiles are wanted; options as in :meth:`stat`."""
+        """Define a histogram, samples with quantiles; options as in :meth:`stat`."""
         return cast("Histogram", self._of_kind(Kind.HISTOGRAM, name, help, **options))
 
     def stat(self, name: str, help: str = "", **options: Any) -> Stat:  # noqa: A002, ANN401
-        """Samples.
+        """Define a stat of samples, such as losses.
 
         Args:
             name: as in :meth:`counter`.
             help: as in :meth:`counter`.
-            options: unit, labels, max_cells and bounds as in :class:`~delta_tracker.monitor.stat.Definition`; anything
-                else is a field of :class:`~delta_tracker.monitor.policy.Policy`, such as aggregations and window.
+            options: unit, labels, max_cells and bounds of :class:`~delta_tracker.monitor.stat.Definition`, and fields
+                of :class:`~delta_tracker.monitor.policy.Policy`, such as aggregations and window.
 
         Raises:
-            InvalidArgumentError: for malformed names, a name that is taken, or unknown options.
+            InvalidArgumentError: for invalid names, a name with another definition, or unknown options.
         """
         return self._of_kind(Kind.STAT, name, help, **options)
 
@@ -137,13 +138,13 @@ class Monitor(Forkable):
         labels: Sequence[str] = (),
         **settings: Any,  # noqa: ANN401
     ) -> Stat:
-        """A stat that is read through a callback, once per collection, in a thread of the library.
+        """Define a stat that is read through a callback, once per collection, in a thread of the library.
 
         Args:
             name: as in :meth:`counter`.
             callback: as in :meth:`~delta_tracker.monitor.registry.Registry.passive`.
             help: as in :meth:`counter`.
-            kind: what the numbers mean.
+            kind: meaning of the numbers.
             unit: as in :meth:`counter`.
             labels: as in :meth:`counter`.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
@@ -153,22 +154,22 @@ class Monitor(Forkable):
         return self.registry.passive(definition, callback, **settings)
 
     def add_source(self, source: Source) -> None:
-        """Read something at every collection, in a thread of the library; a source of the same name is replaced."""
+        """Read a source at every collection, in a thread of the library. Replaces a source of the same name."""
         protect(self)
         self.registry.add_source(source)
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401
-        """As :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
+        """Change how matching stats are aggregated, see :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
         return self.registry.configure(pattern, **settings)
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
-        """The stats whose names fit a shell pattern, by name."""
+        """Return the stats whose names match a shell pattern, sorted by name."""
         return self.registry.find(pattern, kind=kind)
 
     # Events
 
     def log(self, name: str, message: str = "", /, **data: Value) -> None:
-        """Emit an event of severity INFO: the short form."""
+        """Emit an event of severity INFO."""
         self.emit(Event(name, message, data, time_ns=self._clock.time_ns(), monotonic_ns=self._clock.monotonic_ns()))
 
     def emit(self, event: Event) -> None:
@@ -179,32 +180,44 @@ class Monitor(Forkable):
     def span(
         self, name: str, /, *, severity: Severity = Severity.INFO, trace: int | None = None, **data: Value
     ) -> Span:
-        """A range of time, as a context manager or by ``start()`` and ``stop()``: an event at each end.
+        """Return a span, which emits an event at its begin and at its end.
+
+        Use it as a context manager or call its ``start()`` and ``stop()``.
 
         Args:
-            name: of both events.
-            severity: of both, unless the body raises.
+            name: name of both events.
+            severity: severity of both events; the end is an ERROR if the body raises.
             trace: see :class:`~delta_tracker.monitor.span.Span`; pass the same number on all ranks to join their spans.
-            data: of both events.
+            data: data of both events.
         """
         return Span(self.emit, self._clock, name, data, severity, trace)
 
     def on(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
-        """Have ``handler`` called with every event that fits, in a thread of the library; ``remove()`` ends it."""
+        """Call ``handler`` with every matching event, in a thread of the library, until ``remove()`` of the result.
+
+        Args:
+            pattern: a shell pattern of event names.
+            handler: called with each event.
+            severity: lowest severity to handle.
+        """
         return self.events.subscribe(pattern, handler, severity)
 
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
-        """Set which events are let in: fields of :class:`~delta_tracker.monitor.event_log.EventRule`."""
+        """Limit matching events; the fields are those of :class:`~delta_tracker.monitor.event_log.EventRule`."""
         self.events.rule(pattern, EventRule(**rule))
 
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Say which training step begins; without a number, the next one. Windows that close carry it."""
+        """Set the training step that closed windows report, by default the next number."""
         self._progress.step = (self._progress.step or 0) + 1 if number is None else number
 
     def end_epoch(self, number: int | None = None) -> None:
-        """Close the windows that end with the epoch, which has this number; without one, the next."""
+        """Close the windows that end with the epoch.
+
+        Args:
+            number: number of the epoch that ended, by default the next number.
+        """
         self._progress.epoch = (self._progress.epoch or 0) + 1 if number is None else number
         for source in self.registry.sources:
             source.end_epoch()
@@ -215,7 +228,7 @@ class Monitor(Forkable):
 
     @property
     def is_running(self) -> bool:
-        """Whether it is started."""
+        """True after :meth:`start`, until :meth:`stop`."""
         return self._collector.is_running
 
     def start(
@@ -226,24 +239,24 @@ class Monitor(Forkable):
         attributes: Mapping[str, str] | None = None,
         system: bool = True,
     ) -> None:
-        """Collect every ``interval``, in threads of the library, until :meth:`stop` or the end of the program.
+        """Collect every ``interval``, in threads of the library, until :meth:`stop` or exit.
 
-        A program that is killed, or ends by ``os._exit``, delivers no last windows. A child of multiprocessing ends
-        that way: call :meth:`stop` in it.
+        A program that is killed or calls ``os._exit`` does not deliver its last windows. Children of multiprocessing
+        exit that way and must call :meth:`stop`.
 
         Args:
-            sinks: where figures and events go.
-            interval: between two collections.
-            attributes: what tells this process from others, such as ``{"rank": "0"}``; the sinks pass it on.
-            system: measure CPU, memory, disk and network of the process, and memory of CUDA devices once they are used.
+            sinks: destinations of figures and events.
+            interval: time between two collections.
+            attributes: attributes that identify the process, such as ``{"rank": "0"}``; sinks export them.
+            system: also measure CPU, memory, disk and network of the process, and memory of CUDA devices in use.
 
         Raises:
-            InvalidArgumentError: if it is running, for an interval of 0 or less, or attributes that are no labels.
+            InvalidArgumentError: if it is already running, for an interval of 0 or less, or invalid attribute names.
         """
         seconds = _seconds("interval", interval)
         labels = dict(zip(check_label_names(attributes or {}), map(str, (attributes or {}).values()), strict=True))
         if self.is_running:
-            raise InvalidArgumentError("start", "twice", "Call stop() before you start it again")
+            raise InvalidArgumentError("start", "twice", "Call stop() first")
         if system:
             self.registry.add_source(SystemMetrics(self.registry))
         protect(self)
@@ -251,24 +264,28 @@ class Monitor(Forkable):
         self._collector.start(sinks, seconds, labels)
 
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Deliver the last windows, close the sinks and end the threads; nothing if it is not running.
+        """Deliver the last windows, close the sinks and stop the threads. No-op if it is not running.
 
         Returns:
-            Whether that was done in time.
+            False if it did not finish within ``timeout``.
         """
         atexit.unregister(self.stop)
         return self._collector.stop(timeout.total_seconds())
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now, and wait until all is handed on; whether that was done in time."""
+        """Collect now and wait until the sinks have received the batch.
+
+        Returns:
+            False if it did not finish within ``timeout``.
+        """
         return self._collector.flush(timeout.total_seconds())
 
     def collect(self) -> Batch:
-        """Collect now, in this thread; for programs that start no threads, and for tests."""
+        """Collect now, in the calling thread; for tests and for programs that do not call :meth:`start`."""
         return self._collector.collect()
 
     def after_fork_in_child(self) -> None:
-        """Begin empty and stopped."""
+        """Discard all records, events and sinks, and stop."""
         renew_ids()
         atexit.unregister(self.stop)
         failed = self.registry.reset()

@@ -17,18 +17,18 @@ _JOULES_PER_KILOWATT_HOUR = 3_600_000
 
 
 class NvmlMetrics(Source):
-    """Reads all devices that the driver shows, once per collection.
+    """Reads all devices visible to the driver, once per collection.
 
-    Energy counts from the start of the driver, for everything on the device, other processes too.
+    Energy is counted since the driver was loaded, for all processes on the device.
 
     Args:
-        registry: where the metrics are registered.
-        grams_per_kilowatt_hour: carbon dioxide of the electricity; without it no emissions are reported.
+        registry: registers the metrics.
+        grams_per_kilowatt_hour: carbon intensity of the electricity; None to report no emissions.
 
     Raises:
         InvalidArgumentError: for a negative intensity.
         MissingExtraError: if nvidia-ml-py is not installed.
-        pynvml.NVMLError: if there is no driver.
+        pynvml.NVMLError: if no driver is available.
     """
 
     name = "nvml"
@@ -46,12 +46,12 @@ class NvmlMetrics(Source):
         self._intensity = grams_per_kilowatt_hour
         gauges = (
             ("gpu_utilisation_ratio", "Fraction of time in which a kernel ran.", "ratio", self._utilisation),
-            ("gpu_memory_used_bytes", "Memory in use, of all processes.", "bytes", self._memory),
-            ("gpu_power_watts", "Power drawn.", "watts", self._power),
+            ("gpu_memory_used_bytes", "Memory used by all processes.", "bytes", self._memory),
+            ("gpu_power_watts", "Power draw.", "watts", self._power),
         )
-        counters = [("gpu_energy_joules", "Energy used since the driver started.", "joules", self._energy)]
+        counters = [("gpu_energy_joules", "Energy used since the driver was loaded.", "joules", self._energy)]
         if self._intensity is not None:
-            counters.append(("gpu_emissions_grams", "Carbon dioxide of that energy.", "grams", self._emissions))
+            counters.append(("gpu_emissions_grams", "Carbon dioxide of the energy used.", "grams", self._emissions))
         self._passives = [
             Passive(registry.define(Definition(name=name, kind=kind, help=text, unit=unit, labels=("device",))), read)
             for kind, group in ((Kind.GAUGE, gauges), (Kind.COUNTER, counters))
@@ -59,7 +59,7 @@ class NvmlMetrics(Source):
         ]
 
     def read(self, *, is_last: bool) -> None:
-        """Record what the driver says."""
+        """Record the current readings of the driver."""
         for passive in self._passives:
             passive.read(is_last=is_last)
 
@@ -76,14 +76,14 @@ class NvmlMetrics(Source):
         return self._each(lambda device: self._nvml.nvmlDeviceGetTotalEnergyConsumption(device) * _MILLI)
 
     def _emissions(self) -> Readings:
-        assert self._intensity is not None, "registered only then"
+        assert self._intensity is not None, "emissions are registered only with an intensity"
         grams_per_joule = self._intensity / _JOULES_PER_KILOWATT_HOUR
         return self._each(
             lambda device: self._nvml.nvmlDeviceGetTotalEnergyConsumption(device) * _MILLI * grams_per_joule
         )
 
     def _each(self, read: Any) -> Readings:  # noqa: ANN401
-        """Device index to reading; a device that does not offer it is left out."""
+        """Return device index to reading, without devices that do not support it."""
         found: dict[str | tuple[str, ...], float] = {}
         for index, device in enumerate(self._devices):
             try:

@@ -1,4 +1,4 @@
-"""How a stat is aggregated: set where it is defined, changed by whoever runs the program."""
+"""Windows and aggregations of a stat, set in its definition or with ``configure()``."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ WhenEmpty = Literal["skip", "zero"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """When the numbers that were recorded are summed up and a new window begins.
+    """Conditions that close a window and open the next one. The first condition that is met closes it.
 
-    With neither ``count`` nor ``every`` nor ``epoch``, at every collection.
+    Without any condition, every collection closes the window.
 
     Args:
-        count: after so many records; such windows compare, because their means come from equally many samples.
-        every: at the first collection so long after the window began, or later.
-        epoch: when :meth:`~delta_tracker.monitor.monitor.Monitor.end_epoch` is called.
-
-    Several may be given: the first to come closes the window.
+        count: close after this many records, so that all windows have equally many samples.
+        every: close at the first collection when the window is at least this old.
+        epoch: close when :meth:`~delta_tracker.monitor.monitor.Monitor.end_epoch` is called.
 
     Raises:
         InvalidArgumentError: for a count below 1 or a duration of 0 or less.
@@ -41,11 +39,11 @@ class Window:
 
     @property
     def closes_at_collections(self) -> bool:
-        """Whether nothing but a collection closes it."""
+        """True if every collection closes the window."""
         return self.count is None and self.every is None and not self.epoch
 
     def is_over(self, age_ns: int) -> bool:
-        """Whether a collection closes a window that began ``age_ns`` nanoseconds ago."""
+        """Return whether a collection closes a window that is ``age_ns`` nanoseconds old."""
         if self.every is not None:
             return age_ns >= self.every // timedelta(microseconds=1) * 1000
         return self.closes_at_collections
@@ -53,18 +51,18 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is made of a stat's records.
+    """Aggregation of a stat's records.
 
     Args:
-        aggregations: which figures of a window are reported: value, count, sum, mean, min, max, std, histogram, and
-            quantiles as p50, p95, p99.9. The number of records is reported with any of them.
-        window: when a window ends.
-        enabled: whether records are taken at all.
-        when_empty: of a window without records report nothing (``skip``), or every figure as 0 (``zero``).
-        raw: how many single records of a window are passed on beside the figures, drawn at random, all equally likely.
+        aggregations: reported figures of a window: value, count, sum, mean, min, max, std, histogram, and quantiles
+            such as p50, p95, p99.9. The number of records is always reported.
+        window: conditions that close a window.
+        enabled: False to ignore all records.
+        when_empty: for a window without records, report nothing (``skip``) or 0 for every figure (``zero``).
+        raw: number of single records of a window to report in addition, a uniform random sample.
 
     Raises:
-        InvalidArgumentError: for an unknown aggregation or policy, or a negative ``raw``.
+        InvalidArgumentError: for an unknown aggregation, an invalid value, or a negative ``raw``.
     """
 
     aggregations: tuple[str, ...] = ("count", "mean", "min", "max")
@@ -82,4 +80,4 @@ class Policy:
         if self.when_empty not in get_args(WhenEmpty):
             raise InvalidArgumentError("when_empty", self.when_empty, f"Pass one of {get_args(WhenEmpty)}")
         if type(self.raw) is not int or self.raw < 0:
-            raise InvalidArgumentError("raw", self.raw, "Pass how many records of a window to pass on, 0 for none")
+            raise InvalidArgumentError("raw", self.raw, "Pass a whole number of 0 or more")

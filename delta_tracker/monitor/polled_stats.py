@@ -1,4 +1,4 @@
-"""Stats that the collector reads, once per collection, in its own threads. Training does not record them."""
+"""Sources that the collector reads in its own threads, once per collection, without any work in training threads."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from collections.abc import Callable, Mapping
 from delta_tracker.monitor.stat import Kind, Stat
 
 Readings = float | Mapping[str | tuple[str, ...], float] | None
-"""A number; one for each label value (or tuple of them); or None for no data."""
+"""A number, a mapping from label value (or tuple of label values) to number, or None for no data."""
 
 
 class Source(ABC):
-    """What is read once per collection.
+    """Base of objects that are read once per collection.
 
-    The collector calls :meth:`read` from a thread of its own, one call at a time; what it raises is counted.
+    The collector calls :meth:`read` from its own thread, one call at a time. Exceptions are counted.
     """
 
     name: str
-    """Names it where it fails."""
+    """Name in errors and metrics."""
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to read any more, so that it can be forgotten."""
+        """True if the source has ended and can be removed."""
         return False
 
     @abstractmethod
     def read(self, *, is_last: bool) -> None:
-        """Record what there is to record. Wait for a device only if ``is_last``."""
+        """Record the current readings. Wait for a device only if ``is_last``."""
 
-    def end(self) -> None:  # noqa: B027  most have no end
-        """It is over, and forgotten."""
+    def end(self) -> None:  # noqa: B027  most sources need no clean-up
+        """Clean up before the source is removed."""
 
-    def end_epoch(self) -> None:  # noqa: B027  most have nothing to end
-        """What was recorded so far belongs to the epoch that ends. Called by the training thread: wait for nothing."""
+    def end_epoch(self) -> None:  # noqa: B027  most sources have no windows by epoch
+        """Assign the values recorded so far to the epoch that ends. Called in the training thread; must not block."""
 
     def after_fork(self) -> None:  # noqa: B027
-        """Let go of locks and of what belongs to the parent; called in a forked child."""
+        """Replace locks and drop objects of the parent process. Called in a forked child."""
 
 
 class Passive(Source):
     """A stat whose readings come from a callback.
 
     Args:
-        stat: where they are recorded; of a counter the callback says the total, and its growth is recorded.
-        callback: gives the readings.
+        stat: records the readings. For a counter, readings are totals, and their growth is recorded.
+        callback: returns the readings.
     """
 
     def __init__(self, stat: Stat, callback: Callable[[], Readings]) -> None:
@@ -54,7 +54,7 @@ class Passive(Source):
         self._totals: dict[tuple[str, ...], float] = {}
 
     def read(self, *, is_last: bool) -> None:
-        """Call the callback; None, and a mapping without an entry, is no data."""
+        """Call the callback and record its readings."""
         del is_last
         if not self._stat.enabled:
             return
@@ -73,5 +73,5 @@ class Passive(Source):
             return reading
         before = self._totals.get(values, 0)
         self._totals[values] = reading
-        # A total that fell was started anew, from 0.
+        # A total that fell has restarted from 0.
         return reading - before if reading >= before else reading

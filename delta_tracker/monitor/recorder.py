@@ -1,4 +1,4 @@
-"""Recorders: what a tracker, a publisher or a predictor records with, so that each has figures of its own."""
+"""Recorders, which label the metrics of each tracker, publisher and predictor with its name."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ _MAX_LENGTH = 200
 
 
 class Recorder:
-    """The library's metrics, with the name of one object as their first label.
+    """The built-in metrics, bound to the name of one object as a label.
 
     The attributes are those of :class:`~delta_tracker.monitor.library.LibraryMetrics`, for metrics that have the label.
-    An object creates a recorder when it is built and passes it to all of its parts.
+    An object creates a recorder in its constructor and passes it to its parts.
 
     Args:
-        role: the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
-        owner: the object. It is not kept alive; when it is gone, the recorder is closed at the next collection.
-        name: the label's value, ``role`` if None. A name that another object has is followed by ``-2``, ``-3``, ...
-        monitor: where to record; None for the program's own monitor.
+        role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
+        owner: the object. The recorder keeps only a weak reference. The first collection after the owner is
+            garbage-collected closes the recorder.
+        name: value of the label, ``role`` if None. ``-2``, ``-3``, ... is appended to a name in use.
+        monitor: the monitor; None for the program's default.
 
     Raises:
-        InvalidArgumentError: for a name that is no label value, or something else than a monitor.
+        InvalidArgumentError: for an invalid name or monitor.
 
     Example:
         >>> class Owner:
@@ -47,28 +48,28 @@ class Recorder:
         if name is not None and not (type(name) is str and name.isprintable() and 0 < len(name) <= _MAX_LENGTH):
             raise InvalidArgumentError("name", name, f"Pass 1 to {_MAX_LENGTH} printable characters")
         if monitor is not None and not isinstance(monitor, Monitor):
-            raise InvalidArgumentError("monitor", monitor, "Pass a Monitor, or None for the program's own")
+            raise InvalidArgumentError("monitor", monitor, "Pass a Monitor, or None for the program's default")
         self.monitor = program_monitor() if monitor is None else monitor
         self.role = role
-        self.monitor.registry.forget_ended()  # their names are free then
+        self.monitor.registry.forget_ended()  # releases their names
         self.name = self.monitor.label_names.take(role, role if name is None else name)
         self._life = _Life(f"{role} {self.name}", owner, self._forget)
         self.monitor.add_source(self._life)
 
     def __getattr__(self, metric: str) -> BoundStat:
-        """Return a metric of the library, bound to the name."""
+        """Return a built-in metric, bound to the name."""
         if metric.startswith("_"):
             raise AttributeError(metric)
         return BoundStat(getattr(self.monitor.metrics, metric), self.role, self.name)
 
     def watch(self, record: Callable[[Any], None]) -> None:
-        """Call ``record(owner)`` once per collection, in the collector's thread, while the owner lives."""
+        """Call ``record(owner)`` once per collection, in the collector's thread, while the owner is alive."""
         self._life.record = record
 
     def close(self) -> None:
-        """Remove the gauges and free the name, after one more collection or when another recorder is created.
+        """Remove the gauges and release the name, after one more collection or when another recorder is created.
 
-        Counters and histograms stay, as they are totals of the process; the next object of this name continues them.
+        Counters and histograms are totals of the process and stay. The next object of this name continues them.
         """
         self._life.close()
 
@@ -80,12 +81,12 @@ class Recorder:
 
 
 class _Life(Source):
-    """Reads figures of an object while it lives.
+    """Reads figures of an object while it is alive.
 
     Args:
-        name: names it where it fails.
-        owner: the object, which is not kept alive.
-        forget: called once, when the object is gone, or one collection after :meth:`close`.
+        name: name in errors and metrics.
+        owner: the object, held by a weak reference.
+        forget: called once, after the object was garbage-collected, or one collection after :meth:`close`.
 
     Attributes:
         record: called with the object at each collection.
@@ -104,11 +105,11 @@ class _Life(Source):
         return self._is_closed or self._owner() is None
 
     def close(self) -> None:
-        """Stop reading. The next collection still shows the last figures."""
+        """Stop reading. The next collection still reports the last figures."""
         self._is_closed, self.record = True, None
 
     def read(self, *, is_last: bool) -> None:
-        """Record the figures of the object, or forget them."""
+        """Record the figures of the object, or remove them after its end."""
         del is_last
         if self._is_closed and not self._is_collected:
             self._is_collected = True
@@ -120,23 +121,23 @@ class _Life(Source):
             record(owner)
 
     def end(self) -> None:
-        """Forget the figures."""
+        """Remove the figures."""
         forget, self._forget = self._forget, None
         if forget is not None:
             forget()
 
     def after_fork(self) -> None:
-        """Let go of the object: another thread of the parent may have held its locks."""
+        """Drop the object: another thread of the parent may hold its locks."""
         self._owner = lambda: None
 
 
 class BoundStat:
-    """A metric of which one label is given.
+    """A metric with one label bound.
 
     Args:
         stat: the metric.
         label: name of the label.
-        value: its value.
+        value: value of the label.
     """
 
     __slots__ = ("_label", "_stat")
@@ -146,18 +147,18 @@ class BoundStat:
         self._label = {label: value}
 
     def cell(self, **labels: object) -> Cell:
-        """Return the cell of the other labels' values, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""
+        """Return the cell of the remaining labels, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""
         return self._stat.cell(**self._label, **labels)
 
     def timer(self, **labels: object) -> Callable[[], Timer]:
-        """Return a function that makes timers of one cell, which is looked up only now."""
+        """Return a factory of timers that looks up the cell only once."""
         return self._stat.timer(**self._label, **labels)
 
     def set(self, value: float, **labels: object) -> None:
         """Record a reading of a gauge."""
-        assert isinstance(self._stat, Gauge), "only gauges are set"
+        assert isinstance(self._stat, Gauge), "only gauges have set()"
         self._stat.set(value, **self._label, **labels)
 
     def remove(self, **labels: object) -> None:
-        """Remove the cells with these label values, whatever their other labels are."""
+        """Remove the cells with these label values; an omitted label matches any value."""
         self._stat.remove(**self._label, **labels)

@@ -1,10 +1,8 @@
-"""One series of records, a :class:`Cell`: what one stat records under one combination of label values.
+"""Cells: series of records of one stat under one label set.
 
-Training calls it, so it must cost nothing.
-
-A record is an append to a deque, which CPython makes atomic; no lock is taken and no figure touched. Whoever finds
-enough records waiting, or the collector, takes them out under a lock and adds them up. So totals are exact whatever
-threads, signal handlers and finalizers record at the same time.
+Training threads record into cells, so recording must be cheap. A record is an append to a deque, which is atomic in
+CPython and takes no lock. The collector, or the thread whose record fills the queue, aggregates the queued records
+under a lock. Totals are therefore exact, even if threads, signal handlers and finalizers record concurrently.
 """
 
 from __future__ import annotations
@@ -19,25 +17,25 @@ from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.names import Labels
 from delta_tracker.monitor.policy import Policy
 
-# So many records wait at most, in one cell, until the thread that adds the next one sums them up: about 0.2 ms.
+# Number of queued records of a cell at which the recording thread aggregates them, which takes about 0.2 ms.
 _MAX_WAITING = 1024
-# Windows that were closed and that nobody has collected; the oldest is dropped beyond.
+# Maximum number of closed windows that are not collected; beyond it, the oldest is dropped.
 _MAX_CLOSED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedWindow:
-    """What was recorded between two moments.
+    """A closed window of records.
 
     Args:
         aggregate: the figures.
-        begin_ns: when it began, on the monotonic clock.
-        end_ns: when it ended, on the monotonic clock.
-        time_ns: when it ended, nanoseconds since the epoch.
-        step: the training step at its end, None if no step was ever said.
-        epoch: the same for the epoch.
-        is_partial: it was cut short, by the end of the program or a change of policy.
-        raw: some of the records.
+        begin_ns: begin, on the monotonic clock.
+        end_ns: end, on the monotonic clock.
+        time_ns: end, nanoseconds since the epoch.
+        step: training step at the end, None if no step was set.
+        epoch: number of the last epoch that had ended, None if no epoch was set.
+        is_partial: True if it was closed early, by the end of the program or a change of policy.
+        raw: uniform random sample of the records, if the policy requests one.
     """
 
     aggregate: Aggregate
@@ -51,18 +49,18 @@ class ClosedWindow:
 
 
 class Cell:
-    """Takes records of one stat with one set of labels.
+    """Series of records of one stat under one label set. Thread-safe.
 
     Args:
-        labels: what tells it from the stat's other cells.
-        policy: what is made of its records.
+        labels: label names and values.
+        policy: how its records are aggregated.
         progress: clock and step.
-        is_counter: refuse negative numbers.
+        is_counter: reject negative numbers.
 
     Attributes:
-        enabled: whether records are taken.
-        is_remote: its records arrive late, from a device, so that who brings them ends its epochs.
-        num_lost_windows: how many windows were dropped because nobody collected them.
+        enabled: True if records are accepted.
+        is_remote: True if the records arrive late, from a device. Their source then calls :meth:`end_epoch`.
+        num_lost_windows: number of closed windows dropped before they were collected.
     """
 
     __slots__ = (
@@ -97,11 +95,11 @@ class Cell:
         self.reset(policy)
 
     def add(self, value: float = 1) -> None:
-        """Record a number. Never raises, never waits for a device, and takes no lock but once in many calls.
+        """Record a number. Never raises or waits for a device; only one call in many takes a lock.
 
         Args:
-            value: an int, a float, or what ``float()`` takes. NaN, infinity and tensors on a device are counted as
-                rejected.
+            value: an int, a float, or any object that ``float()`` accepts. NaN, infinity and tensors on a device are
+                counted as rejected.
         """
         if self.enabled:
             self._append(value)
@@ -109,7 +107,7 @@ class Cell:
                 self.fold()
 
     def reset(self, policy: Policy | None = None) -> None:
-        """Forget everything; for a process that was forked, in which nothing else runs and any lock may be held."""
+        """Discard all records and replace the lock, which another thread may have held. For forked children."""
         self._lock = threading.RLock()
         self._is_folding = False
         self._waiting.clear()
@@ -120,16 +118,16 @@ class Cell:
         self._use(self._policy if policy is None else policy)
 
     def configure(self, policy: Policy) -> None:
-        """Follow another policy from now on; a window that is open ends here."""
+        """Close the open window and replace the policy."""
         with self._lock:
             self.fold()
             self._close(is_partial=True)
             self._use(policy)
 
     def fold(self) -> None:
-        """Sum up the records that wait."""
+        """Aggregate the queued records."""
         with self._lock:
-            # A signal handler or finalizer may record while this thread is in here; its record waits for the next time.
+            # Reentered by a signal handler or finalizer that records; its record stays queued until the next call.
             if self._is_folding:
                 return
             self._is_folding = True
@@ -141,7 +139,7 @@ class Cell:
                 self._is_folding = False
 
     def merge(self, figures: Aggregate) -> None:
-        """Take in what was summed up elsewhere, as on a device; a window by count ends here if it is full then."""
+        """Add figures that were aggregated elsewhere, such as on a device. Closes a window by count if it is full."""
         with self._lock:
             self.fold()
             self._open.merge(figures)
@@ -150,10 +148,10 @@ class Cell:
                 self._close(is_partial=False)
 
     def collect(self, *, is_last: bool = False) -> tuple[list[ClosedWindow], Aggregate]:
-        """The windows that closed since the last collection, and the figures of all records so far.
+        """Return the windows closed since the last collection, and the figures of all records.
 
         Args:
-            is_last: close the open window too.
+            is_last: also close the open window.
         """
         with self._lock:
             self.fold()
@@ -166,14 +164,18 @@ class Cell:
             return closed, self.lifetime()
 
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
-        """Close the window if it ends with the epoch; ``at`` are step and epoch, the present ones if not given."""
+        """Close the window if it ends with the epoch.
+
+        Args:
+            at: step and epoch of the window, by default the current ones.
+        """
         if self._policy.window.epoch:
             with self._lock:
                 self.fold()
                 self._close(is_partial=False, at=at)
 
     def lifetime(self) -> Aggregate:
-        """The figures of all records that were folded so far."""
+        """Return the figures of all aggregated records; queued ones are not included."""
         with self._lock:
             result = self._lifetime.copy()
             result.merge(self._open)
@@ -181,13 +183,13 @@ class Cell:
             return result
 
     def collect_total(self) -> float:
-        """The sum of all records so far; closes nothing."""
+        """Return the sum of all records, without closing a window."""
         with self._lock:
             self.fold()
             return self.lifetime().total
 
     def restore(self, total: float) -> None:
-        """Put the total to what a checkpoint says, whatever was counted here before."""
+        """Set the total to ``total``, discarding earlier counts."""
         with self._lock:
             self.fold()
             self._base = 0
@@ -195,7 +197,7 @@ class Cell:
 
     @property
     def policy(self) -> Policy:
-        """What is made of its records."""
+        """Aggregation of the records."""
         return self._policy
 
     def _use(self, policy: Policy) -> None:
@@ -205,7 +207,7 @@ class Cell:
         self._begin()
 
     def _like(self, old: Aggregate) -> Aggregate:
-        """``old``, keeping the figures that the policy asks for from now on."""
+        """Return a copy of ``old`` that computes the figures of the current policy."""
         result = Aggregate(
             with_spread="std" in self._policy.aggregations,
             with_buckets=needs_buckets(self._policy.aggregations),
@@ -223,11 +225,11 @@ class Cell:
 
     def _set_limit(self) -> None:
         count = self._policy.window.count
-        # A window of few records closes in the thread that adds the last of them: its time and step are then right.
+        # The thread that adds the last record of a window by count closes it, so that its time and step are exact.
         self._limit = _MAX_WAITING if count is None else min(_MAX_WAITING, count - self._seen)
 
     def _take(self, num_left: int) -> int:
-        """Sum up at most ``num_left`` records, not past the end of a window; how many they were."""
+        """Aggregate up to ``num_left`` queued records of the current window and return their number."""
         count = self._policy.window.count
         room = _MAX_WAITING if count is None else count - self._seen
         pop = self._waiting.popleft
@@ -243,7 +245,7 @@ class Cell:
         return len(values)
 
     def _draw(self, values: list[float]) -> None:
-        """Keep a uniform sample of the window's records: Vitter, "Random sampling with a reservoir" (1985)."""
+        """Update the uniform random sample of the window: Vitter, "Random sampling with a reservoir" (1985)."""
         size, before = self._policy.raw, self._open.count - len(values)
         for number, value in enumerate(values, start=before):
             if number < size:

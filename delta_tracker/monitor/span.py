@@ -1,4 +1,4 @@
-"""Ranges of time with a begin, an end and a parent."""
+"""Spans: named ranges of time with a begin, an end and a parent."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _NS = 1e-9
 
 
 class Span:
-    """Emits an event where a body begins and one where it ends; events in between and inner spans carry its id.
+    """Emits an event at its begin and one at its end. Events and spans inside carry its id.
 
-    The parent is the span around it in the same thread or task. One whose body raises ends as an ERROR and names the
-    exception's type. Also :meth:`start` and :meth:`stop`, where no ``with`` fits.
+    The parent is the enclosing span of the same thread or task. If the body raises, the end has severity ERROR and the
+    type of the exception. Use :meth:`start` and :meth:`stop` where a ``with`` statement does not fit.
 
     Args:
-        emit: takes the events.
-        clock: where their times come from.
-        name: of both events.
-        data: of both events.
-        severity: of both events, unless the body raises.
-        trace: what all spans of one cause share, also over ranks, if they pass the same number, such as the step; the
-            parent's if not given, a new one if there is none.
+        emit: called with the events.
+        clock: source of timestamps.
+        name: name of both events.
+        data: data of both events.
+        severity: severity of both events, unless the body raises.
+        trace: id that joins related spans, also across ranks that pass the same number, such as the step. Default: the
+            trace of the parent, or a new one without a parent.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Span:
         self.id = 0
 
     def start(self) -> Self:
-        """Begin."""
+        """Emit the begin event and become the current span."""
         parent = CURRENT_SPAN.get()
         self.id = new_id()
         self._parent = 0 if parent is None else parent.span
@@ -60,7 +60,7 @@ class Span:
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End, in the thread or task that began; a second call does nothing."""
+        """Emit the end event, in the thread or task that called :meth:`start`. A second call is a no-op."""
         if self._token is None:
             return
         CURRENT_SPAN.reset(self._token)
@@ -74,7 +74,7 @@ class Span:
         self._emit(self._event(Phase.END, severity, now, data))
 
     def _event(self, phase: Phase, severity: Severity, now_ns: int, data: Mapping[str, Value]) -> Event:
-        assert self._trace is not None, "set at the start"
+        assert self._trace is not None, "set by start()"
         return Event(
             self._name,
             data=data,

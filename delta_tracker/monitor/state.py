@@ -1,11 +1,11 @@
-"""Counters of the training run through checkpoints: each rank saves its own, none is lost, none is counted twice.
+"""Checkpoints of logical counters. Restored at any world size, the sum over ranks stays the same.
 
-Only counters defined with ``is_logical=True`` take part: they count the run. All others describe a process, and begin
-at 0 with it.
+Only counters defined with ``is_logical=True`` are saved, because they describe the training run. All others describe
+the process and start at 0 with it.
 
-A rank's state is one uint8 tensor of JSON under a key of its own. Tensors that ranks save under one key are
-deduplicated by torch.distributed.checkpoint, and all counters but one rank's would be gone. Loaded by another number of
-ranks, rank ``r`` takes over the counters of the saved ranks ``r, r + W, r + 2W, ...``, so the sum over ranks stays.
+A rank saves one uint8 tensor of JSON under its own key, because torch.distributed.checkpoint deduplicates tensors that
+ranks save under the same key. At a world size ``W``, rank ``r`` restores the counters of the saved ranks
+``r, r + W, r + 2W, ...``.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
 KEY = "delta_tracker.monitor"
-"""Under this key the state stands in a checkpoint."""
+"""Key of the counters in a checkpoint."""
 
 _FORMAT = "totals by label values"
-_REMEDY = "These are no counters of this format: load a checkpoint that this library saved"
+_REMEDY = "It is not in the counters' format: load a checkpoint saved by this library"
 _MAX_BYTES = 64 * 2**20
 
-# Whole numbers stay whole.
+# int first, so that integers are not converted to floats.
 _Total = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0)]
 Totals = dict[str, list[tuple[list[str], _Total]]]
-"""Name of each counter to label values and total of each cell."""
+"""Counter name to a list of (label values, total), one per cell."""
 
 
 def totals(monitor: Monitor = MONITOR) -> Totals:
-    """The logical counters of this process now."""
+    """Return the totals of this process's logical counters, without zeros."""
     found: Totals = {}
     for stat in _logical(monitor):
         cells = [([value for _, value in cell.labels], cell.collect_total()) for cell in stat.cells]
@@ -49,13 +49,12 @@ def totals(monitor: Monitor = MONITOR) -> Totals:
 
 
 def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
-    """Put the logical counters to the sum of ``parts``, whatever was counted here before; one in no part goes to 0.
+    """Set the logical counters to the sum of ``parts``, discarding earlier counts. Counters in no part are set to 0.
 
-    Call it after your counters are defined: one that is not defined is left out, as one that the program does not have
-    any more. The library's own need no definition.
+    Define your counters before the call: undefined ones are ignored. Built-in counters need no definition.
 
     Raises:
-        InvalidArgumentError: if a counter's labels are others than when it was saved; nothing is restored then.
+        InvalidArgumentError: if a counter had another number of labels when it was saved; nothing is restored.
     """
     summed = _fitting(parts, monitor)
     stats = {stat.name: stat for stat in _logical(monitor)}
@@ -66,30 +65,30 @@ def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
         if name in stats:
             labels = dict(zip(stats[name].definition.labels, label_values, strict=True))
             cell = stats[name].cell(**labels)
-            cell.restore(cell.collect_total() + total)  # several may share the one for what has none of its own
+            cell.restore(cell.collect_total() + total)  # beyond max_cells, several label sets share the cell "other"
 
 
 class LogicalCounters:
-    """The logical counters as what a tracker's checkpoint can carry: register it there beside metrics.
+    """Logical counters as an object that a tracker's checkpoint can save. Register it there like a metric.
 
-    A part is what one rank counted; a load gives each saved part to exactly one rank.
+    A state holds the counters of one rank. A load restores each saved state on exactly one rank.
 
     Args:
-        monitor: whose counters.
+        monitor: the monitor of the counters.
     """
 
     def __init__(self, monitor: Monitor = MONITOR) -> None:
         self._monitor = monitor
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, which JSON can hold."""
+        """Return this rank's counters as JSON-compatible values."""
         return {_FORMAT: totals(self._monitor)}
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """One part that stands for all ``states``.
+        """Return one state with the sum of ``states``.
 
         Raises:
-            InvalidArgumentError: if one is malformed, or a counter's labels are others than when it was saved.
+            InvalidArgumentError: if a state is malformed, or a counter had another number of labels when it was saved.
         """
         merged: Totals = {}
         for (name, values), total in _fitting(map(_parsed, states), self._monitor).items():
@@ -97,16 +96,16 @@ class LogicalCounters:
         return {_FORMAT: merged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters to a part, see :func:`restore`."""
+        """Restore the counters from a state, see :func:`restore`."""
         restore([_parsed(state)], self._monitor)
 
 
 def state_dict(rank: int, monitor: Monitor = MONITOR) -> dict[str, Tensor]:
-    """What a rank saves: put it under :data:`KEY` into the dict that goes to ``dcp.save``.
+    """Return this rank's counters as a state dict. Pass it to ``dcp.save`` under :data:`KEY`.
 
     Args:
         rank: this rank.
-        monitor: whose counters.
+        monitor: the monitor of the counters.
 
     Returns:
         ``rank_<rank>`` to a ``[bytes]`` uint8 tensor.
@@ -118,19 +117,20 @@ def state_dict(rank: int, monitor: Monitor = MONITOR) -> dict[str, Tensor]:
 
 
 def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = MONITOR) -> int:
-    """Restore this rank's counters from a checkpoint that any number of ranks saved. No collective.
+    """Restore this rank's counters from a checkpoint saved at any world size. Not a collective.
 
     Args:
-        reader: of the checkpoint, such as ``FileSystemReader(path)``.
+        reader: reader of the checkpoint, such as ``FileSystemReader(path)``.
         rank: this rank.
-        world_size: how many load.
-        monitor: whose counters.
+        world_size: number of ranks that load.
+        monitor: the monitor of the counters.
 
     Returns:
-        Of how many saved ranks; 0 if the checkpoint has no counters, which leaves them as they are.
+        Number of saved ranks restored on this rank. If the checkpoint has no counters, 0, and the counters are not
+        changed.
 
     Raises:
-        InvalidArgumentError: if what was saved is malformed; nothing is restored then.
+        InvalidArgumentError: if the saved state is malformed; nothing is restored.
     """
     import torch  # noqa: PLC0415
     from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # noqa: PLC0415
@@ -147,7 +147,7 @@ def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = M
     wanted = {f"rank_{saved}": torch.empty(_num_bytes(sizes[saved]), dtype=torch.uint8) for saved in mine}
     if wanted:
         with warnings.catch_warnings():
-            # It says that one process loads, which is meant.
+            # Loading in a single process is intended.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load_tensors({KEY: wanted}, storage_reader=reader, no_dist=True)
     restore([_parsed(_decoded(bytes(each.tolist()))) for each in wanted.values()], monitor)
@@ -155,7 +155,7 @@ def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = M
 
 
 def _summed(parts: Iterable[Totals]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Name and label values to the total over all parts."""
+    """Return (name, label values) to the sum over all parts."""
     summed: dict[tuple[str, tuple[str, ...]], float] = {}
     for part in parts:
         for name, cells in part.items():
@@ -166,18 +166,18 @@ def _summed(parts: Iterable[Totals]) -> dict[tuple[str, tuple[str, ...]], float]
 
 
 def _fitting(parts: Iterable[Totals], monitor: Monitor) -> dict[tuple[str, tuple[str, ...]], float]:
-    """As :func:`_summed`, of counters whose labels are those that they have here.
+    """Sum ``parts`` as :func:`_summed` does, after checking the labels.
 
     Raises:
-        InvalidArgumentError: if they are not.
+        InvalidArgumentError: if a defined counter has another number of labels than its saved values.
     """
     summed = _summed(parts)
-    # These are registered when they first count, which is after a load.
+    # Built-in counters are otherwise registered at their first use, which is after a load.
     monitor.metrics.define(name for name, _ in summed)
     stats = {stat.name: stat for stat in _logical(monitor)}
     for name, label_values in summed:
         if name in stats and len(label_values) != len(stats[name].definition.labels):
-            remedy = f"It has the labels {list(stats[name].definition.labels)}: restore it before you change them"
+            remedy = f"The counter has the labels {list(stats[name].definition.labels)}: use those it was saved with"
             raise InvalidArgumentError("labels", (name, label_values), remedy)
     return summed
 
@@ -186,10 +186,10 @@ def _logical(monitor: Monitor) -> Sequence[Stat]:
     return [stat for stat in monitor.find(kind=Kind.COUNTER) if stat.definition.is_logical]
 
 
-def _num_bytes(metadata: Any) -> int:  # noqa: ANN401  torch's TensorStorageMetadata, or what stands there
+def _num_bytes(metadata: Any) -> int:  # noqa: ANN401  torch's TensorStorageMetadata, if the checkpoint is valid
     size = tuple(getattr(metadata, "size", ()))
     if len(size) != 1 or not 0 < size[0] <= _MAX_BYTES:
-        raise InvalidArgumentError("reader", size, f"The counters of a rank are 1 to {_MAX_BYTES} bytes")
+        raise InvalidArgumentError("reader", size, f"The counters of a rank must have 1 to {_MAX_BYTES} bytes")
     return int(size[0])
 
 
@@ -201,11 +201,11 @@ def _decoded(text: bytes) -> object:
     return found
 
 
-def _parsed(saved: Any) -> Totals:  # noqa: ANN401  whatever was found in a checkpoint
-    """The totals in what was saved.
+def _parsed(saved: Any) -> Totals:  # noqa: ANN401  untrusted data from a checkpoint
+    """Return the totals of a saved state.
 
     Raises:
-        InvalidArgumentError: if it is not what :meth:`LogicalCounters.state_dict` gave.
+        InvalidArgumentError: if it is not the result of :meth:`LogicalCounters.state_dict`.
     """
     try:
         return convert(saved[_FORMAT], Totals)

@@ -1,7 +1,7 @@
-"""CPU, memory, disk and network of the process, and memory of CUDA devices, without any code of the user.
+"""Built-in metrics of the process: CPU, memory, disk, network, and memory of CUDA devices.
 
-Read from Linux' /proc, so nothing has to be installed; what a system does not offer is left out, which is no data and
-not 0. Network counts are those of the process's network namespace: Linux has none per process.
+They are read from /proc of Linux and need no package. Metrics that the system does not offer are missing, not 0.
+Network counts are those of the process's network namespace, because Linux does not count per process.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.stat import Definition, Kind
 
 _PROC = Path("/proc/self")
-# Counters of the loopback are no traffic.
+# The loopback interface is not counted as traffic.
 _NO_TRAFFIC = frozenset({"lo"})
 
 
 def cpu_seconds() -> Readings:
-    """Seconds of CPU time that all threads have used, by ``user`` and ``system``."""
+    """Return the CPU time of all threads in seconds, by ``user`` and ``system``."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {"user": usage.ru_utime, "system": usage.ru_stime}
 
 
 def memory_bytes() -> Readings:
-    """Bytes of memory, by ``resident`` and ``virtual``."""
+    """Return the memory of the process in bytes, by ``resident`` and ``virtual``."""
     text = _read("statm")
     if text is None:
         return None
@@ -39,7 +39,7 @@ def memory_bytes() -> Readings:
 
 
 def disk_bytes() -> Readings:
-    """Bytes read from and written to storage, by ``read`` and ``written``."""
+    """Return the bytes read from and written to storage, by ``read`` and ``written``."""
     text = _read("io")
     if text is None:
         return None
@@ -48,7 +48,7 @@ def disk_bytes() -> Readings:
 
 
 def network_bytes() -> Readings:
-    """Bytes over all interfaces but the loopback, by ``received`` and ``sent``."""
+    """Return the bytes of all interfaces except the loopback, by ``received`` and ``sent``."""
     text = _read("net/dev")
     if text is None:
         return None
@@ -62,21 +62,24 @@ def network_bytes() -> Readings:
 
 
 def num_threads() -> Readings:
-    """Threads of the process."""
+    """Return the number of threads of the process."""
     text = _read("stat")
     return None if text is None else int(text.rpartition(")")[2].split()[17])
 
 
 def num_open_files() -> Readings:
-    """Open file descriptors."""
+    """Return the number of open file descriptors."""
     try:
-        return len(os.listdir(_PROC / "fd"))  # noqa: PTH208  a thousand of them are quicker so
+        return len(os.listdir(_PROC / "fd"))  # noqa: PTH208  faster than iterdir() for many files
     except OSError:
         return None
 
 
 def cuda_memory_bytes() -> Readings:
-    """Bytes of torch's allocator, by device and ``allocated``, ``reserved``, ``peak``; none before CUDA is used."""
+    """Return the bytes of torch's CUDA allocator, by device and ``allocated``, ``reserved``, ``peak``.
+
+    Returns None until the program has initialised CUDA.
+    """
     torch = _initialised_torch()
     if torch is None:
         return None
@@ -99,25 +102,25 @@ _METRICS: tuple[tuple[str, Kind, str, str, tuple[str, ...], Callable[[], Reading
     (
         "process_network_bytes",
         Kind.COUNTER,
-        "Network traffic.",
+        "Network traffic, loopback excluded.",
         "bytes",
         ("direction",),
         network_bytes,
     ),
     ("process_threads", Kind.GAUGE, "Threads of the process.", "", (), num_threads),
     ("process_open_files", Kind.GAUGE, "Open file descriptors.", "", (), num_open_files),
-    ("cuda_memory_bytes", Kind.GAUGE, "Memory of torch on a device.", "bytes", ("device", "kind"), cuda_memory_bytes),
+    ("cuda_memory_bytes", Kind.GAUGE, "Memory of torch's allocator.", "bytes", ("device", "kind"), cuda_memory_bytes),
 )
 
 SYSTEM_NAMES = tuple(name for name, *_ in _METRICS)
-"""Names of the metrics."""
+"""Names of the system metrics."""
 
 
 class SystemMetrics(Source):
-    """Reads them all, once per collection.
+    """Reads all system metrics, once per collection.
 
     Args:
-        registry: where they are registered.
+        registry: registers the metrics.
     """
 
     name = "system"
@@ -129,7 +132,7 @@ class SystemMetrics(Source):
         ]
 
     def read(self, *, is_last: bool) -> None:
-        """Record what the system says now."""
+        """Record the current readings."""
         for passive in self._passives:
             passive.read(is_last=is_last)
 
@@ -142,6 +145,6 @@ def _read(name: str) -> str | None:
 
 
 def _initialised_torch() -> ModuleType | None:
-    """Torch, if the program uses CUDA: asking for it must not be what initialises it."""
+    """Return torch if the program has initialised CUDA, without importing torch or initialising CUDA itself."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None

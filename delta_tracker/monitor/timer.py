@@ -1,4 +1,4 @@
-"""Durations, as a context manager and as a decorator."""
+"""Timer of code blocks and functions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NS = 1e-9
 
 
 class Timer:
-    """Records the seconds from begin to end, also of a body that raises.
+    """Context manager and decorator that records the duration of its body, also if the body raises.
 
-    One object times one body at a time; as a decorator it makes a new one for each call.
+    A timer is not reentrant. As a decorator it uses a new timer for each call.
 
     Args:
-        record: takes the seconds.
-        clock: its monotonic clock is read.
+        record: called with the seconds.
+        clock: provides the monotonic clock.
 
     Example:
         >>> import time
@@ -51,7 +51,7 @@ class Timer:
         self._record((self._clock.monotonic_ns() - self._begin_ns) * _NS)
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """``function``, timed; of a coroutine function, until the coroutine is done."""
+        """Return ``function`` with each call timed; a coroutine function is timed until its coroutine is done."""
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)

@@ -113,7 +113,7 @@ def test_a_sink_that_never_returns_is_never_closed(caplog) -> None:
     assert monitor.stop()
     assert fine.is_closed
     assert not stuck.is_closed
-    assert "sink 0 is not closed" in caplog.text
+    assert "not closed, because a delivery has not returned: sink=sink 0" in caplog.text
     stuck.may_return.set()
     assert not stuck.wrong
 

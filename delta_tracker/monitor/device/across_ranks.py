@@ -1,4 +1,4 @@
-"""Figures of all ranks together, on request, in one collective."""
+"""Merging of device stats across ranks in one collective."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Mergeable = DeviceMean | DeviceCounter | DeviceHistogram
 
 
 def merge_ranks(stats: Sequence[Mergeable], group: dist.ProcessGroup | None = None) -> dict[str, Aggregate]:
-    """What device stats recorded from tensors on all ranks since the last call, in one all-reduce.
+    """Merge what device stats recorded on all ranks since the last call, in one all-reduce.
 
     Every rank must call it with the same stats in the same order. It waits for the device and for the other ranks.
 
     Args:
-        stats: what to merge.
-        group: over which ranks; all of them if not given. With gloo the sums go through the host.
+        stats: the stats to merge.
+        group: process group, by default all ranks. With gloo, the sums are copied to the host.
 
     Returns:
-        Name of each stat to its figures, the same on every rank.
+        Name of each stat to its figures, equal on every rank.
 
     Raises:
-        InvalidArgumentError: for no stats, or one that stands twice.
+        InvalidArgumentError: for no stats or duplicate names.
     """
     names = [stat.name for stat in stats]
     if not stats or len(set(names)) < len(names):

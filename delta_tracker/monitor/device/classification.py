@@ -1,6 +1,6 @@
-"""Accuracy, precision, recall and F1 of a classifier, from counts that live on the device.
+"""Accuracy, precision, recall and F1 of a classifier, from counts accumulated on the device.
 
-Letters: ``B`` predictions of a call, ``C`` classes.
+Shapes: ``B`` predictions per call, ``C`` classes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ FIGURES = ("accuracy", "precision", "recall", "f1")
 
 
 class DeviceClassification(DeviceState):
-    """Figures of single-label classification, over all predictions since the last end of an epoch.
+    """Figures of single-label classification over all predictions of the current epoch.
 
-    Recorded at each collection as the gauges ``<name>.accuracy``, ``.precision``, ``.recall`` and ``.f1``. They are
-    those of torchmetrics' Multiclass metrics: with ``macro`` the mean over the classes that were predicted or seen,
-    where accuracy is the recall; with ``micro`` all four are the fraction that was right.
+    Each collection records the gauges ``<name>.accuracy``, ``.precision``, ``.recall`` and ``.f1``. The values equal
+    those of torchmetrics' Multiclass metrics. With ``macro`` they are means over the classes that occur in predictions
+    or targets, and the accuracy equals the recall. With ``micro`` all four are the fraction of correct predictions.
 
     Args:
-        name: dots make namespaces.
+        name: prefix of the gauges; dots separate namespaces.
         num_classes: ``C``.
-        average: over classes or over predictions.
-        monitor: whose gauges; the program's if not given.
+        average: average over classes (``macro``) or over predictions (``micro``).
+        monitor: monitor of the gauges, by default the program's.
 
     Raises:
         InvalidArgumentError: for fewer than 2 classes or an unknown average.
@@ -47,16 +47,16 @@ class DeviceClassification(DeviceState):
         self._gauges = {each: monitor.gauge(f"{name}.{each}", f"{each.capitalize()}, {average}.") for each in FIGURES}
         for gauge in self._gauges.values():
             gauge.cell().is_remote = True
-        self._rejected = monitor.counter(f"{name}.rejected", "Predictions or targets that are no class.")
+        self._rejected = monitor.counter(f"{name}.rejected", "Predictions rejected because of an invalid class.")
         self._sums = [0.0] * (3 * num_classes + 1)
         super().__init__(name, len(self._sums), reader_of(monitor))
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Take predictions in.
+        """Add predictions.
 
         Args:
-            predictions: ``[B]`` class indices, or ``[B, C]`` scores, of which the largest counts.
-            targets: ``[B]`` class indices. A pair of which one is no class is counted as rejected and left out.
+            predictions: ``[B]`` class indices, or ``[B, C]`` scores, whose maximum is the predicted class.
+            targets: ``[B]`` class indices. Pairs with an invalid class index are counted as rejected and ignored.
 
         Raises:
             InvalidArgumentError: for other shapes.
@@ -77,13 +77,13 @@ class DeviceClassification(DeviceState):
                 torch.where(is_class, targets + 2 * size, trash),
             )
         )
-        # The last place counts what is rejected: once for each prediction, so its other entries are 0.
+        # The last element counts each rejected pair three times. Wrong but valid predictions add 0 to it.
         ones = torch.ones(places.shape, dtype=sum_dtype(places.device), device=places.device)
         ones = torch.where((places == trash) & is_class.repeat(3), 0, ones)
         self._add(places.device, ones, places)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the figures of everything since the epoch began."""
+        """Record the figures of all predictions since the epoch began."""
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
             self._rejected.add(round(growth[-1]) // 3)
@@ -95,7 +95,7 @@ class DeviceClassification(DeviceState):
                 gauge.cell().end_epoch(epoch_end)
 
     def figures(self) -> dict[str, float]:
-        """The figures as of the newest reading; none of no predictions."""
+        """Return the figures as of the newest reading, an empty dict without predictions."""
         size = self._num_classes
         right, predicted, actual = (self._sums[place * size : (place + 1) * size] for place in range(3))
         num_seen = sum(actual)
@@ -110,6 +110,6 @@ class DeviceClassification(DeviceState):
         return {"accuracy": recall, "precision": precision, "recall": recall, "f1": f1}
 
     def forget(self) -> None:
-        """Begin at 0."""
+        """Reset all counts to 0."""
         super().forget()
         self._sums = [0.0] * len(self._sums)

@@ -1,8 +1,8 @@
-"""Stats of values on a device, recorded where the values are: nothing here waits for the device.
+"""Stats of values on a device. They accumulate on that device and never wait for it.
 
-A value may be a tensor of any shape on any device, a Python number, or a tensor on the CPU. A number that is not finite
-is counted as rejected and left out; nothing is checked on the host. Windows close when a reading arrives, so one by
-count may be somewhat larger.
+A value may be a Python number or a tensor of any shape on any device. Values that are not finite are counted as
+rejected and ignored; the check runs on the device. Windows close when a reading arrives, so a window by count may have
+more records than ``count``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from delta_tracker.monitor.stat import Stat
 
 _HOST = torch.device("cpu")
 _NUM_BUCKETS = HIGHEST - LOWEST + 1
-# A histogram's state: total, positive buckets, negative buckets, zeros, rejected.
+# State of a histogram: total, positive buckets, negative buckets, zeros, rejected.
 _ZEROS, _REJECTED = 1 + 2 * _NUM_BUCKETS, 2 + 2 * _NUM_BUCKETS
 
 
 def reader_of(monitor: Monitor) -> DeviceReader:
-    """The reader of a monitor's device states; there is one."""
+    """Return the monitor's reader of device states; create it if missing."""
     for source in monitor.registry.sources:
         if isinstance(source, DeviceReader):
             return source
@@ -39,13 +39,13 @@ def reader_of(monitor: Monitor) -> DeviceReader:
 
 
 class _DeviceStat(DeviceState):
-    """A device state behind one cell of a stat.
+    """Device state that is recorded into one cell of a stat.
 
     Args:
-        stat: what it is recorded as.
+        stat: the stat.
         num_sums: size of the state.
-        monitor: whose.
-        labels: of the cell.
+        monitor: monitor of the stat.
+        labels: labels of the cell.
     """
 
     def __init__(self, stat: Stat, num_sums: int, monitor: Monitor, labels: Mapping[str, object] | None) -> None:
@@ -56,27 +56,27 @@ class _DeviceStat(DeviceState):
 
     @property
     def enabled(self) -> bool:
-        """Whether values are taken."""
+        """True if values are accepted."""
         return self._cell.enabled
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """What ``K`` sums say."""
+        """Convert ``K`` sums to figures."""
         raise NotImplementedError
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the growth, and end the window with the epoch if it does."""
+        """Record the growth, and end the epoch if ``epoch_end`` is given."""
         self._cell.merge(self.figures(growth))
         if epoch_end is not None:
             self._cell.end_epoch(epoch_end)
 
 
 class DeviceMean(_DeviceStat):
-    """The mean of values, weighted if weights are given: sum(value * weight) / sum(weight).
+    """Weighted mean of values: sum(value * weight) / sum(weight).
 
     Args:
         name: as in :meth:`~delta_tracker.monitor.monitor.Monitor.stat`.
-        help: likewise.
-        monitor: whose stat it is; the program's if not given.
+        help: as in :meth:`~delta_tracker.monitor.monitor.Monitor.stat`.
+        monitor: monitor of the stat, by default the program's.
         labels: label names and values.
         options: as in :meth:`~delta_tracker.monitor.monitor.Monitor.stat`.
 
@@ -98,14 +98,14 @@ class DeviceMean(_DeviceStat):
         *,
         monitor: Monitor = MONITOR,
         labels: Mapping[str, object] | None = None,
-        **options: Any,  # noqa: ANN401  as Monitor.stat takes them
+        **options: Any,  # noqa: ANN401  as in Monitor.stat
     ) -> None:
         options.setdefault("aggregations", ("mean", "count"))
         stat = monitor.stat(name, help, labels=tuple(labels or ()), **options)
         super().__init__(stat, 4, monitor, labels)
 
     def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Take values in.
+        """Add values.
 
         Args:
             value: ``[...]`` of any shape and real dtype, or a number.
@@ -142,7 +142,7 @@ class DeviceMean(_DeviceStat):
 
 
 class DeviceSum(DeviceMean):
-    """The sum of values."""
+    """Sum of values. Arguments as in :class:`DeviceMean`."""
 
     def __init__(
         self,
@@ -158,12 +158,12 @@ class DeviceSum(DeviceMean):
 
 
 class DeviceCounter(_DeviceStat):
-    """Something that only grows: values are increments, and a negative one is rejected.
+    """Total that only grows. Values are increments; negative values are rejected.
 
     Args:
         name: as in :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
-        help: likewise.
-        monitor: whose stat it is; the program's if not given.
+        help: as in :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
+        monitor: monitor of the counter, by default the program's.
         labels: label names and values.
         options: as in :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
     """
@@ -180,7 +180,7 @@ class DeviceCounter(_DeviceStat):
         super().__init__(monitor.counter(name, help, labels=tuple(labels or ()), **options), 4, monitor, labels)
 
     def update(self, value: Tensor | float = 1) -> None:
-        """Add values, ``[...]`` of any shape and real dtype, or a number; it counts exactly up to 2**53."""
+        """Add values, ``[...]`` of any shape and real dtype, or a number. Integers are exact up to 2**53."""
         if not self.enabled:
             return
         if not isinstance(value, Tensor):
@@ -201,11 +201,9 @@ class DeviceCounter(_DeviceStat):
 
 
 class DeviceHistogram(_DeviceStat):
-    """Quantiles of values, in the buckets of :mod:`delta_tracker.monitor.buckets`; 51 kB on each device.
+    """Histogram of values in the buckets of :mod:`delta_tracker.monitor.buckets`; 51 kB on each device.
 
-    Also min and max are then off by the error that is stated there.
-
-    Arguments as of :class:`DeviceMean`.
+    Quantiles, minimum and maximum have the relative error of the buckets. Arguments as in :class:`DeviceMean`.
     """
 
     def __init__(
@@ -222,7 +220,7 @@ class DeviceHistogram(_DeviceStat):
         super().__init__(stat, _REJECTED + 1, monitor, labels)
 
     def update(self, value: Tensor | float) -> None:
-        """Take values in, ``[...]`` of any shape and real dtype, or a number."""
+        """Add values, ``[...]`` of any shape and real dtype, or a number."""
         if not self.enabled:
             return
         if not isinstance(value, Tensor):
@@ -232,17 +230,17 @@ class DeviceHistogram(_DeviceStat):
         values = value.detach().reshape(-1).to(dtype)
         is_good = values.isfinite()
         clean = torch.where(is_good, values, 0)
-        # Of 0 the logarithm is -inf, which the clamp takes; its place is replaced below.
+        # log2(0) is -inf, which the clamp maps to a bucket; the index of zeros is replaced below.
         buckets = (clean.abs().log2() * PER_OCTAVE).ceil().sub(1).clamp(LOWEST, HIGHEST).long() - LOWEST + 1
         places = torch.where(clean < 0, buckets + _NUM_BUCKETS, buckets)
         places = torch.where(is_good, torch.where(clean == 0, _ZEROS, places), _REJECTED)
-        # One launch adds the counts, and the sum as one more place.
+        # One kernel launch adds the counts and, at index 0, the sum.
         counts = torch.cat((torch.ones_like(clean), clean.sum(dim=0, keepdim=True)))
         places = torch.cat((places, torch.zeros_like(places[:1]) if values.numel() else places.new_zeros(1)))
         self._add(value.device, counts, places)
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Total and buckets."""
+        """Convert the sums to total and buckets."""
         result = Aggregate(with_buckets=True)
         buckets = LogBuckets()
         for place, count in enumerate(sums[1:_ZEROS]):
@@ -251,7 +249,7 @@ class DeviceHistogram(_DeviceStat):
                 sign[place % _NUM_BUCKETS + LOWEST] = round(count)
         buckets.zero = round(sums[_ZEROS])
         result.buckets = buckets
-        # Known to within a bucket, as everything else here.
+        # Accurate to a bucket.
         result.min, result.max = buckets.quantile(0), buckets.quantile(1)
         result.count = buckets.count
         result.total, result.weight, result.num_rejected = sums[0], result.count, round(sums[_REJECTED])
@@ -264,11 +262,11 @@ def _check(value: Tensor, weight: Tensor | float) -> None:
     if isinstance(weight, Tensor):
         is_scalar_on_host = weight.dim() == 0 and weight.device.type == "cpu"
         if weight.device != value.device and not is_scalar_on_host:
-            raise InvalidArgumentError("weight", weight.device, f"The values are on {value.device}: move it there")
+            raise InvalidArgumentError("weight", weight.device, f"Move it to {value.device}, the device of the values")
         pairs = zip(reversed(weight.shape), reversed(value.shape), strict=False)
         if weight.dim() > value.dim() or any(w not in (1, v) for w, v in pairs):
             raise InvalidArgumentError(
-                "weight", tuple(weight.shape), f"Use one that broadcasts to {tuple(value.shape)}"
+                "weight", tuple(weight.shape), f"Pass a shape that broadcasts to {tuple(value.shape)}"
             )
 
 
@@ -280,7 +278,7 @@ def _figures(total: float, weight: float, count: float, num_values: float) -> Ag
 
 
 def _single(value: float, weight: float = 1) -> Tensor:
-    """The sums of one number with a weight."""
+    """Return the sums of one weighted number."""
     weighted = float(value) * float(weight)
     sums = (weighted, float(weight), 1.0, 1.0) if math.isfinite(weighted) else (0.0, 0.0, 0.0, 1.0)
     return torch.tensor(sums, dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""Sums that live on a device, and how they reach the host without anybody waiting.
+"""Sums on a device, copied to the host asynchronously.
 
-Letters: ``K`` numbers of a state.
+Shapes: ``K`` numbers of a state.
 
-A state only ever grows by addition, on the device of its values. A reading is a copy of it, started in the order of
-the device's work and fetched when it is done; what happened between two readings is their difference. So nothing is
-ever reset, and no reading is torn.
+A state only grows, by addition on the device of its values. A reading is an asynchronous copy, ordered with the other
+work on the device. The growth between two readings is their difference, so states are never reset and readings are
+consistent.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.polled_stats import Source
 
 EpochEnd = tuple[int | None, int | None]
-"""Step and epoch."""
+"""Step and epoch at the end of an epoch."""
 
 _POLL_SECONDS, _NUM_POLLS = 0.001, 50
 
 
 class DeviceState(ABC):
-    """A vector of ``K`` sums on each device that values came from.
+    """Vector of ``K`` sums on each device that has recorded values.
 
     Args:
-        name: names it.
+        name: name of the state.
         num_sums: ``K``.
-        reader: who reads it.
+        reader: reads the state.
     """
 
     def __init__(self, name: str, num_sums: int, reader: DeviceReader) -> None:
@@ -48,15 +48,15 @@ class DeviceState(ABC):
 
     @abstractmethod
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record by how much the ``K`` sums grew since the last reading; called in the collector's threads.
+        """Record the growth of the ``K`` sums since the last reading. Called in the collector's threads.
 
         Args:
             growth: ``[K]``.
-            epoch_end: step and epoch, if the growth ends one.
+            epoch_end: step and epoch if the reading ends an epoch, otherwise None.
         """
 
     def sums(self, device: torch.device) -> Tensor:
-        """The ``[K]`` sums of all devices, on one; waits for the others."""
+        """Return the ``[K]`` sums over all devices on ``device``. Waits for the devices."""
         with self._reader.lock:
             total = torch.zeros(self.num_sums, dtype=sum_dtype(device), device=device)
             for own, vector in self._vectors.items():
@@ -66,16 +66,16 @@ class DeviceState(ABC):
             return total
 
     def merged_until(self, now: Tensor) -> Tensor:
-        """What :meth:`sums` said when this was called last, with ``now`` in its place from now on."""
+        """Store ``now`` and return the value stored by the previous call, zeros at the first call."""
         before, self._merged = self._merged, now
         return torch.zeros_like(now) if before is None else before
 
     def forget(self) -> None:
-        """Begin at 0 on every device; for a process that was forked."""
+        """Drop the sums of every device. For forked children."""
         self._vectors, self._streams, self._merged = {}, {}, None
 
     def _add(self, device: torch.device, growth: Tensor, places: Tensor | None = None) -> None:
-        """Add ``[K]`` numbers, or each of ``[N]`` at its place in ``[N]``; launches work and waits for nothing."""
+        """Add ``[K]`` numbers, or ``[N]`` numbers at the indices ``places``, ``[N]``. Asynchronous."""
         with self._reader.lock:
             vector = self._vector(device)
             if places is None:
@@ -86,13 +86,13 @@ class DeviceState(ABC):
     def _vector(self, device: torch.device) -> Tensor:
         vector = self._vectors.get(device)
         if device.type == "cuda":
-            # Work of different streams on one vector goes one after the other.
+            # Order the work of different streams on one vector.
             stream, last = torch.cuda.current_stream(device), self._streams.get(device)
             if last is not None and last != stream:
                 stream.wait_stream(last)
             self._streams[device] = stream
         if vector is None:
-            # A tensor that is made in inference mode could not be written to outside it.
+            # A tensor created in inference mode cannot be written outside of it.
             with torch.inference_mode(mode=False):
                 vector = torch.zeros(self.num_sums, dtype=sum_dtype(device), device=device)
             self._vectors[device] = vector
@@ -100,13 +100,13 @@ class DeviceState(ABC):
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """float64, which counts exactly to 2**53; float32 where a device has nothing better."""
+    """Return float64, exact for integers up to 2**53, or float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy under way: ``numbers`` are the vectors of ``parts`` one after the other once ``event`` is done."""
+    """Pending copy. Once ``event`` is done, ``numbers`` holds the concatenated vectors of ``parts``."""
 
     numbers: Tensor
     event: Any
@@ -117,10 +117,10 @@ class _Copy:
 
 @dataclass(slots=True)
 class DeviceReader(Source):
-    """Reads all device states of a monitor: one copy for each device, however many states it holds.
+    """Reads all device states of a monitor, with one copy per device and stream.
 
     Args:
-        progress: what the ends of epochs are stamped with.
+        progress: step and epoch at the ends of epochs.
     """
 
     progress: Progress
@@ -132,28 +132,28 @@ class DeviceReader(Source):
     _finishing: threading.RLock = field(default_factory=threading.RLock)
 
     def add(self, state: DeviceState) -> None:
-        """Read this one too."""
+        """Add a state to read."""
         with self.lock:
             self._states.append(state)
 
     def read(self, *, is_last: bool) -> None:
-        """Start copies, and record what has arrived; wait for the device only if ``is_last``."""
+        """Start copies and record finished ones. Waits for the device only if ``is_last``."""
         self.begin()
         for _ in range(_NUM_POLLS):
             if self.finish(wait=is_last):
                 return
-            time.sleep(_POLL_SECONDS)  # in a thread of the library: nobody else waits
+            time.sleep(_POLL_SECONDS)  # blocks only a thread of the library
 
     def end_epoch(self) -> None:
-        """Start copies that end the epoch: what comes after them belongs to the next one. Waits for nothing."""
+        """Start copies that end the epoch; later values belong to the next one. Does not block."""
         self.begin((self.progress.step, self.progress.epoch))
 
     def begin(self, epoch_end: EpochEnd | None = None) -> None:
-        """Start a copy of every state, in the order of the work that was launched on its device."""
+        """Start a copy of every state, on the stream that updated it last."""
         with self.lock:
             groups: dict[tuple[torch.device, Any], list[DeviceState]] = {}
             for state in self._states:
-                for device in state._vectors:  # noqa: SLF001  its other half
+                for device in state._vectors:  # noqa: SLF001  reader and state share their fields
                     groups.setdefault((device, state._streams.get(device)), []).append(state)  # noqa: SLF001
             for (device, stream), states in groups.items():
                 vectors = [state._vectors[device] for state in states]  # noqa: SLF001
@@ -161,7 +161,7 @@ class DeviceReader(Source):
                 self._copies.append(_Copy(numbers, event, device, states, epoch_end))
 
     def finish(self, *, wait: bool) -> bool:
-        """Record the copies that arrived, oldest first; whether none is left."""
+        """Record the finished copies, oldest first. Return whether no copy is pending."""
         with self._finishing:
             while self._copies:
                 copy = self._copies[0]
@@ -174,7 +174,7 @@ class DeviceReader(Source):
             return True
 
     def after_fork(self) -> None:
-        """Begin anew: a device of the parent process is not the child's."""
+        """Drop all states and copies: the child cannot use the parent's devices."""
         self.lock, self._finishing = threading.RLock(), threading.RLock()
         self._copies, self._seen = [], {}
         for state in self._states:
@@ -193,9 +193,9 @@ class DeviceReader(Source):
 
 
 def _start_copy(vectors: Sequence[Tensor], device: torch.device, stream: Any) -> tuple[Tensor, Any]:  # noqa: ANN401
-    """A tensor that will hold all vectors, on the host if there is an event, which says when."""
+    """Return the concatenated vectors and, on CUDA, the event after which their host copy is complete."""
     if device.type != "cuda":
-        # It stays there until a thread of the library reads it, which may wait.
+        # Stays on the device; the library thread that reads it may block.
         return torch.cat([*vectors, vectors[0][:0]]), None
     with torch.cuda.device(device), torch.cuda.stream(stream):
         gathered = torch.cat(list(vectors))

@@ -1,9 +1,9 @@
-"""Finds where code waits for a device, on a machine that has none.
+"""Detection of device synchronization on machines without a device.
 
-Tensors made by :func:`on_device` claim to be on a device and hold their numbers on the CPU. Inside :func:`find_syncs`
-code runs with them as it would there, and each point is seen at which it would wait: a number read on the host, a
-result whose shape depends on numbers, a copy to the host, a copy of ordinary memory to the device. A clean run is
-strong evidence and no proof: where a GPU is at hand, ``torch.cuda.set_sync_debug_mode("error")`` is.
+Tensors returned by :func:`on_device` report a simulated device but hold their data on the CPU. Inside
+:func:`find_syncs`, operations on them run as on the device, and each synchronization is recorded: reading a number on
+the host, a result whose shape depends on data, a copy to the host, a copy of pageable memory to the device. Finding
+none is strong evidence but no proof; on a GPU, use ``torch.cuda.set_sync_debug_mode("error")``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-# A device type that torch guards as it does a real one, and for which nothing is built in: the simulation serves it.
+# A device type that torch checks like a real one but has no kernels for; the simulation runs them.
 SIMULATED = torch.device("lazy", 0)
-"""The device that tensors claim to be on."""
+"""Device reported by simulated tensors."""
 
 _WAITING_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _COPIES = frozenset({"_to_copy", "copy_", "_copy_from"})
 _BY_INDEX = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
-# They read numbers on the host, and on a tensor that is there they dispatch nothing that could be seen.
+# They read data on the host. On CPU tensors they dispatch no operation, so only _Calls sees them.
 _READS = frozenset({"tolist", "numpy", "cpu", "__array__"})
 _FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.from_numpy})
 
 
 class SyncError(AssertionError):
-    """Code would wait for the device; ``call`` names the operation, ``place`` the line."""
+    """An operation, ``call``, would wait for the device at the line ``place``."""
 
     def __init__(self, call: str, place: str) -> None:
         super().__init__(f"{call} would wait for the device, at {place}")
@@ -41,25 +41,24 @@ class SyncError(AssertionError):
 
 
 def on_device(tensor: Tensor) -> Tensor:
-    """A tensor that claims to be on :data:`SIMULATED`, sharing its numbers with ``tensor``, ``[...]`` on the CPU."""
+    """Return a tensor that reports the device :data:`SIMULATED` and shares the data of ``tensor``, ``[...]`` on CPU."""
     return _Claiming(tensor.detach())
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor that claims to be on the device, on the CPU, without noting it; others as they are."""
+    """Return the CPU data of a simulated tensor without recording a synchronization; other tensors unchanged."""
     return tensor.held if isinstance(tensor, _Claiming) else tensor
 
 
 @contextmanager
 def find_syncs(*, everywhere: bool = False) -> Iterator[list[SyncError]]:
-    """Note where the body would wait for the device. It goes on all the same.
+    """Record where the body would wait for the device, without raising.
 
     Args:
-        everywhere: take every tensor for one on the device, also those that say they are on the CPU; for code that
-            runs on the CPU alone.
+        everywhere: treat CPU tensors as if they were on the device, to check code that only runs on the CPU.
 
     Yields:
-        The points, in order.
+        The synchronizations found so far, in order.
 
     Example:
         >>> loss = on_device(torch.tensor([1.0, 2.0]))
@@ -76,7 +75,7 @@ def find_syncs(*, everywhere: bool = False) -> Iterator[list[SyncError]]:
 
 @contextmanager
 def assert_no_sync(*, everywhere: bool = False) -> Iterator[None]:
-    """Raise :class:`SyncError` after a body that would wait for the device, naming the first place where it does."""
+    """Raise the first :class:`SyncError` after a body that would wait for the device."""
     with find_syncs(everywhere=everywhere) as found:
         yield
     if found:
@@ -84,13 +83,13 @@ def assert_no_sync(*, everywhere: bool = False) -> Iterator[None]:
 
 
 class _Claiming(Tensor):
-    """Says that it is on the device; ``held`` has its numbers."""
+    """Simulated tensor; ``held`` holds its data on the CPU."""
 
     held: Tensor
 
     @staticmethod
     def __new__(cls: type[Self], numbers: Tensor) -> Self:
-        result = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  there is no other way
+        result = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  no public equivalent
             cls,
             numbers.shape,
             strides=numbers.stride(),
@@ -101,11 +100,11 @@ class _Claiming(Tensor):
         result.held = numbers
         return result
 
-    def __repr__(self) -> str:  # type: ignore[override]  # the contents would have to be read
+    def __repr__(self) -> str:  # type: ignore[override]  # the default reads the data
         return f"on_device({self.held!r})"
 
     def tolist(self) -> Any:  # noqa: ANN401  nested as deep as the shape
-        """Its numbers, by way of a copy to the host, which waits."""
+        """Return the data as a list, through a copy to the host, which is a synchronization."""
         return self.cpu().tolist()
 
     @classmethod
@@ -115,7 +114,7 @@ class _Claiming(Tensor):
 
 
 class _Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Serves the device, and notes what waits for it."""
+    """Runs operations on simulated tensors and records synchronizations."""
 
     def __init__(self, found: list[SyncError], *, everywhere: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,7 +127,7 @@ class _Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Calls(TorchFunctionMode):
-    """Sees what is dispatched nowhere: tensors made of the host's numbers, and the CPU's tensors being read."""
+    """Records calls that dispatch no operation: tensors created from host data, and reads of CPU tensors."""
 
     def __init__(self, found: list[SyncError], *, everywhere: bool) -> None:
         super().__init__()
@@ -153,7 +152,7 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_simulated(device: Any) -> bool:  # noqa: ANN401  whatever torch takes for one
+def _is_simulated(device: Any) -> bool:  # noqa: ANN401  anything that torch.device() accepts
     return device is not None and torch.device(device).type == SIMULATED.type
 
 
@@ -206,13 +205,13 @@ def _waits(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tenso
 
 
 def _check_same_device(name: str, tensors: Sequence[Tensor]) -> None:
-    """Raise as a device would; it takes single numbers from the host along with its own tensors."""
+    """Raise for operands on different devices, as torch does. Zero-dimensional CPU tensors are allowed."""
     if any(not isinstance(each, _Claiming) and each.dim() for each in tensors):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {SIMULATED} and cpu")
 
 
 def _place() -> str:
-    """The innermost line that is neither torch's nor of this file."""
+    """Return the innermost line outside of torch and this file."""
     for frame in reversed(traceback.extract_stack()):
         if "/torch/" not in frame.filename and frame.filename != __file__:
             return f"{frame.filename}:{frame.lineno} in {frame.name}"

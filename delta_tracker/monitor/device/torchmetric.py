@@ -1,4 +1,4 @@
-"""Reads a ``torchmetrics.Metric``: its states are copied without a wait, its value is computed on the host."""
+"""Monitoring of a ``torchmetrics.Metric``, with asynchronous copies of its states and ``compute()`` on the host."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 _Copies = dict[str, Tensor | list[Tensor]]
 
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
-"""The same on every rank, if all run the same torch."""
+"""Equal on all ranks that run the same version of torch."""
 _MAX_DIMS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a state is laid out: ``[shape]`` of a dtype. Of more than 8 dimensions the shape is not complete."""
+    """Dtype and shape of a state. The shape is truncated to 8 dimensions."""
 
     dtype: torch.dtype
     num_dims: int
@@ -50,21 +50,21 @@ class _Layout:
 
 
 def _header(state: Tensor) -> list[int]:
-    """Place of the dtype, number of dimensions, their sizes."""
+    """Return index of the dtype, number of dimensions, and sizes padded with zeros."""
     sizes = list(state.shape)[:_MAX_DIMS]
     return [_DTYPES.index(state.dtype), state.dim(), *sizes, *[0] * (_MAX_DIMS - len(sizes))]
 
 
 def _bytes(state: Tensor) -> Tensor:
-    """``[bytes]`` uint8 of a state."""
+    """Return the data of a state as ``[bytes]`` uint8."""
     return state.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _unpacked(data: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
-    """The states whose bytes follow each other in ``[bytes]`` uint8."""
+    """Split ``[bytes]`` uint8 into states of the given layouts."""
     states, place = [], 0
     for layout in layouts:
-        # A copy, because a view of another dtype must begin at a multiple of its size.
+        # Copy, because a view as another dtype must be aligned to its size.
         part = data[place : place + layout.num_bytes].clone()
         states.append(part.view(layout.dtype).reshape(layout.shape))
         place += layout.num_bytes
@@ -74,24 +74,24 @@ def _unpacked(data: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
 class TorchMetric(Source):
     """Records the value of a metric at each collection, as a gauge.
 
-    The value is that of this rank. It is computed on a copy that never synchronizes, whatever ``sync_on_compute``,
-    ``dist_sync_fn`` and process group the metric has. Integers are exact. A ``compute`` that calls a collective of its
-    own accord must not be used: it would run in the collector's thread.
+    The value is that of this rank. It is computed on a copy that never synchronizes ranks, regardless of the metric's
+    ``sync_on_compute``, ``dist_sync_fn`` and process group. Integers are exact. A metric whose ``compute`` itself calls
+    a collective is not supported, because it would run in the collector's thread.
 
-    Call :meth:`update` and :meth:`reset` here, not on the metric, so that no reading falls between two of its states.
-    What the metric's own ``update`` waits for, this one waits for too. These do not wait:
+    Call :meth:`update` and :meth:`reset` of this object, not of the metric, so that readings are consistent. If the
+    metric's ``update`` waits for the device, so does this one. Metrics that never wait are
     :class:`~delta_tracker.monitor.device.metrics.DeviceMean` and
     :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
 
     Args:
-        name: of the gauge.
-        metric: whose states all reduce over ranks by sum, max, min or cat; its ``compute`` gives one number, or a dict
-            of such, which become the label ``figure``.
-        monitor: whose gauge; the program's if not given.
+        name: name of the gauge.
+        metric: a metric whose states reduce over ranks by sum, max, min or cat. Its ``compute`` returns one number, or
+            a dict of numbers, whose keys become the label ``figure``.
+        monitor: monitor of the gauge, by default the program's.
 
     Raises:
-        InvalidArgumentError: if it is no ``torchmetrics.Metric``, if it contains other metrics, whose states it does
-            not list, or if a state reduces in another way, which a sum of parts could not reproduce.
+        InvalidArgumentError: if it is not a ``torchmetrics.Metric``, has no states, contains other metrics, or has a
+            state with another reduction.
         MissingExtraError: if torchmetrics is not installed.
     """
 
@@ -101,7 +101,7 @@ class TorchMetric(Source):
         self._reductions = _reductions(metric)
         self._lock = threading.RLock()
         self._host = _copy_without_sync(metric)
-        # Two threads may compute on the copy: the collector's, and the one that merges.
+        # The collector's thread and the caller of merge_ranks() may compute on the copy concurrently.
         self._computing = threading.Lock()
         self._gauge = monitor.gauge(name, f"{type(metric).__name__} of torchmetrics.", labels=("figure",))
         self._num_updates = 0
@@ -109,7 +109,7 @@ class TorchMetric(Source):
         self._pending: tuple[_Copies, Any] | None = None
         monitor.registry.add_source(self)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  the metric's own
+    def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  arguments of the metric
         """Update the metric."""
         with self._lock:
             self.metric.update(*args, **kwargs)
@@ -123,7 +123,7 @@ class TorchMetric(Source):
             self._pending = None
 
     def read(self, *, is_last: bool) -> None:
-        """Record the value as of the last copy of the states, then start the next copy."""
+        """Start a copy of changed states, and record the value once the copy is complete."""
         with self._lock:
             pending, self._pending = self._pending, None
             if pending is None and self._num_updates > self._num_read:
@@ -139,26 +139,27 @@ class TorchMetric(Source):
         self._record(self.value_of(states))
 
     def value_of(self, states: Mapping[str, Tensor | list[Tensor]]) -> Tensor | Mapping[str, Tensor]:
-        """What the metric computes of states on the host; starts no collective."""
+        """Compute the metric from states on the host, without a collective."""
         with self._computing:
             for name, state in states.items():
                 setattr(self._host, name, state)
             self._host._computed = None  # noqa: SLF001  its cache
-            # With 0 it warns that it was never updated.
+            # With a count of 0, compute() warns that update() was never called.
             self._host._update_count = max(self._num_updates, 1)  # noqa: SLF001
             return cast("Tensor | Mapping[str, Tensor]", self._host.compute())
 
     def merge_ranks(self, group: dist.ProcessGroup | None = None) -> Tensor | Mapping[str, Tensor]:
-        """The value over all ranks, the same on each; every rank must call it. Waits for the device and the ranks.
+        """Return the value over all ranks. Every rank must call it. Waits for the device and the ranks.
 
-        Two all-gathers: of the shapes and dtypes of the states, and of their bytes. With gloo they go through the host.
+        It runs two all-gathers: one of the shapes and dtypes of the states, one of their bytes. With gloo, they use the
+        host.
 
         Args:
-            group: over which ranks; all of them if not given.
+            group: process group, by default all ranks.
 
         Raises:
-            InvalidArgumentError: on every rank, if a state that does not concatenate has different shapes on the ranks,
-                or one has more than 8 dimensions.
+            InvalidArgumentError: on every rank, if a state without the reduction cat has different shapes on the ranks,
+                or a state has more than 8 dimensions.
         """
         with self._lock:
             states, event = self._start_copies()
@@ -181,13 +182,13 @@ class TorchMetric(Source):
         return self.value_of(self._reduced(parts))
 
     def after_fork(self) -> None:
-        """Make a lock that nobody holds."""
+        """Replace the locks and drop the pending copy."""
         self._lock = threading.RLock()
         self._computing = threading.Lock()
         self._pending = None
 
     def _check(self, layouts: Sequence[Sequence[_Layout]]) -> None:
-        """Raise where the ranks' states do not fit together."""
+        """Raise if the states of the ranks are incompatible."""
         for place, (name, reduction) in enumerate(self._reductions.items()):
             shapes = {of_rank[place].shape for of_rank in layouts}
             if any(of_rank[place].num_dims > _MAX_DIMS for of_rank in layouts):
@@ -197,12 +198,12 @@ class TorchMetric(Source):
                 raise InvalidArgumentError("metric", f"{self.name}: {name} has shapes {shapes}", remedy)
 
     def _reduced(self, parts: Sequence[Sequence[Tensor]]) -> _Copies:
-        """The states of all ranks together, of the parts of each rank."""
+        """Reduce the states of all ranks."""
         result: _Copies = {}
         for place, (name, reduction) in enumerate(self._reductions.items()):
             of_ranks = [part[place] for part in parts]
             if reduction == "cat":
-                # A rank without updates does not know dtype and shape.
+                # The state of a rank without updates has no valid dtype and shape.
                 whole = torch.cat([each for each in of_ranks if each.numel()] or of_ranks[:1])
                 result[name] = [whole] if isinstance(getattr(self.metric, name), list) else whole
             else:
@@ -227,17 +228,17 @@ class TorchMetric(Source):
         figures = value if isinstance(value, Mapping) else {"value": value}
         for figure, number in figures.items():
             if isinstance(number, Tensor) and number.numel() != 1:
-                remedy = "Use an average, so that compute() gives one number, or a dict of such"
+                remedy = "Use an average, so that compute() returns one number or a dict of numbers"
                 raise InvalidArgumentError("metric", f"{self.name}: {figure} {tuple(number.shape)}", remedy)
             # A float would round integers beyond 2**53.
             self._gauge.cell(figure=figure).add(number.item() if isinstance(number, Tensor) else number)
 
 
 def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
-    """Name of each state to how it reduces.
+    """Return the name of each state to its reduction.
 
     Raises:
-        InvalidArgumentError: for one that is none of those known.
+        InvalidArgumentError: for an unsupported metric or reduction.
     """
     try:
         import torchmetrics  # noqa: PLC0415  optional
@@ -247,9 +248,9 @@ def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
     if not isinstance(metric, torchmetrics.Metric):
         raise InvalidArgumentError("metric", type(metric).__name__, "Pass one torchmetrics.Metric")
     inner = [type(each).__name__ for each in metric.modules() if each is not metric and hasattr(each, "_reductions")]
-    reductions: Mapping[str, Any] = metric._reductions  # noqa: SLF001  the only place where they are
+    reductions: Mapping[str, Any] = metric._reductions  # noqa: SLF001  no public equivalent
     if inner or not reductions:
-        remedy = f"Its states are those of {', '.join(inner) or 'nothing'}: pass a metric with states of its own"
+        remedy = f"Pass a metric with states and without inner metrics; inner metrics: {', '.join(inner) or 'none'}"
         raise InvalidArgumentError("metric", type(metric).__name__, remedy)
     known = {
         data.dim_zero_sum: "sum",
@@ -261,18 +262,18 @@ def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
     for name, reduction in reductions.items():
         if reduction not in known:
             what = getattr(reduction, "__name__", str(reduction))
-            remedy = f"Its state {name!r} reduces by {what}; only sum, max, min and cat can be read in parts"
+            remedy = f"Its state {name!r} reduces by {what}: use only sum, max, min or cat"
             raise InvalidArgumentError("metric", type(metric).__name__, remedy)
         found[name] = known[reduction]
     return found
 
 
 def _copy_without_sync(metric: Any) -> Any:  # noqa: ANN401
-    """A copy on the host whose ``compute`` gives this process's value, and starts no collective.
+    """Return a copy on the host whose ``compute`` returns this rank's value without a collective.
 
-    torchmetrics takes ``sync_on_compute`` over at construction only, into ``_to_sync``, and resets restore it.
+    torchmetrics copies ``sync_on_compute`` to ``_to_sync`` at construction and at resets, so both are set.
     """
-    # A process group cannot be copied.
+    # Process groups cannot be copied.
     left_out = (metric.process_group, metric.dist_sync_fn, metric.distributed_available_fn)
     host = copy.deepcopy(metric, {id(each): None for each in left_out}).to("cpu")
     host.process_group = host.dist_sync_fn = None
@@ -286,14 +287,14 @@ def _is_not_distributed() -> bool:
 
 
 def _joined(state: Tensor | list[Tensor]) -> Tensor:
-    """A state that concatenates as one tensor; others as they are."""
+    """Return a list state as one tensor; other states unchanged."""
     if not isinstance(state, list):
         return state
     return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in state]) if state else torch.empty(0)
 
 
 def _to_host(state: Tensor) -> Tensor:
-    """A copy on the host, which may still be under way."""
+    """Return a copy on the host, which may be incomplete until the CUDA stream has finished it."""
     if state.device.type != "cuda":
         return state.detach().to("cpu", copy=True)
     host = torch.empty(state.shape, dtype=state.dtype, pin_memory=True)

@@ -1,5 +1,5 @@
-"""Where metrics and events are delivered.
+"""Destinations of metrics and events.
 
-Open ``sink.py`` first: it has the protocol. There is one file for each destination, which imports its package when it
-is built; ``appended_file.py`` and ``steps.py`` have what several of them share.
+Open ``sink.py`` first; it defines the protocol. Each destination has its own file. A sink imports its package
+in its constructor. ``appended_file.py`` and ``steps.py`` are shared by several sinks.
 """

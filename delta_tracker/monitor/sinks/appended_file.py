@@ -1,4 +1,4 @@
-"""A file that is appended to without a buffer and without a lock, so that a forked child can let go of it."""
+"""Append-only file without a buffer or a lock, which a forked child can close safely."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 
 class AppendedFile:
-    """Text at the end of a file. What :meth:`append` returned from has been handed to the system.
+    """Appends text to a file. When :meth:`append` returns, the operating system has the text.
 
-    A file object with a buffer has a lock. If a thread of the parent holds it at a fork, the child hangs when it
-    closes the file; if text is in the buffer, the child writes it a second time. This one has neither.
+    A buffered file object has a lock. If a thread of the parent holds it during a fork, the child hangs when it closes
+    the file. If the buffer holds text, the child writes it again. This class has neither lock nor buffer.
 
     Args:
-        path: the file; nobody else may write to it.
-        replace: drop what it holds.
+        path: the file; it must have no other writer.
+        replace: truncate the file first.
 
     Raises:
-        OSError: if it cannot be opened.
+        OSError: if the file cannot be opened.
     """
 
     def __init__(self, path: str | Path, *, replace: bool = False) -> None:
@@ -27,10 +27,10 @@ class AppendedFile:
         self._file: FileIO | None = self._path.open("wb" if replace else "ab", buffering=0)
 
     def append(self, text: str) -> None:
-        """Write all of ``text``, or leave the file as it was.
+        """Append ``text``, or leave the file unchanged.
 
         Raises:
-            OSError: if that is not possible, such as on a full disk.
+            OSError: if the write fails, such as on a full disk.
         """
         assert self._file is not None, "not called after close"
         data = memoryview(text.encode())
@@ -39,12 +39,12 @@ class AppendedFile:
             while data:
                 data = data[self._file.write(data) :]
         except OSError:
-            with contextlib.suppress(OSError):  # of a pipe nothing can be taken back; the first error is the cause
+            with contextlib.suppress(OSError):  # a pipe cannot be truncated; raise the first error
                 self._file.truncate(end)
             raise
 
     def close(self) -> None:
-        """Close the file, which writes nothing; a second call does nothing. Also in a forked child."""
+        """Close the file without writing. A second call is a no-op. Safe in a forked child."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,8 +1,8 @@
-"""A trace that chrome://tracing and Perfetto show: spans as bars, events as marks, figures as curves.
+"""Trace file for chrome://tracing and Perfetto: spans as bars, events as marks, figures as curves.
 
-The format is the JSON array of the Trace Event Format, whose closing bracket is optional: a program that is killed
-leaves a file that can be read. Timestamps are microseconds of the monotonic clock, as torch's profiler writes them on
-Linux. Needs no package.
+The format is the JSON array of the Trace Event Format. Its closing bracket is optional, so the file of a program that
+was killed is readable. Timestamps are microseconds of the monotonic clock, like those of torch's profiler on Linux. No
+package is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PHASES = {Phase.BEGIN: "b", Phase.END: "e", Phase.INSTANT: "i"}
 
 
 class ChromeTraceSink(Sink):
-    """Writes a trace file; an older one is replaced.
+    """Writes a trace file, replacing an existing one.
 
     Args:
         path: the file, ending with ``.json``.
@@ -34,7 +34,7 @@ class ChromeTraceSink(Sink):
         self._file.append("[\n")
 
     def deliver(self, batch: Batch) -> None:
-        """Append at once, or nothing where the disk is full."""
+        """Append the batch, or nothing if the disk is full."""
         lines = [self._event(event) for event in batch.events]
         lines += [self._curve(report) for report in batch.windows if report.values]
         self._file.append("".join(json.dumps(line, allow_nan=False) + ",\n" for line in lines))
@@ -47,7 +47,7 @@ class ChromeTraceSink(Sink):
             self._file.close()
 
     def forget(self) -> None:
-        """Leave the file to the parent."""
+        """Close the child's file descriptor."""
         self._file.close()
 
     def _event(self, event: Event) -> dict[str, object]:

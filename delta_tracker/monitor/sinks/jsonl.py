@@ -1,4 +1,4 @@
-"""Lines of JSON in a file: every window and every event, for programs that read them later. Needs no package."""
+"""JSON Lines file with every window and event. No package is needed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _S = 1e-9
 
 
 class JsonlSink(Sink):
-    """Appends to a file; each batch is written at once, or not at all where the disk is full.
+    """Appends to a file. A batch is written completely, or not at all if the disk is full.
 
-    A line is an object with ``kind`` ("window", "total" or "event"), ``time`` in seconds since the epoch, and the rest
-    by name. A figure without data is absent; a number that is not finite stands as text.
+    A line is an object with ``kind`` ("window", "total" or "event"), ``time`` in seconds since the epoch, and further
+    fields. Figures without data are omitted. Numbers that are not finite are strings.
 
     Args:
-        path: the file; its folder is made.
-        totals: write the totals of counters and gauges at every collection too.
+        path: the file; its folder is created if missing.
+        totals: also write the totals of all stats at every collection.
     """
 
     def __init__(self, path: str | Path, *, totals: bool = False) -> None:
@@ -44,12 +44,12 @@ class JsonlSink(Sink):
         self._file.close()
 
     def forget(self) -> None:
-        """Leave the file to the parent."""
+        """Close the child's file descriptor."""
         self._file.close()
 
 
 def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str, object]:
-    """A window as a JSON object."""
+    """Return a window as a JSON object."""
     window = report.window
     line: dict[str, object] = {
         "kind": "window",
@@ -73,7 +73,7 @@ def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str
 
 
 def total_line(report: TotalReport, batch: Batch) -> dict[str, object]:
-    """The totals of a cell as a JSON object."""
+    """Return the totals of a cell as a JSON object."""
     figures = report.figures
     return {
         "kind": "total",
@@ -87,7 +87,7 @@ def total_line(report: TotalReport, batch: Batch) -> dict[str, object]:
 
 
 def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]:
-    """An event as a JSON object; ids are hexadecimal, because JSON's readers round 64 bits."""
+    """Return an event as a JSON object. Ids are hexadecimal strings, because many JSON readers round 64-bit numbers."""
     return {
         "kind": "event",
         "time": event.time_ns * _S,

@@ -1,4 +1,4 @@
-"""The standard library's logging: a line for each event, and one for each window. Needs no package."""
+"""Log lines for events and windows, through the standard library's logging."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from delta_tracker.monitor.sinks.sink import Sink
 
 
 class LoggingSink(Sink):
-    """Logs events with their severity, and windows at one level.
+    """Logs events at their severity, and windows at a fixed level.
 
     Args:
-        logger: its name.
-        window_level: of the lines of windows; None to log events only.
+        logger: name of the logger.
+        window_level: level of the windows; None to log events only.
     """
 
     def __init__(self, logger: str = "delta_tracker.metrics", window_level: int | None = logging.INFO) -> None:
@@ -23,7 +23,7 @@ class LoggingSink(Sink):
         self._window_level = window_level
 
     def deliver(self, batch: Batch) -> None:
-        """Log them."""
+        """Log the batch."""
         for event in batch.events:
             self._logger.log(event.severity, "%s", event_text(event))
         if self._window_level is not None and self._logger.isEnabledFor(self._window_level):
@@ -32,14 +32,14 @@ class LoggingSink(Sink):
 
 
 def event_text(event: Event) -> str:
-    """One line."""
+    """Return an event as one line of text."""
     data = " ".join(f"{key}={value}" for key, value in event.data.items())
     phase = "" if event.phase == "instant" else f" [{event.phase}]"
     return f"{event.name}{phase} {event.message} {data}".rstrip()
 
 
 def window_text(report: WindowReport) -> str:
-    """One line."""
+    """Return a window as one line of text."""
     series = " ".join([report.definition.name, *label_pairs(report.labels)])
     figures = " ".join(f"{name}={value:.6g}" for name, value in report.values.items())
     unit = f" {report.definition.unit}" if report.definition.unit else ""

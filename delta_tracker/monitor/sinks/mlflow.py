@@ -1,4 +1,4 @@
-"""MLflow: a run with the training's parameters at its start, figures on the way, and the model's version at its end."""
+"""MLflow run with the training's parameters, metrics, and the published version of the model."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _MAX_METRICS, _MAX_PARAMS = 1000, 100
 
 
 class MlflowSink(Sink):
-    """Fills one run of a tracking server.
+    """Logs to one run of a tracking server.
 
-    The data of an event ``training.start`` become the run's parameters, those of ``training.end`` its tags, beside the
-    newest version that was published. Windows become metrics over the step. The run ends with the program, FAILED if a
-    ``training.end`` of severity ERROR came.
+    The data of an event ``training.start`` become the run's parameters, the data of ``training.end`` its tags. The
+    newest published version is a tag, too. Windows become metrics over the step. The run ends when the sink is closed,
+    as FAILED if a ``training.end`` had severity ERROR or CRITICAL.
 
     Args:
-        experiment: its name; made if there is none.
-        run_name: of the run.
-        parameters: known already.
-        tracking_uri: the server, as MLflow names them; MLflow's own choice if not given.
+        experiment: name of the experiment; created if missing.
+        run_name: name of the run.
+        parameters: parameters to log immediately.
+        tracking_uri: URI of the server, MLflow's default if None.
 
     Raises:
-        MissingExtraError: if mlflow is not installed; mlflow-skinny will do.
+        MissingExtraError: if neither mlflow nor mlflow-skinny is installed.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class MlflowSink(Sink):
 
 
 def _series(report: WindowReport | TotalReport) -> str:
-    """Return name and labels as one name."""
+    """Return name and labels joined by dots."""
     return ".".join([report.definition.name, *(f"{key}_{value}" for key, value in report.labels)])
 
 
 def _key(name: str) -> str:
-    """``name`` with only the characters that MLflow takes."""
+    """Return ``name`` with characters that MLflow does not accept replaced by underscores."""
     return "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)

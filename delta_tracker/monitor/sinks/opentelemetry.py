@@ -1,7 +1,7 @@
-"""OpenTelemetry: metrics, spans and log records to an OTLP endpoint over HTTP.
+"""Export of metrics, spans and log records to an OTLP endpoint over HTTP.
 
-The SDK's data model and exporters are used without its instruments, whose records cost many times as much. Histograms
-go over as exponential histograms, bucket for bucket.
+It uses the data model and exporters of the OpenTelemetry SDK, but not its instruments, because recording with them is
+many times as expensive. Histograms are exported as exponential histograms with the same buckets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from delta_tracker.monitor.stat import Definition, Kind
 
 _SCOPE = "delta_tracker"
 _NS_PER_S = 1_000_000_000
-# UCUM, as OpenTelemetry wants units: https://opentelemetry.io/docs/specs/semconv/general/metrics/#instrument-units
+# OpenTelemetry uses UCUM units: https://opentelemetry.io/docs/specs/semconv/general/metrics/#instrument-units
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "joules": "J", "watts": "W"}
 # https://opentelemetry.io/docs/specs/otel/logs/data-model/#field-severitynumber
 _SEVERITIES = {
@@ -33,14 +33,14 @@ _SEVERITIES = {
 
 
 class OpenTelemetrySink(Sink):
-    """Sends each batch to a collector: totals as metrics, spans that ended as spans, other events as log records.
+    """Sends each batch to a collector: totals as metrics, ended spans as spans, instant events as log records.
 
     Args:
-        endpoint: the collector's address, such as ``http://127.0.0.1:4318``; its paths ``/v1/metrics``, ``/v1/traces``
-            and ``/v1/logs`` are used.
-        service: the resource's ``service.name``; the monitor's attributes stand beside it.
-        headers: sent with each request.
-        timeout_seconds: how long a request may take, retries included; keep it below the monitor's deadline.
+        endpoint: address of the collector, such as ``http://127.0.0.1:4318``. The sink posts to its paths
+            ``/v1/metrics``, ``/v1/traces`` and ``/v1/logs``.
+        service: ``service.name`` of the resource, which also has the monitor's attributes.
+        headers: headers of each request.
+        timeout_seconds: time limit of a request including retries. Keep it below the monitor's deadline.
 
     Raises:
         MissingExtraError: if the SDK or its exporter is not installed.
@@ -71,7 +71,7 @@ class OpenTelemetrySink(Sink):
         """Send a batch.
 
         Raises:
-            ConnectionError: if the collector did not take it.
+            ConnectionError: if the collector did not accept it.
         """
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
@@ -86,7 +86,7 @@ class OpenTelemetrySink(Sink):
         if instants:
             sent.append(self._logs.export([_log_record(event, resource) for event in instants]))
         if any(result.name != "SUCCESS" for result in sent):
-            raise ConnectionError("the OpenTelemetry collector did not take the batch")
+            raise ConnectionError("the OpenTelemetry collector did not accept the batch")
 
     def close(self) -> None:
         """Close the connections."""
@@ -95,7 +95,7 @@ class OpenTelemetrySink(Sink):
 
 
 def metrics_data(batch: Batch, resource: Any) -> Any:  # noqa: ANN401  the SDK's classes
-    """The totals of a batch as the SDK's ``MetricsData``."""
+    """Return the totals of a batch as the SDK's ``MetricsData``."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 
@@ -129,7 +129,7 @@ def _number(report: TotalReport, value: float, batch: Batch) -> Any:  # noqa: AN
 
 
 def _histogram(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
-    """A histogram's point; of a stat without buckets, count and sum alone."""
+    """Return a histogram data point; without buckets, only with count, sum, min and max."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
 
     figures: Aggregate = report.figures
@@ -168,7 +168,7 @@ def _span(event: Event, resource: Any) -> Any:  # noqa: ANN401
         return SpanContext(_trace_id(event), span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
     seconds = event.data.get("seconds", 0.0)
-    assert isinstance(seconds, float), "a span's end carries it"
+    assert isinstance(seconds, float), "set at the end of a span"
     return ReadableSpan(
         event.name,
         context=context(event.span),
@@ -203,5 +203,5 @@ def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
 
 
 def _trace_id(event: Event) -> int:
-    """The trace as 128 bits; 0, which means none, only for events outside of spans."""
+    """Return the 128-bit trace id; 0 (no trace) only for events outside of spans."""
     return event.trace % 2**128

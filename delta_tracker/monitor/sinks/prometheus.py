@@ -1,6 +1,7 @@
-"""Prometheus: an HTTP endpoint to be scraped, and a text file for node_exporter's textfile collector.
+"""Export to Prometheus by an HTTP endpoint, or by a text file for node_exporter's textfile collector.
 
-Data model and exposition are those of ``prometheus_client``; this file translates totals into its metric families.
+``prometheus_client`` provides the data model and the exposition format; this module converts totals to its metric
+families.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _SUFFIX = "_total"
 
 
 class _Snapshot:
-    """The newest totals, as a collector of ``prometheus_client``."""
+    """The newest totals, as a collector for ``prometheus_client``."""
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """Metric families of the newest batch, a stat at a time."""
+        """Yield the metric family of each stat in the newest batch."""
         batch = self.batch
         if batch is None:
             return
@@ -38,29 +39,30 @@ class _Snapshot:
             yield family(definition, list(reports), tuple(batch.attributes.items()))
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is known before the first batch."""
+        """Return no families, because none are known before the first batch."""
         return ()
 
     def registry(self) -> Any:  # noqa: ANN401  a class of prometheus_client
-        """Return a registry that collects this alone."""
+        """Return a registry that collects only this snapshot."""
         registry = _client().CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
 
 
 class PrometheusSink(Sink):
-    """Serves ``/metrics``; what it says is as old as the last collection, so collect as often as it is scraped.
+    """Serves ``/metrics`` with the totals of the last collection. Collect at least as often as Prometheus scrapes.
 
-    Counters are totals since the process began. Stats are summaries, histograms have bounds at powers of two; both
-    accumulate, so that Prometheus forms any window. A name gets its unit and, of a counter, ``_total``.
+    Counters are totals since the process started. Stats become summaries, and histograms have bounds at powers of two.
+    Both are cumulative, so that Prometheus can compute any window. The unit, and ``_total`` for counters, is appended
+    to the name.
 
     Args:
-        port: 0 for one that is free, see :attr:`port`.
-        host: the address to listen at; other machines cannot reach the default.
+        port: port to listen on, 0 for any free one, see :attr:`port`.
+        host: address to listen on; the default is not reachable from other machines.
 
     Raises:
         MissingExtraError: if prometheus_client is not installed.
-        OSError: if the port is taken.
+        OSError: if the port is in use.
     """
 
     def __init__(self, port: int = 9464, host: str = "127.0.0.1") -> None:
@@ -72,12 +74,12 @@ class PrometheusSink(Sink):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port that the server listens on."""
         port: int = self._server.server_port
         return port
 
     def deliver(self, batch: Batch) -> None:
-        """Serve these totals from now on."""
+        """Replace the served totals."""
         self._snapshot.batch = batch
 
     def close(self) -> None:
@@ -87,12 +89,12 @@ class PrometheusSink(Sink):
         self._server.server_close()
 
     def forget(self) -> None:
-        """Close the child's copy of the socket, which would keep the port after the parent is gone."""
+        """Close the child's copy of the socket, which would keep the port open after the parent exits."""
         self._server.socket.close()
 
 
 class PrometheusFileSink(Sink):
-    """Writes a file at each collection, replacing the former one at once.
+    """Writes a file at each collection, replacing the previous one atomically.
 
     Args:
         path: the file, ending with ``.prom`` for node_exporter.
@@ -116,12 +118,12 @@ class PrometheusFileSink(Sink):
 
 
 def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> Metric:
-    """The metric family of a stat.
+    """Build the metric family of a stat.
 
     Args:
         definition: the stat.
-        reports: of its cells.
-        attributes: labels that every sample gets, unless the stat has one of that name.
+        reports: totals of its cells.
+        attributes: labels added to every sample, unless the stat has a label of the same name.
     """
     from prometheus_client import core  # noqa: PLC0415  optional
 
@@ -152,7 +154,7 @@ def family(definition: Definition, reports: Sequence[TotalReport], attributes: S
 
 
 def _buckets(definition: Definition, report: TotalReport) -> list[tuple[str, float]]:
-    """Bound and how many numbers are at most that, for each bound and for infinity."""
+    """Return pairs of bound and number of values up to it, for each bound and for infinity."""
     from prometheus_client.utils import floatToGoString  # noqa: PLC0415  optional
 
     low, high = definition.bounds

@@ -1,4 +1,4 @@
-"""What every sink does."""
+"""Base class of sinks."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from delta_tracker.monitor.batch import Batch
 
 
 class Sink(ABC):
-    """A destination.
+    """Destination of metrics and events.
 
-    Protocol: the collector calls :meth:`deliver` with each batch, in order, one call at a time, from threads of the
-    library; after the last one, and also if none ever came, :meth:`close`. What raises is counted, logged once, and the
-    sink is left alone for a while; the windows and events of that batch come again with the next one, so a sink writes
-    all of a batch or nothing where it can. At most 8192 windows, and as many events as the monitor keeps, wait; beyond,
-    the oldest are dropped and counted. What takes longer than the collector's deadline counts as raising; the sink is
-    not called again before it has returned, its batch counts as delivered if it does so without raising, and a sink
-    that never returns is not closed. In a forked child only :meth:`forget` is called.
+    The collector calls :meth:`deliver` with each batch, in order, one call at a time, in threads of the library.
+    It calls :meth:`close` after the last batch, also if there was none. In a forked child it calls only :meth:`forget`.
+
+    If a call raises, the error is counted and logged once, and the sink is muted for a while. The windows and events of
+    the batch are delivered again with the next batch, so a sink should write a batch completely or not at all. At most
+    8192 windows, and as many events as the monitor keeps, are queued; beyond that, the oldest are dropped and counted.
+
+    A call that exceeds the collector's deadline counts as an error. The sink is not called again before that call has
+    returned. Its batch counts as delivered if it returns without raising. A sink that never returns is not closed.
     """
 
     @property
     def name(self) -> str:
-        """Names it in logs and metrics."""
+        """Name of the sink in logs and metrics."""
         return type(self).__name__
 
     @abstractmethod
     def deliver(self, batch: Batch) -> None:
-        """Pass a batch on. It is shared between the sinks: change nothing in it."""
+        """Export a batch. All sinks share the batch; it must not be changed."""
 
-    def close(self) -> None:  # noqa: B027  many have nothing to close
-        """Write what is still held and let go of it. Called once."""
+    def close(self) -> None:  # noqa: B027  many sinks have nothing to close
+        """Flush and release resources. Called once."""
 
     def forget(self) -> None:  # noqa: B027
-        """Let go of what the parent process still uses, and write nothing; called in a child after a fork."""
+        """Release resources shared with the parent process without writing. Called in a forked child."""

@@ -1,4 +1,4 @@
-"""The x axis of sinks that draw over the training step."""
+"""Training steps of windows, for sinks that plot over steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from delta_tracker.monitor.batch import WindowReport
 class Steps:
     """Finds the step of each window of a series.
 
-    It is the last one that :meth:`~delta_tracker.monitor.monitor.Monitor.step` was called with before the window
-    closed; without any such call, the number of the series' window.
+    It is the step set by :meth:`~delta_tracker.monitor.monitor.Monitor.step` when the window closed. If no step was
+    set, it is the number of the window in its series.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard: a curve for each figure over the training step."""
+"""TensorBoard event files with a curve for each figure over the training step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _S = 1e-9
 
 
 class TensorBoardSink(Sink):
-    """Writes the figures of every window to event files.
+    """Writes figures and histograms of every window, and events as text, to event files.
 
-    The x axis is the step, see :class:`~delta_tracker.monitor.sinks.steps.Steps`. Figures that are not finite cannot
-    come. Histograms and events (as text) are written too.
+    The x axis is the step, see :class:`~delta_tracker.monitor.sinks.steps.Steps`.
 
     Args:
-        folder: where the event files go.
+        folder: folder of the event files.
 
     Raises:
         MissingExtraError: if tensorboard is not installed.
@@ -38,7 +37,7 @@ class TensorBoardSink(Sink):
         self._steps = Steps()
 
     def deliver(self, batch: Batch) -> None:
-        """Write and flush."""
+        """Write and flush the batch."""
         for report in batch.windows:
             self._write_window(report)
         for event in batch.events:
@@ -85,7 +84,7 @@ class TensorBoardSink(Sink):
 
 
 def tag(name: str, labels: Labels) -> str:
-    """A series' tag: dots make groups, labels follow.
+    """Return the tag of a series. Dots become slashes, which group tags, and labels are appended.
 
     Example:
         >>> tag("training.loss", (("task", "click"),))

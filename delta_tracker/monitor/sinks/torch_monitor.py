@@ -1,7 +1,8 @@
-"""The bridge from and to ``torch.monitor``.
+"""Bridge from and to ``torch.monitor``.
 
-Of ``torch.monitor`` only two things are used, which are safe: a handler that is a C function, because one in Python
-deadlocks with two threads and aborts the process where it raises; and ``log_event``, from one thread of the library.
+Only two functions of ``torch.monitor`` are safe and used here: a handler that is a C function, because a handler in
+Python deadlocks with two threads and aborts the process if it raises; and ``log_event``, from one thread of the
+library.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _US_PER_S = 1_000_000
 
 
 class TorchMonitorSink(Sink):
-    """Logs every event and every window as an event of ``torch.monitor``, for handlers that are registered there.
+    """Logs every event and window as an event of ``torch.monitor``, for handlers registered there.
 
-    A handler in Python that is registered there runs in a thread of the library, as a sink does.
+    Python handlers registered there run in a thread of the library.
 
     Raises:
         MissingExtraError: if torch has no monitor.
@@ -39,7 +40,7 @@ class TorchMonitorSink(Sink):
         self._torch = _torch_monitor()
 
     def deliver(self, batch: Batch) -> None:
-        """Log them there."""
+        """Log the batch to ``torch.monitor``."""
         for report in batch.windows:
             data: dict[str, Value] = {f"{report.definition.name}.{name}": each for name, each in report.values.items()}
             data |= {"count": report.count, **dict(report.labels), _OURS: True}
@@ -54,13 +55,14 @@ class TorchMonitorSink(Sink):
 
 
 class TorchMonitorSource(Source):
-    """Emits the events of ``torch.monitor``, those of its stats too, under ``torch.monitor.<name>``.
+    """Emits the events of ``torch.monitor``, including those of its stats, as ``torch.monitor.<name>``.
 
-    Register it with ``monitor.registry.add_source(TorchMonitorSource(monitor.events))``; :meth:`close` ends it.
+    Register it with ``monitor.registry.add_source(TorchMonitorSource(monitor.events))``; :meth:`close` unregisters it
+    from ``torch.monitor``.
 
     Args:
-        events: where to.
-        capacity: how many events of a collection are passed on; of more, the rest is dropped and counted by
+        events: log that receives the events.
+        capacity: maximum number of events per collection; further events are dropped and counted in
             :attr:`num_dropped`.
 
     Raises:
@@ -81,11 +83,11 @@ class TorchMonitorSource(Source):
         self.num_dropped = 0
 
     def read(self, *, is_last: bool) -> None:
-        """Pass on what came since the last collection."""
+        """Emit the events received since the last collection."""
         for place in range(self._queue.qsize()):
             event = self._queue.get()
             if _OURS in event.data:
-                continue  # it would go round for ever
+                continue  # logged by TorchMonitorSink; emitting it would loop forever
             if place >= self._capacity:
                 self.num_dropped += 1
             else:
@@ -94,14 +96,14 @@ class TorchMonitorSource(Source):
             self.close()
 
     def close(self) -> None:
-        """Leave torch.monitor; a second call does nothing, where torch's own is a segmentation fault."""
+        """Unregister from torch.monitor. A second call is a no-op; unregistering twice would crash torch."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self._torch.unregister_event_handler(handle)
 
 
 def translated(event: torch_monitor.Event) -> Event:
-    """An event of torch.monitor as ours; characters that our names do not have become underscores."""
+    """Convert an event of torch.monitor. Characters that are invalid in event names become underscores."""
     name = "".join(each if (each.isalnum() and each.isascii()) or each in "._" else "_" for each in event.name)
     name = ".".join(part if part and not part[0].isdigit() else f"_{part}" for part in name.split("."))
     time_ns = round(event.timestamp.timestamp() * _US_PER_S) * 1000
@@ -110,7 +112,7 @@ def translated(event: torch_monitor.Event) -> Event:
 
 def _torch_monitor() -> Any:  # noqa: ANN401  a module
     try:
-        from torch import monitor  # noqa: PLC0415  torch is no dependency of the monitor
+        from torch import monitor  # noqa: PLC0415  the monitor package does not depend on torch
     except ImportError as error:
         raise MissingExtraError("torch", "torch") from error
     return monitor
