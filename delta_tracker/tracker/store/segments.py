@@ -166,6 +166,11 @@ class SegmentStore:
         """True if old states are kept."""
         return self._old_states is not None
 
+    @property
+    def reads_shard(self) -> bool:
+        """Whether marking rows or :meth:`cut` reads the shard's rows."""
+        return self.keeps_states
+
     def catch_up(self) -> None:
         """Mark rows that changed without a report. Does nothing here, because :meth:`notice_writes` marks them."""
 

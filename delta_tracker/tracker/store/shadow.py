@@ -69,6 +69,11 @@ class ShadowStore(SegmentStore):
         self._shadow = self._read_rows(None)
 
     @property
+    def reads_shard(self) -> bool:
+        """True: each cut compares the shard with the copy."""
+        return True
+
+    @property
     def copy_bytes(self) -> int:
         """Bytes of the copy."""
         return self._shadow.nbytes
