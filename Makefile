@@ -25,7 +25,7 @@ test: $(VENV)/.installed  ## run the tests
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional package were installed
-	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest -n 2 tests/monitor
+	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest -n 2 tests/monitor tests/system/test_monitor_*.py
 
 test-reverts: $(VENV)/.installed  ## take each fix out of a copy and see that a test fails; ARGS selects some by word
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)

@@ -1,4 +1,4 @@
-"""Gloo groups of all ranks, for the library's own messages. Only the training thread starts collectives on them."""
+"""Gloo process groups of all ranks for the library's messages. Only the training thread starts collectives on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import distributed as dist
 from delta_tracker.errors import RankLostError
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-TORCH_TIMEOUT = timedelta(minutes=30)  # of torch's own gloo groups; for calls without a timeout of their own
+TORCH_TIMEOUT = timedelta(minutes=30)  # default of torch's gloo groups, for calls without a timeout argument
 
 _GO = "go"
 _FIRST_PAUSE_SECONDS = 0.001
@@ -25,29 +25,29 @@ _INTERRUPT_PAUSE = timedelta(seconds=0.2)
 
 
 class RankGroup:
-    """All ranks of the default process group, joined in a gloo group of their own; a process without one is alone.
+    """Gloo group of all ranks of the default process group; of this process alone without a default group.
 
-    Every method is a collective: all ranks call it in the same order, from one thread. Groups of different names may
-    be built in any order. All ranks meet in the default group's store before the group is made, so that a rank that
-    never comes costs ``timeout`` and leaves nothing behind: a later attempt of all ranks succeeds.
+    Every method but :meth:`close` is a collective: all ranks call it in the same order, from one thread. Groups with
+    different names may be built in any order. All ranks meet in the default group's store before the group is created.
+    A missing rank therefore costs ``timeout`` and leaves no state: a later attempt of all ranks succeeds.
 
-    Once a rank was lost the others may be out of step with each other, so every later call raises too.
+    After a rank was lost, the other ranks may be out of step, so that every later call raises too.
 
-    The group is not made by ``torch.distributed.new_group``: that one numbers the groups of each process, so that a
-    group that one rank makes alone is connected to an unrelated group of another rank.
+    The group is not created by ``torch.distributed.new_group``, which numbers the groups of each process: a group that
+    only one rank creates would be connected to an unrelated group of another rank.
 
     Args:
-        name: of the group, the same on every rank.
-        call: what every rank has to call, as errors name it.
-        timeout: how long to wait for the slowest rank, here and in each method.
+        name: name of the group, the same on every rank.
+        call: call that every rank must make, for error messages.
+        timeout: maximum wait for the slowest rank, here and in each method.
 
     Raises:
-        RankLostError: if a rank does not come in time or dies meanwhile.
+        RankLostError: if a rank does not call in time, or dies.
     """
 
     def __init__(self, name: str, call: str, timeout: timedelta) -> None:
         self.rank, self.world_size = 0, 1
-        self._gloo: Any = None  # The type stubs lack its methods.
+        self._gloo: Any = None  # the type stubs lack its methods
         self._lost: RankLostError | None = None
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return
@@ -63,9 +63,9 @@ class RankGroup:
             options.group_name = f"delta_tracker/{name}/{number}"
 
     def start_all_gather(self, tensor: Tensor) -> Gathering:
-        """Start to gather the tensors of all ranks, all of one shape and dtype; returns at once.
+        """Start to gather the tensors of all ranks, all of one shape and dtype, without waiting.
 
-        It raises nothing: if a rank was lost, the result does.
+        Never raises: if a rank is lost, the result raises.
         """
         if self.world_size == 1:
             return Gathering(self, [tensor])
@@ -73,7 +73,7 @@ class RankGroup:
         try:
             with self._typed_errors():
                 return Gathering(self, every, self._group.allgather([every], [tensor]))
-        except RankLostError:  # which the group remembers
+        except RankLostError:  # kept in self._lost
             return Gathering(self, every)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -115,7 +115,7 @@ class RankGroup:
             self._group.recv([tensor], rank, 0).wait()
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective of this group, so that Ctrl-C ends the wait and not the collective.
+        """Wait for a collective of this group. Ctrl-C interrupts the wait, but not the collective.
 
         Args:
             work: the collective; None for one that could not be started.
@@ -129,43 +129,43 @@ class RankGroup:
         with self._typed_errors():
             while True:
                 try:
-                    work.wait(_INTERRUPT_PAUSE)  # without a timeout, Python would hear of no signal
+                    work.wait(_INTERRUPT_PAUSE)  # a wait without timeout blocks signal handlers
                     break
                 except RuntimeError:
                     if work.is_completed():
-                        work.wait()  # it failed, or has just succeeded
+                        work.wait()  # raises the error, or returns after a success
                         break
 
     def close(self) -> None:
-        """Leave the group. No collective; a collective of this rank that is under way is waited for."""
+        """Leave the group, after this rank's running collectives have ended."""
         self._gloo = None
 
     @property
     def _group(self) -> Any:  # noqa: ANN401  as above
         if self._lost is not None:
             raise self._lost
-        assert self._gloo is not None, "the group is closed, or this process is alone"
+        assert self._gloo is not None, "the group is closed"
         return self._gloo
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Raise :class:`~delta_tracker.errors.RankLostError` for what torch raises when a rank is lost."""
+        """Convert torch's errors to :class:`~delta_tracker.errors.RankLostError`."""
         try:
             yield
         except RankLostError as error:
             self._lost = error
             raise
-        except RuntimeError as error:  # DistError is one; gloo raises it bare
+        except RuntimeError as error:  # base of DistError; gloo raises it directly
             self._lost = RankLostError(str(error).split("\n", maxsplit=1)[0])
             raise self._lost from error
 
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """The tensors of all ranks, on their way to this one.
+    """Running collective that gathers the tensors of all ranks.
 
     Args:
-        group: the ranks.
+        group: group of the ranks.
         tensors: one for each rank, filled by the collective.
         work: the collective; None for one that could not be started, or of a process that is alone.
     """
@@ -175,7 +175,7 @@ class Gathering:
     work: dist.Work | None = None
 
     def result(self) -> list[Tensor]:
-        """Return the tensors, by rank, once all have come. Interrupted, it can be called again.
+        """Wait for the tensors of all ranks and return them, by rank. Can be called again after an interrupt.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -186,13 +186,13 @@ class Gathering:
 
 
 def _own_store(timeout: timedelta) -> dist.Store:
-    """Return a connection of its own to the default group's store.
+    """Return a new connection to the default group's store.
 
-    Its timeout is not shared, and a call that blocks in it does not block other threads' calls.
+    It has its own timeout, and a blocking call does not block other threads' calls.
     """
     default: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001  there is no public name for it
     before = default.timeout
-    default.set_timeout(timeout)  # as long clone() tries to reach the store of a dead rank
+    default.set_timeout(timeout)  # clone() retries for so long if the store's rank is dead
     try:
         store: dist.Store = default.clone()
     finally:
@@ -202,15 +202,15 @@ def _own_store(timeout: timedelta) -> dist.Store:
 
 
 class _Meeting:
-    """Waits in a store until every rank has come.
+    """Barrier of all ranks through a store.
 
-    Each attempt ends once, for all ranks alike: with ``go`` by the last rank that comes, or with the reason of the
-    first one that waits no longer. A rank skips the attempts that ended before it came.
+    Each attempt ends once, with the same result on all ranks: ``go`` from the last rank that arrives, or the reason of
+    the first rank that times out. A rank skips attempts that ended before it arrived.
 
     Args:
-        store: a store of this meeting's own keys.
-        call: what every rank has to call.
-        timeout: how long to wait.
+        store: store with the keys of this barrier only.
+        call: call that every rank must make.
+        timeout: maximum wait.
     """
 
     def __init__(self, store: dist.Store, call: str, timeout: timedelta) -> None:
@@ -222,7 +222,7 @@ class _Meeting:
         """Return the number of the attempt, the same on every rank.
 
         Raises:
-            RankLostError: if a rank does not come in time.
+            RankLostError: if a rank does not arrive in time.
         """
         store = self._store
         number = store.add(f"attempts of rank {rank}", 1)
@@ -244,14 +244,14 @@ class _Meeting:
         return number
 
     def _end(self, ended: str, reason: str) -> str:
-        """End an attempt unless it has ended; return how it ended."""
+        """End an attempt unless it has ended. Return its result."""
         return self._store.compare_set(ended, "", reason).decode()
 
     def _waits(self, ended: str) -> bool:
-        """Wait for the end of an attempt; return whether it came in time."""
+        """Wait for the end of an attempt. Return False after a timeout."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = _FIRST_PAUSE_SECONDS
-        while not self._store.check([ended]):  # wait() could not be interrupted
+        while not self._store.check([ended]):  # store.wait() blocks signal handlers
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause)

@@ -1,4 +1,4 @@
-"""When a publisher publishes by itself."""
+"""Bounds at which ``Publisher.step`` publishes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """When :meth:`Publisher.step` publishes: as soon as one of the bounds is reached.
+    """Bounds at which :meth:`Publisher.step` publishes. The first bound that is reached starts a version.
 
-    Rows and bytes are those that are pending on one rank; tables whose optimizer is not fused count nothing, because
-    only a read finds out what changed in them.
+    Rows and bytes are those pending on one rank. Tables without a fused optimizer are not counted, because only a read
+    finds their changed rows.
 
     Args:
-        batches: this many batches after the last version.
-        seconds: this many seconds after the last version, by rank 0's clock.
-        rows: when this many rows are pending on a rank.
-        num_bytes: when the values of the pending rows of a rank have this many bytes in the tables' dtypes.
-        snapshot_every: make every such version a snapshot; None for the first one only.
+        batches: number of batches since the last version.
+        seconds: number of seconds since the last version, by rank 0's clock.
+        rows: number of pending rows of a rank.
+        num_bytes: size in bytes of the pending rows' values of a rank, in the tables' dtypes.
+        snapshot_every: every n-th version is a snapshot; None for the first one only.
 
     Raises:
-        InvalidArgumentError: for a bound that is not a positive number, or when there is none.
+        InvalidArgumentError: for a bound that is not a positive number, or without any bound.
 
     Example:
         >>> Cadence(batches=100, seconds=60).batches
@@ -47,19 +47,19 @@ class Cadence:
             if bound is not None and not (is_number and is_whole and bound > 0):
                 raise InvalidArgumentError(field.name, bound, "Pass a positive number")
         if all(bound is None for bound in (self.batches, self.seconds, self.rows, self.num_bytes)):
-            raise InvalidArgumentError("Cadence", "no bound", "Give one of batches, seconds, rows and num_bytes")
+            raise InvalidArgumentError("Cadence", "no bound", "Pass one of batches, seconds, rows and num_bytes")
 
 
 class Pace:
-    """Tells when a rank is due.
+    """Checks a cadence on one rank.
 
-    Counting the pending rows exactly costs a scan of the row sets, so it is done only when enough lookups were
-    recorded since the last count to have reached the bound.
+    An exact count of the pending rows scans the row sets. It runs only when enough lookups were recorded since the last
+    count to reach the bound.
 
     Args:
         cadence: the bounds.
-        tracker: whose rows.
-        consumer: for whom they are pending.
+        tracker: tracker of the rows.
+        consumer: consumer of the pending rows.
     """
 
     def __init__(self, cadence: Cadence, tracker: ModelDeltaTracker, consumer: str | None) -> None:
@@ -72,13 +72,13 @@ class Pace:
         self._counted_at = self._recorded()
 
     def restart(self) -> None:
-        """A version is cut now."""
+        """Count from now on, at the cut of a version."""
         self._batch = self._tracker.num_batches
         self._time = time.monotonic()
         self._counted, self._counted_at = (0, 0), self._recorded()
 
     def is_due(self, *, is_clock: bool) -> bool:
-        """Whether a version should be cut at the next batch; seconds count on the rank that is the clock only."""
+        """Return True if a version is due at the next batch. ``seconds`` is checked only if ``is_clock``."""
         cadence = self._cadence
         if cadence.batches is not None and self._tracker.num_batches + 1 - self._batch >= cadence.batches:
             return True
@@ -91,7 +91,7 @@ class Pace:
         return self._reaches(bounds, self._counted)
 
     def _most(self) -> tuple[int, int]:
-        """At most as many rows and bytes are pending."""
+        """Return an upper bound of the pending rows and bytes."""
         now = self._recorded()
         return (
             self._counted[0] + now[0] - self._counted_at[0],
@@ -105,7 +105,7 @@ class Pace:
         return self._sizes(self._tracker.num_recorded)
 
     def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
-        """Rows, and bytes of their values in the tables' dtypes."""
+        """Return the number of rows and the size of their values in the tables' dtypes."""
         row_bytes = {fqn: shard.num_columns * shard.table.dtype.itemsize for fqn, shard in self._tracker.shards.items()}
         return sum(num_rows.values()), sum(count * row_bytes[fqn] for fqn, count in num_rows.items())
 

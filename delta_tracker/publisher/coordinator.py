@@ -1,4 +1,4 @@
-"""The ranks of one publisher, which write a version together: each its parts, rank 0 the entry that names them."""
+"""Write a version from all ranks: each rank writes its parts, and rank 0 creates the manifest."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from delta_tracker.types import TableSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What one rank has of a version.
+    """Contents of a version on one rank, before they are written.
 
     Args:
         kind: snapshot or delta.
-        batches: half-open range of step counts that it covers.
-        cut: unix time at which the rows were read.
+        batches: half-open range of step counts that the version covers.
+        cut: unix time of the read.
         tables: FQN to table, the same on every rank.
-        pending_rows: changed rows of this rank that it leaves out.
-        parts: parts that are written already.
-        rows: rows that are still to be written.
-        dense: dense tensors that are still to be written.
+        pending_rows: number of changed rows of this rank that top-k left out.
+        parts: parts that are already written.
+        rows: rows to write.
+        dense: dense tensors to write.
     """
 
     kind: Kind
@@ -49,12 +49,12 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank has written of a version.
+    """Parts of a version that one rank has written.
 
     Args:
-        draft: what it was made of, or why there was nothing to make it of.
-        parts: its parts.
-        message: tells the other ranks of them, or what failed.
+        draft: contents that were written, or the error of the read.
+        parts: the parts.
+        message: describes the parts, or the error, to the other ranks.
     """
 
     draft: Draft | Exception
@@ -63,13 +63,14 @@ class Share:
 
 
 class Coordinator:
-    """This rank's hand in the versions of a stream.
+    """Opens a stream and writes versions to it, together with the other ranks.
 
-    The training thread starts what the ranks tell each other; a worker may call the methods that say so.
+    The training thread calls the methods; a worker may call :meth:`write_part`, :meth:`write`, :meth:`commit` and
+    :meth:`answer`.
 
     Args:
-        exchange: the ranks.
-        recorder: records how long writes and commits take.
+        exchange: communication with the other ranks.
+        recorder: records the time of writes and commits.
     """
 
     def __init__(self, exchange: Exchange, recorder: Recorder) -> None:
@@ -86,21 +87,19 @@ class Coordinator:
 
     @property
     def storage(self) -> Storage:
-        """Where the stream lies."""
+        """Store of the stream."""
         return self._storage
 
     def open(self, url: str | Storage) -> None:
-        """Open the store on every rank, probe it and claim the stream on rank 0, and see that all have the same.
-
-        A collective.
+        """Open the store on every rank, claim the stream on rank 0, and check that all use one store. A collective.
 
         Raises:
-            InvalidArgumentError: for a url that names no store.
+            InvalidArgumentError: for an invalid url.
             UnsafeStoreError: if the store lets two writers create one object.
-            MalformedError: if the stream's head is no entry.
+            MalformedError: if the stream's head is malformed.
             StorageError: if this rank cannot use the store.
-            PublishError: if another rank cannot, or uses another one.
-            RankLostError: if a rank dies meanwhile.
+            PublishError: if another rank cannot use the store, or uses another one.
+            RankLostError: if a rank dies in this time.
         """
         exchange = self._exchange.exchange
         exchange(Phase.OPENING, Message.of(lambda: self._open(url)))
@@ -108,22 +107,22 @@ class Coordinator:
         exchange(Phase.CHECKING, Message.of(self._check_same_store))
 
     def vote(self, phase: Phase, batch: int, tables: Mapping[str, TableSpec]) -> Vote:
-        """Return a vote that says where this rank is. No collective."""
+        """Return a vote with this rank's batch and tables. No collective."""
         self._describe(tables)
         return Vote(phase, batch, self._tables_hash)
 
     def compare_places(self, batch: int, tables: Mapping[str, TableSpec]) -> None:
-        """See which rank does not stand at the same batch as rank 0, with the same tables. A collective.
+        """Raise if a rank is at another batch than rank 0, or has other tables. A collective.
 
         Raises:
-            PublishError: if a rank stands elsewhere.
-            RankLostError: if a rank dies meanwhile.
+            PublishError: if a rank differs.
+            RankLostError: if a rank dies in this time.
         """
         place = Message.of(lambda: self._place(batch, tables))
         check_alike(self._exchange.exchange(Phase.PLACING, place), "cut", "tables")
 
     def write_part(self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> Part:
-        """Write a part of the next version. A worker may call it.
+        """Write a part of the next version.
 
         Raises:
             StorageError: if it cannot be written.
@@ -135,10 +134,10 @@ class Coordinator:
         return writer.part
 
     def write(self, draft: Draft | Exception) -> Share:
-        """Write what this rank has of a version. A worker may call it; what fails is in the share's message.
+        """Write this rank's parts of a version. Errors are returned in the share's message.
 
         Args:
-            draft: what this rank has, or why it has nothing.
+            draft: contents to write, or the error of the read.
         """
         parts: list[Part] = []
 
@@ -173,15 +172,15 @@ class Coordinator:
         return messages
 
     def commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Manifest:
-        """Create the entry of a version. The worker of rank 0 may call it, nobody else.
+        """Create the manifest of a version. Only rank 0 may call it.
 
         Args:
-            share: of rank 0.
-            messages: those of all ranks' shares.
+            share: share of rank 0.
+            messages: messages of all ranks' shares.
 
         Raises:
             FencedError: if a newer publisher has the stream.
-            StorageError: if the store failed. Predictors may have the version; the next one then continues behind it.
+            StorageError: if the store failed. Predictors may have the version; the next one then follows it.
         """
         draft = share.draft
         assert self._claim is not None, "only rank 0 commits"
@@ -205,10 +204,10 @@ class Coordinator:
             return self._claim.commit(entry)
 
     def publish(self, draft: Draft) -> Manifest:
-        """Write, vote and commit a version in one call, for a caller that trains in between. A collective.
+        """Write and commit a version in one blocking call. A collective.
 
         Returns:
-            The committed entry, the same on every rank.
+            The committed manifest, the same on every rank.
 
         Raises:
             FencedError: if a newer publisher has the stream, on every rank.
@@ -229,11 +228,11 @@ class Coordinator:
         return self.head
 
     def answer(self) -> dict[str, Any]:
-        """Return what rank 0 tells the others of the entry that it created last; nothing on the others."""
+        """Return rank 0's last entry as a message to the other ranks; empty on the other ranks."""
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
     def accept(self, own: Message, num_bytes: int) -> Manifest:
-        """Return the entry that rank 0 has created, on every rank, or raise the error of :meth:`commit`. A collective.
+        """Return rank 0's manifest on every rank, or raise the error of :meth:`commit`. A collective.
 
         Args:
             own: message of this rank.
@@ -254,7 +253,7 @@ class Coordinator:
         return self.answer()
 
     def _check_same_store(self) -> dict[str, Any]:
-        """Every rank must see rank 0's claim: parts that land in another place would be missing for good."""
+        """Raise if rank 0's claim is not in this rank's store: parts in another store would be lost."""
         seen = StreamLog(self._storage).read(self.head.version)
         if seen is None or seen.writer != self.head.writer:
             raise InvalidArgumentError(
@@ -263,7 +262,7 @@ class Coordinator:
         return {}
 
     def _follow(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Make the entry of rank 0 the head. Rank 0 has it; the others parse the bytes that are in the log."""
+        """Make rank 0's entry the head. The other ranks parse the bytes of the log entry."""
         if self._claim is not None:
             self.head = self._claim.head
         else:
@@ -276,6 +275,6 @@ class Coordinator:
             self._tables_hash = xxhash.xxh64_intdigest(self._tables_text.encode()) >> 1  # it has to fit an int64
 
     def _place(self, batch: int, tables: Mapping[str, TableSpec]) -> dict[str, str]:
-        """Return where this rank is, to be compared with the other ranks."""
+        """Return this rank's batch and tables as text, to compare with the other ranks."""
         self._describe(tables)
         return {"cut": f"batch {batch}", "tables": self._tables_text}

@@ -1,4 +1,4 @@
-"""What the ranks of a publisher tell each other: votes of a fixed size and small JSON messages. No rows, no pickles."""
+"""Communication between the ranks of a publisher: votes of a fixed size and small JSON messages, no rows or pickles."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ _CALL = "Publisher(...)"
 
 
 class Phase(IntEnum):
-    """Where a rank is. Ranks that vote in different phases have not called the same method."""
+    """State of a rank. Ranks that vote in different phases called different methods."""
 
     BUILDING = auto()
-    """The arguments are checked and the tracker is asked for the consumer."""
+    """Validate the arguments and reserve the consumer."""
     OPENING = auto()
-    """The store is opened."""
+    """Open the store."""
     CLAIMING = auto()
-    """Rank 0 claims the stream."""
+    """Claim the stream on rank 0."""
     CHECKING = auto()
-    """Every rank looks for the claim in its store."""
+    """Look for the claim in the store on every rank."""
     RESUMING = auto()
-    """Every rank finds out what changed since its checkpoint."""
+    """Find the rows to republish since the checkpoint."""
     STEPPING = auto()
-    """No version is on its way; ``step()`` was called."""
+    """No version is being published; ``step()`` was called."""
     PUBLISHING = auto()
-    """No version is on its way; ``publish()`` or ``snapshot()`` was called."""
+    """No version is being published; ``publish()`` or ``snapshot()`` was called."""
     PLACING = auto()
-    """The ranks say where they are, because their votes differ."""
+    """Compare the batches and tables of ranks whose votes differ."""
     COPYING = auto()
-    """The worker copies and writes all rows of a snapshot while training continues."""
+    """Copy and write all rows of a snapshot."""
     WRITING = auto()
-    """The rows were read, and the worker writes them."""
+    """Write the rows of the read."""
     COMMITTING = auto()
-    """The worker of rank 0 creates the manifest."""
+    """Create the manifest on rank 0."""
 
 
 class Vote(NamedTuple):
-    """What one rank tells the others before each change of state.
+    """Vote of one rank before a change of state. Each flag holds if any rank sets it.
 
     Args:
-        phase: where it is.
-        batch: its number of batches.
-        tables: a hash of its tables.
-        is_due: a version should begin. It does if any rank says so, as with the next two.
-        wants_snapshot: it should be a snapshot.
-        is_working: the worker has not finished this phase.
-        num_bytes: length of the message that it sends next, if one comes next.
+        phase: phase of the rank.
+        batch: number of batches.
+        tables: hash of the tables.
+        is_due: True to start a version.
+        wants_snapshot: True if the version must be a snapshot.
+        is_working: True until the worker has finished this phase.
+        num_bytes: length of the rank's next message; 0 without one.
     """
 
     phase: int
@@ -67,11 +67,11 @@ class Vote(NamedTuple):
 
 
 class Count(NamedTuple):
-    """What the votes of all ranks come to.
+    """Result of the votes of all ranks.
 
     Args:
-        most: the largest of each of the votes' numbers; so what holds for any rank.
-        is_alike: whether all ranks stand at the same batch, with the same tables.
+        most: maximum of each field over the ranks.
+        is_alike: True if all ranks are at the same batch and have the same tables.
     """
 
     most: Vote
@@ -80,11 +80,11 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank tells the others once.
+    """Message of one rank to the others.
 
     Args:
-        data: a JSON object.
-        failure: why this rank cannot go on. It is told to the others in ``data``.
+        data: JSON object, encoded.
+        failure: error of this rank, which ``data`` describes; None without one.
     """
 
     data: bytes
@@ -92,11 +92,11 @@ class Message:
 
     @classmethod
     def of(cls, action: Callable[[], Mapping[str, Any]]) -> Message:
-        """Return the message that ``action`` returns, of JSON's types; or its error, whatever it is."""
+        """Return a message with the result of ``action``, of JSON's types, or with its error."""
         failure: Exception | None = None
         try:
             content = action()
-        except Exception as error:  # noqa: BLE001  the other ranks must hear of it; raised by Exchange.gather()
+        except Exception as error:  # noqa: BLE001  the other ranks must receive it; raised by Exchange.gather()
             failure, content = error, {"error": f"{type(error).__name__}: {error}"}
             if isinstance(error, FencedError):
                 content["fenced"] = [error.generation, error.owner, error.version]
@@ -106,10 +106,10 @@ class Message:
 class Exchange:
     """All ranks of the default process group, or this process alone where there is none.
 
-    Methods are collectives unless they say otherwise: all ranks call them in the same order, from the training thread.
+    All methods but :meth:`close` are collectives: all ranks call them in the same order, from the training thread.
 
     Args:
-        timeout: how long to wait for the slowest rank; after it a call raises on every other one.
+        timeout: maximum wait for the slowest rank; after it a call raises on the other ranks.
 
     Raises:
         RankLostError: if a rank dies or does not come in time.
@@ -120,11 +120,11 @@ class Exchange:
         self.rank = self.group.rank
 
     def start_votes(self, vote: Vote) -> Gathering:
-        """Tell the other ranks this rank's vote; returns at once, and raises nothing."""
+        """Send this rank's vote without waiting for the others. Never raises."""
         return self.group.start_all_gather(torch.tensor(vote, dtype=torch.int64))
 
     def count(self, gathering: Gathering) -> Count:
-        """Wait for the votes of all ranks, and count them.
+        """Wait for the votes of all ranks and combine them.
 
         Raises:
             PublishError: if a rank is in another phase.
@@ -181,7 +181,7 @@ class Exchange:
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str) -> None:
-    """Check that the ranks' messages agree in ``names``.
+    """Check that the ranks' messages have equal values for ``names``.
 
     Raises:
         PublishError: if a rank's message differs from that of rank 0.

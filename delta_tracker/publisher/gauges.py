@@ -1,4 +1,4 @@
-"""Record the versions of a publisher."""
+"""Metrics of a publisher."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _FAILURES = (FencedError, PublishError, RankLostError, StorageError)
 
 
 class PublisherGauges:
-    """Counts the versions of one publisher, and those that failed.
+    """Metrics of one publisher: versions, rows and failures.
 
     Args:
-        recorder: records for the publisher.
-        counts_versions: whether this is the rank that counts versions. Every rank has them; each is counted once.
+        recorder: recorder of the publisher.
+        counts_versions: True on the one rank that counts versions.
     """
 
     def __init__(self, recorder: Recorder, *, counts_versions: bool) -> None:
@@ -26,10 +26,10 @@ class PublisherGauges:
         self._version_cell: Cell  # since begin()
 
     def begin(self, version: int) -> None:
-        """Show that the publisher works, so that an alert sees its first fault, and a stream that never moves.
+        """Initialize the counters to 0, so that alerts see the first failure and a stream without versions.
 
         Args:
-            version: the one that claimed the stream.
+            version: version of the claim.
         """
         if self._counts_versions:
             self._recorder.published_versions.cell(kind="delta")

@@ -1,4 +1,4 @@
-"""Publisher: writes a tracker's changed rows to a stream, one version at a time, from all ranks."""
+"""Publisher: writes a tracker's changed rows to a stream from all ranks, one version at a time."""
 
 from __future__ import annotations
 
@@ -39,49 +39,49 @@ class Publisher:
     """Publishes what changed since its last version, from all ranks, as one version.
 
     Every rank builds one, and every rank calls :meth:`publish`, :meth:`snapshot` or, after each batch, :meth:`step` at
-    the same batch, from the thread that built it, which is the one that trains. At the cut a rank gathers its own
-    rows; a thread of its own writes them, and that of rank 0 creates the manifest. Only the training thread tells the
-    other ranks anything: a few hundred bytes, never rows. The version exists once rank 0 has created its manifest.
-    Until then nothing is visible and every row stays pending, whatever fails.
+    the same batch, from the thread that built it, which is the training thread. At the cut each rank gathers its own
+    rows. A background thread writes them, and that of rank 0 creates the manifest. Only the training thread starts
+    collectives, which carry a few hundred bytes and no rows. The version exists once rank 0 has created its manifest.
+    Until then nothing is visible, and after any failure every row stays pending.
 
-    A snapshot of fused tables is copied while training goes on; the rows that changed meanwhile are read at its cut
-    and stand in the same version. Beside the tables it takes a few chunks of 4 MiB.
+    A snapshot of fused tables is copied while training continues; the rows that change during the copy are read at its
+    cut and are part of the same version. The copy needs a few chunks of 4 MiB.
 
-    Building one claims the stream: a publisher of an older generation is fenced from then on. Its first version is a
-    snapshot, unless the tracker's state was loaded from a checkpoint that knows the stream: then it is a delta of what
-    was pending in the checkpoint and of whatever later versions have carried, with the rows as the trainer holds them,
-    and without ``top_k``. It also reserves its consumer, so that no other reader can take rows out of the stream.
+    Building a publisher claims the stream and fences every publisher of an older generation. The first version is a
+    snapshot, unless the tracker's state was loaded from a checkpoint of the same stream. It is then a delta, without
+    ``top_k``, of the rows that were pending in the checkpoint and of the rows of later versions, with the trainer's
+    values. The publisher reserves its consumer, so that no other reader can remove rows from the stream.
 
     Args:
-        tracker: whose rows.
+        tracker: tracker of the rows.
         url: the stream, ``file:///directory``, ``s3://bucket/prefix``, ... or an opened
-            :class:`~delta_tracker.stream.storage.storage.Storage`; the same place for every rank.
-        consumer: the tracker's consumer that this publisher reads as; may be left out when there is only one.
-        top_k: publish a part of the rows only, those that changed most; the others stay pending.
-        dense: dense parameters and buffers that each version carries, as rank 0 holds them at its cut: a module, or
-            their names in the model's ``state_dict``.
-        encoding: how rows are stored, one :class:`~delta_tracker.stream.format.encoding.Encoding` for all tables or
-            FQN to one; a table that is not named is stored in its own dtype.
-        cadence: when :meth:`step` publishes. Versions count from the first one of this publisher.
-        retention: what the stream keeps; rank 0 removes the rest now and then, in a thread of its own. Only what lies
-            before a snapshot can go: have some made, by ``cadence.snapshot_every`` or ``compact_every``.
-        compact_every: after so many versions rank 0 merges them, in that thread too; None for never.
-        notifier: carries a hint of each version to predictors that wait for one.
-        timeout: how long ranks wait for each other, also for the slowest one to build its publisher.
-        monitor: where this publisher records its metrics; None for ``delta_tracker.monitor.MONITOR``.
-        name: the label ``publisher`` of these metrics; ``"publisher"`` if None. A name that another publisher of this
-            process has is followed by ``-2``, ``-3``, ...
+            :class:`~delta_tracker.stream.storage.storage.Storage`; the same for every rank.
+        consumer: name of the tracker's consumer; None if the tracker has only one.
+        top_k: publish only the rows that changed most; the other rows stay pending.
+        dense: dense parameters and buffers in each version, with rank 0's values at the cut: a module, or names in the
+            model's ``state_dict``.
+        encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
+            encoding; other tables are stored in their own dtype.
+        cadence: bounds at which :meth:`step` publishes. Versions are counted from the first one of this publisher.
+        retention: versions that the stream keeps; a thread of rank 0 removes others from time to time. Only versions
+            before a snapshot can be removed: create snapshots with ``cadence.snapshot_every`` or ``compact_every``.
+        compact_every: number of versions after which that thread merges them; None for never.
+        notifier: delivers a hint of each version to waiting predictors.
+        timeout: maximum wait for other ranks, also for the slowest one to build its publisher.
+        monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
+        name: label ``publisher`` of the metrics; None for ``"publisher"``. A name that another publisher of this
+            process uses gets a suffix ``-2``, ``-3``, ...
 
     Raises:
         UnknownConsumerError: if the tracker has no such consumer.
-        ReservedConsumerError: if another publisher reads as it.
+        ReservedConsumerError: if another publisher has reserved the consumer.
         DetachedError: if the tracker is detached.
-        InvalidArgumentError: for a url that names no store, dense names or an encoding that do not fit the model.
+        InvalidArgumentError: for an invalid url, or dense names or an encoding that do not fit the model.
         UnsafeStoreError: if the store lets two writers create one object.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
             claimed, and its former publisher fenced.
-        PublishError: if another rank cannot, or uses another one.
-        RankLostError: if a rank dies meanwhile, or does not build a publisher in time. After any error nothing of the
+        PublishError: if another rank cannot use the store, or uses another one.
+        RankLostError: if a rank dies, or does not build a publisher in time. After any error no resource of the
             publisher is left, and all ranks may build a new one.
     """
 
@@ -107,7 +107,7 @@ class Publisher:
         self._upkeep: Upkeep | None = None
         self._source: VersionSource | None = None
         self._flight: Flight | None = None
-        self._votes: Gathering | None = None  # started and not counted yet
+        self._votes: Gathering | None = None  # started, not counted yet
         self._error: Exception | None = None
         self._num_versions = 0
         self._is_open = False
@@ -150,42 +150,41 @@ class Publisher:
 
     @property
     def generation(self) -> int:
-        """This publisher's generation."""
+        """Generation of this publisher."""
         return self._writer.head.generation
 
     @property
     def stream(self) -> str:
-        """Id of the stream, 32 hex digits."""
+        """Id of the stream: 32 hexadecimal digits."""
         return self._writer.head.stream
 
     @property
     def version(self) -> int:
-        """The newest version that this publisher has committed, its claim to begin with."""
+        """Last version that this publisher committed; the version of its claim before the first."""
         return self._writer.head.version
 
     @property
     def error(self) -> Exception | None:
-        """Why the last version that :meth:`step` began was not published; None once a later one was."""
+        """Error of the last version of :meth:`step`; None once a later version was published."""
         return self._error
 
     @property
     def upkeep_error(self) -> Exception | None:
-        """Why the last retention or compaction failed, on rank 0; None if it did not, or there is none."""
+        """Error of the last retention or compaction on rank 0; None if it succeeded or there is none."""
         return None if self._upkeep is None else self._upkeep.error
 
     def step(self) -> None:
-        """Publish when the cadence says so; call it after each batch, and after ``tracker.step()``, on every rank.
+        """Publish when a bound of the cadence is reached. Call it on every rank after each ``tracker.step()``.
 
         Training waits for the gather of the rows, and twice per version for a short message of the other ranks. A
-        version is cut, written, voted on and committed in the course of at least five calls: votes that start in one
-        call are counted in the next. Without further calls the version stays as it is: call :meth:`flush` before
-        training pauses. While
-        a version is on its way no other is begun: rows that change meanwhile wait in the tracker, so a slow store
-        costs no memory and makes the next version larger.
+        version takes at least five calls: votes that start in one call are counted in the next. Without further calls
+        it makes no progress: call :meth:`flush` before training pauses. Only one version is published at a time. Rows
+        that change in this time stay pending in the tracker, so that a slow store costs no memory and makes the next
+        version larger.
 
-        Failures do not reach training: they are logged and kept in :attr:`error`, all rows stay pending and the next
-        version tries again. After a :class:`~delta_tracker.errors.FencedError` or a
-        :class:`~delta_tracker.errors.RankLostError` nothing is tried any more.
+        Failures do not raise here: they are logged and kept in :attr:`error`, all rows stay pending, and the next
+        version retries. After a :class:`~delta_tracker.errors.FencedError` or a
+        :class:`~delta_tracker.errors.RankLostError` no further version is tried.
 
         Raises:
             InvalidArgumentError: without a cadence, after :meth:`close`, or from another thread than the one that
@@ -200,34 +199,35 @@ class Publisher:
             self._votes = self._exchange.start_votes(vote)
 
     def publish(self) -> Manifest:
-        """Publish the rows that changed since the last version; all rows where the stream cannot be known to hold them.
+        """Publish the rows that changed since the last version, or a snapshot if one is needed.
 
-        That is so for the first version of a publisher, and when the tracker has given its consumer up. A version
-        without changed rows is published too: it tells predictors how fresh they are. Rows whose update is under way
-        are in this version and again in the next. What :meth:`step` has begun is finished first.
+        The first version of a publisher is a snapshot, and so is the next one after the tracker dropped the consumer's
+        pending rows. A version without changed rows is published too: it shows predictors how fresh they are. Rows
+        whose update is in progress are in this version and again in the next. A version that :meth:`step` started is
+        finished first.
 
         Returns:
             The committed manifest, the same on every rank.
 
         Raises:
             FencedError: if a newer publisher has the stream, on every rank; nothing was published.
-            PublishError: if another rank failed, or stands at another batch; every row stays pending.
-            StorageError: if this rank could not write; every row stays pending. If the store failed while the version
-                was being committed, predictors may have it; the next version then continues behind it.
+            PublishError: if another rank failed, or is at another batch; every row stays pending.
+            StorageError: if this rank could not write; every row stays pending. If the store failed during the commit,
+                predictors may have the version; the next version then follows it.
             RankLostError: if a rank died or did not answer; every row stays pending.
             InvalidArgumentError: after :meth:`close`, or from another thread than the one that built it.
         """
         return self._publish("delta")
 
     def snapshot(self) -> Manifest:
-        """Publish every row of every table, as they are now; also after weights were loaded or edited by hand.
+        """Publish every row of every table with its present value, for example after weights were loaded or edited.
 
         Returns, raises: as :meth:`publish`.
         """
         return self._publish("snapshot")
 
     def flush(self) -> None:
-        """Finish what :meth:`step` has begun; every rank calls it at the same batch.
+        """Finish a version that :meth:`step` started. Every rank calls it at the same batch.
 
         Raises: as :meth:`publish`.
         """
@@ -237,13 +237,13 @@ class Publisher:
             raise self._error
 
     def close(self) -> None:
-        """Finish what is under way, release the consumer and leave the ranks' group; every rank calls it.
+        """Finish a version that :meth:`step` started, release the consumer and leave the process group. A collective.
 
-        The stream stays claimed. A version that fails now is logged, and its rows stay pending. A retention or
-        compaction that takes more than 10 seconds longer is ended; a later one does its work.
+        The stream stays claimed. If the version fails, that is logged, and its rows stay pending. A retention or
+        compaction is interrupted after 10 seconds; a later one does its work.
 
         Raises:
-            InvalidArgumentError: from another thread than the one that built it; nothing was closed.
+            InvalidArgumentError: from another thread than the one that built it; the publisher stays open.
         """
         if self._source is not None:
             self._checked_source()
@@ -259,7 +259,7 @@ class Publisher:
         self._recorder.close()
 
     def _checked_source(self) -> VersionSource:
-        """The tracker's side, while the publisher may be used, and from the thread that may use it."""
+        """Return the source, after a check of the process, the thread and :meth:`close`."""
         if self._source is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         if os.getpid() != self._process:
@@ -270,7 +270,7 @@ class Publisher:
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
         return self._source
 
-    # Every rank goes through the same phases at the same batches, by counting the same votes.
+    # All ranks change the state at the same batch, because they count the same votes.
 
     def _publish(self, kind: Kind) -> Manifest:
         source = self._checked_source()
@@ -286,7 +286,7 @@ class Publisher:
         return self._writer.head
 
     def _land(self) -> None:
-        """Wait until nothing is under way."""
+        """Finish the current version, if there is one."""
         if self._flight is None and self._votes is not None:
             self._drop_votes()
         while (flight := self._flight) is not None:
@@ -296,7 +296,7 @@ class Publisher:
             self._count_votes()
 
     def _step_vote(self, pace: Pace) -> Vote:
-        """Return what this rank votes while no version is under way."""
+        """Return this rank's vote while no version is being published."""
         vote = self._writer.vote(Phase.STEPPING, self._tracker.num_batches, self._tracker.tables)
         try:
             assert self._cadence is not None, "there is a pace"
@@ -305,12 +305,12 @@ class Publisher:
                 every is not None and self._num_versions % every == 0
             )
             return vote._replace(is_due=pace.is_due(is_clock=self._is_first), wants_snapshot=wants_snapshot)
-        except Exception as error:  # noqa: BLE001  step() must not raise it, and the other ranks count on a vote
+        except Exception as error:  # noqa: BLE001  step() must not raise it, and the other ranks wait for a vote
             self._fail(error)
             return vote
 
     def _drop_votes(self) -> None:
-        """Wait for votes that are not to be counted any more."""
+        """Wait for the last votes without counting them."""
         try:
             if self._votes is not None:
                 self._votes.result()
@@ -319,13 +319,13 @@ class Publisher:
         self._votes = None
 
     def _count_votes(self) -> bool:
-        """Count the votes that were started last, if there are any, and change the state as all ranks have voted.
+        """Count the last votes, if there are any, and change the state.
 
-        Interrupted, it has done nothing, or the version is under way as before.
+        After an interrupt the state is unchanged.
 
         Returns:
-            False if the ranks have called different methods. Each of them finds out at this count, so that they are in
-            step again if none votes before its next call.
+            False if the ranks called different methods. All ranks detect that at the same count and must not vote
+            before their next call: they are then in step again.
         """
         if self._votes is None:
             return True
@@ -340,7 +340,7 @@ class Publisher:
         return True
 
     def _advance(self, count: Count) -> None:
-        """Enter the next state, as all ranks have voted."""
+        """Enter the next state, according to the votes of all ranks."""
         flight = self._flight
         if count.most.is_working:
             return
@@ -371,23 +371,23 @@ class Publisher:
         try:
             rows = self._checked_source().copy()
             job = self._worker.submit(lambda: self._writer.write_part(rows) if rows else None)
-        except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks hear of it
+        except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks receive it
             job = Future()
             job.set_exception(error)
         self._flight = Copying(kind=kind, job=job)
 
     def _cut(self, kind: Kind, copied: Future[Part | None] | None) -> None:
-        """Read a version's rows and let the worker write them."""
+        """Read the rows of a version and submit them to the worker."""
         read: Delta | None = None
         draft: Draft | Exception
         try:
             draft, read = self._checked_source().cut(kind, None if copied is None else copied.result())
-        except Exception as error:  # noqa: BLE001  the share tells the other ranks, and is raised after their votes
+        except Exception as error:  # noqa: BLE001  sent to the other ranks with the share, then raised
             draft = error
         self._flight = Writing(kind=kind, read=read, job=self._worker.submit(self._writer.write, draft))
 
     def _start_commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Future[Message]:
-        """Let the worker of rank 0 commit what all ranks have written, and announce it."""
+        """Commit a version in the worker of rank 0, and announce it."""
 
         def commit() -> dict[str, Any]:
             manifest = self._writer.commit(share, messages)
@@ -403,7 +403,7 @@ class Publisher:
         return job
 
     def _finish(self, read: Delta | None, committed: Manifest) -> None:
-        """Tell the tracker that a version was committed."""
+        """Commit the read of a published version in the tracker."""
         self._flight = None
         self._checked_source().end(read, committed)
         self._gauges.published(committed)
@@ -411,7 +411,7 @@ class Publisher:
         self._num_versions += 1
 
     def _fail(self, error: Exception) -> None:
-        """Keep an error, and end the version under way, if there is one: its rows stay pending."""
+        """Record an error, and abort the current version, if there is one: its rows stay pending."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._checked_source().end(flight.read, None)

@@ -1,8 +1,7 @@
-"""What a publisher has to repair when its trainer went back to a checkpoint.
+"""Find the rows to republish after the trainer resumed from an older checkpoint.
 
-The checkpoint says which version the stream had reached for the consumer. The predictors may be further by now: what
-later versions carried comes from a future that this trainer has never had. All their rows are changed for it, and it
-sends the values that it holds itself.
+The checkpoint has the stream position of the consumer. Predictors may have applied later versions, whose values this
+trainer does not have. The rows of those versions count as changed, and the trainer sends its own values.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ def rows_to_repair(
     tables: Mapping[str, TableSpec],
     shards: Mapping[str, ShardSpec],
 ) -> dict[str, Tensor] | None:
-    """The rows of this rank that the versions between a checkpoint and a claim carried.
+    """Return the rows of this rank in the versions between a checkpoint and a claim.
 
     Args:
         log: the stream.
-        note: what was noted with the checkpoint: a :class:`~delta_tracker.stream.cursor.Place` as plain values.
-        claim: the claim of the publisher that resumes.
-        tables: FQN to table, as the trainer has them.
-        shards: FQN to what this rank holds.
+        note: stream position in the checkpoint: a :class:`~delta_tracker.stream.cursor.Place` as plain values.
+        claim: claim of the resuming publisher.
+        tables: FQN to table of the trainer.
+        shards: FQN to shard of this rank.
 
     Returns:
-        FQN to ``[N]`` int64 local ids, ascending and unique; tables without any are missing. None where it cannot be
-        known: nothing was noted, the stream is another one, or a later version is gone, damaged, or a snapshot. Every
-        row is then to be sent.
+        FQN to ``[N]`` int64 local ids, ascending and unique; tables without rows are missing. None if the rows cannot
+        be determined: there is no position, the stream is another one, or a later version is missing, damaged, or a
+        snapshot. Every row must then be sent.
 
     Raises:
         StorageError: if the store cannot be read.
@@ -66,7 +65,7 @@ def rows_to_repair(
             for fqn, ids in _listed(log, entry, shards):
                 found.setdefault(fqn, []).append(ids)
     except (CorruptPartError, MalformedError) as error:
-        _logger.warning("a version after the checkpoint cannot be read, so all rows are sent: %s", error)
+        _logger.warning("a version after the checkpoint is unreadable; all rows are sent: %s", error)
         return None
     if link != claim.link:
         return None
@@ -74,7 +73,7 @@ def rows_to_repair(
 
 
 def _listed(log: StreamLog, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
-    """Table and local ids of the rows of this rank in a version, by block."""
+    """Return (table, local ids) of this rank's rows in a version, for each block."""
     found = []
     for reader in read_parts(log.storage, entry):
         for rows in reader.rows:

@@ -1,4 +1,4 @@
-"""From a trainer's tables to rows for a part: gathered chunk by chunk, each encoded while it is in the cache."""
+"""Gather a trainer's rows for a part, chunk by chunk; each chunk is encoded while it is in the CPU cache."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ EncodingChoice = Encoding | Mapping[str, Encoding] | None
 
 
 def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict[str, Encoding]:
-    """How each table's rows are stored.
+    """Return the encoding of each table.
 
     Args:
-        choice: one for all tables; or FQN to one, the others in their own dtype; or None, all in their own.
-        tracker: whose tables.
+        choice: one encoding for all tables, or FQN to encoding; other tables, and all tables for None, keep their own
+            dtype.
+        tracker: tracker of the tables.
 
     Raises:
-        InvalidArgumentError: for a table that is not tracked, what is no encoding, or one that does not fit a shard.
+        InvalidArgumentError: for an unknown table, an invalid encoding, or one that does not fit a shard.
     """
     own = {fqn: Encoding.of(table.dtype) for fqn, table in tracker.tables.items()}
     chosen = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(own, choice) if choice is not None else {}
     for fqn, encoding in chosen.items():
         if fqn not in own:
-            raise InvalidArgumentError("encoding", fqn, f"Name some of the tables {sorted(own)}")
+            raise InvalidArgumentError("encoding", fqn, f"Pass some of the tables {sorted(own)}")
         if not isinstance(encoding, Encoding):
             raise InvalidArgumentError("encoding", encoding, f"Pass some of {[str(known) for known in Encoding]}")
         for first, end in tracker.shards[fqn].columns:
-            encoding.width(end - first)  # refuses what it cannot hold
+            encoding.width(end - first)  # raises if the width is not supported
     return own | chosen
 
 
 class Gatherer:
-    """Gathers a tracker's rows, on the training thread, into memory that it uses again and again.
+    """Copies a tracker's rows in the training thread, into reused buffers.
 
-    Memory: about the largest of the last deltas, as it is stored.
+    Memory: about the encoded size of the largest of the last deltas.
 
     Args:
-        tracker: whose rows.
-        encodings: FQN to how its rows are stored.
-        writes_replicas: whether this rank writes the tables that every rank holds.
+        tracker: tracker of the rows.
+        encodings: FQN to encoding.
+        writes_replicas: True if this rank writes replicated tables.
     """
 
     def __init__(self, tracker: ModelDeltaTracker, encodings: Mapping[str, Encoding], *, writes_replicas: bool) -> None:
@@ -61,10 +62,14 @@ class Gatherer:
 
     @torch.no_grad()
     def changed(self, delta: Delta, *, without: frozenset[str] = frozenset()) -> list[BlockRows]:
-        """The rows of a delta as they are now, one block for each column range; those of some tables left out.
+        """Copy the present values of a delta's rows, one block for each column range.
 
-        They are copies; their memory is reused once they are gone. Call it in a
-        :func:`~delta_tracker.sharding.kernel_memory.one_cut`, as :meth:`whole`.
+        The memory is reused once the blocks are garbage. Call it inside
+        :func:`~delta_tracker.sharding.kernel_memory.one_cut`, like :meth:`whole`.
+
+        Args:
+            delta: the changed rows.
+            without: FQNs of tables to leave out.
         """
         return [
             self._gather(fqn, shard, columns, view, delta[fqn].ids)
@@ -75,11 +80,11 @@ class Gatherer:
 
     @torch.no_grad()
     def whole(self, tables: frozenset[str], *, now: bool) -> list[BlockRows]:
-        """All rows of some tables.
+        """Return all rows of some tables.
 
         Args:
-            tables: their FQNs.
-            now: copy them now; otherwise each chunk is copied when it is asked for, from what the rows are then.
+            tables: FQNs of the tables.
+            now: True to copy the rows now; False to copy each chunk when it is read, with its values at that time.
         """
         blocks = []
         for fqn, shard in self._shards():
@@ -93,7 +98,7 @@ class Gatherer:
         return blocks
 
     def _shards(self) -> Iterator[tuple[str, ShardSpec]]:
-        """The shards that this rank writes."""
+        """Yield the shards that this rank writes."""
         for fqn, shard in self._tracker.shards.items():
             if self._writes_replicas or not shard.is_replicated:
                 yield fqn, shard
@@ -116,7 +121,7 @@ class Gatherer:
         return BlockRows.of(block, ids.cpu() + shard.row_offset, stored)
 
     def _copied(self, rows: BlockRows) -> BlockRows:
-        """Return the same rows, copied now, chunk by chunk."""
+        """Copy the rows now, chunk by chunk."""
         stored, begin = self._memory(rows.block), 0
         for chunk in rows.chunks():
             stored[begin : begin + len(chunk)] = chunk
@@ -124,14 +129,14 @@ class Gatherer:
         return BlockRows.of(rows.block, rows.ids, stored)
 
     def _memory(self, block: Block) -> Tensor:
-        """Return memory on the CPU for a block's rows. New memory would cost more than the gather."""
+        """Return a reused CPU buffer for a block's rows. New memory would cost more than the gather."""
         stored = torch.from_numpy(self._pool.lend(block.num_rows * block.row_bytes))
         return stored.view(block.encoding.dtype).view(block.num_rows, -1)
 
 
 @torch.no_grad()
 def _copy(view: Tensor, encoding: Encoding, begin: int, end: int) -> Tensor:
-    # A copy even where nothing is to be encoded: training may write to the rows between their hash and the disk.
+    # Copy even without encoding: training may write to the rows between the hash and the write.
     return encode_rows(view[begin:end].clone(), encoding).cpu()
 
 

@@ -1,4 +1,4 @@
-"""The tracker's side of a publisher: what is taken out of the tracker for a version, and what it is told afterwards."""
+"""Read the rows of a version from the tracker, and commit or abort the read afterwards."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _logger = logging.getLogger(__name__)
 
 
 class VersionSource:
-    """Reads a tracker as one of its consumers, which it reserves. Everything here is for the training thread.
+    """Reads a tracker as a consumer that it reserves. Only the training thread may call the methods.
 
     Args:
-        tracker: whose rows.
-        consumer: as which it reads; may be None when there is only one.
-        top_k: see :class:`~delta_tracker.publisher.publisher.Publisher`, as the others.
-        dense: as above.
-        encoding: as above.
-        exchange: the ranks; they share the budget of ``top_k``, and rank 0 writes what every rank holds.
-        recorder: records how long reads and encodings take.
+        tracker: tracker of the rows.
+        consumer: name of the consumer; None if the tracker has only one.
+        top_k: see :class:`~delta_tracker.publisher.publisher.Publisher`.
+        dense: see there.
+        encoding: see there.
+        exchange: communication with the other ranks, which share the budget of ``top_k``. Rank 0 writes replicated
+            tables and dense tensors.
+        recorder: records the time of reads and encodings.
 
     Raises:
         UnknownConsumerError, ReservedConsumerError, DetachedError: as
@@ -75,16 +76,16 @@ class VersionSource:
             raise
         self._read_timer = recorder.read_seconds.timer(consumer=self.handle.name)
         self._encode_timer = recorder.encode_seconds.timer()
-        self._meanwhile: ConsumerHandle | None = None  # learns what changes while a snapshot is copied
+        self._meanwhile: ConsumerHandle | None = None  # tracks changes while a snapshot is copied
         self._has_snapshot = self._is_repairing = False
 
     @property
     def needs_snapshot(self) -> bool:
-        """Whether only a snapshot can bring the stream up to date."""
+        """True if the next version must be a snapshot."""
         return not self._has_snapshot or self.handle.needs_snapshot
 
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
-        """Go on from a checkpoint if every rank knows what later versions carried; otherwise a snapshot comes first.
+        """Resume from a checkpoint if every rank can find the rows of later versions; otherwise require a snapshot.
 
         A collective.
 
@@ -95,7 +96,7 @@ class VersionSource:
 
         def find() -> dict[str, Any]:
             nonlocal rows
-            # Rows that somebody took from the consumer since the load are in no version.
+            # Rows that were read from the consumer since the load are in no version.
             note = self.handle.note if self.handle.is_as_restored else None
             rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, tracker.tables, tracker.shards)
             return {"knows": rows is not None}
@@ -107,9 +108,9 @@ class VersionSource:
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
-        """Begin a snapshot: from here on it is known which rows change, so that all may be copied in any order."""
+        """Start a snapshot: track changes from now on, so that the rows can be copied in any order."""
         if self.handle.needs_snapshot:
-            # Until this one is committed, also for whoever resumes from a checkpoint: what was pending is gone.
+            # The pending rows were dropped: until this snapshot is committed, a resume from a checkpoint needs one too.
             self._has_snapshot = False
             self.handle.annotate(None)
             self.handle.clear()
@@ -118,11 +119,11 @@ class VersionSource:
             return self._gatherer.whole(self._tracker.fused_tables, now=False)
 
     def cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
-        """Read the rows of a version, as they are now. A collective if ``top_k`` chooses.
+        """Read the rows of a version with their present values. A collective with ``top_k``.
 
         Args:
-            kind: what it is to be.
-            copied: of a snapshot, the part that holds what :meth:`copy` gave, if there was anything.
+            kind: snapshot or delta.
+            copied: part with the rows of :meth:`copy`, for a snapshot; None if it had no rows.
         """
         tracker = self._tracker
         with one_cut():
@@ -153,11 +154,11 @@ class VersionSource:
         return draft, read
 
     def end(self, read: Delta | None, committed: Manifest | None) -> None:
-        """Tell the tracker how a version has ended.
+        """Commit or abort the read of a version.
 
         Args:
-            read: the read that it was made of, if it came so far.
-            committed: its entry; None if it failed, so that its rows stay pending.
+            read: the read; None if the version failed before it.
+            committed: manifest of the version; None if it failed, so that its rows stay pending.
         """
         if self._meanwhile is not None:
             self._meanwhile.release()
@@ -166,7 +167,7 @@ class VersionSource:
             try:
                 (self.handle.abort if committed is None else self.handle.commit)(read)
             except StaleDeltaError:
-                _logger.warning("the tracker was attached anew while a version was written: its rows are sent again")
+                _logger.warning("the tracker was attached again while a version was written; its rows are sent again")
         if committed is not None:
             self._has_snapshot, self._is_repairing = True, False
             self._note(committed)
@@ -175,25 +176,25 @@ class VersionSource:
         """Release the consumer.
 
         Args:
-            forgets: drop what is noted of it for checkpoints: whoever reads as it from now on takes rows out of the
-                stream.
+            forgets: True to drop the consumer's stream position from checkpoints, because later reads remove rows from
+                the stream.
         """
         if forgets:
             self.handle.annotate(None)
         self.handle.release()
 
     def _note(self, head: Manifest) -> None:
-        """Save with the tracker's state which version the stream has reached, if it is known what that one lacks."""
+        """Save the stream position with the tracker's state, if the stream has a snapshot of this publisher."""
         place = Place(head.stream, head.link).to_dict() if self._has_snapshot else None
         self.handle.annotate(place)
 
     def _dense(self) -> dict[str, Tensor]:
-        """The live dense tensors that this rank writes."""
+        """Return the dense tensors of the model that this rank writes."""
         if self._dense_choice is None or not self._is_first:
             return {}
         found = dense_tensors(self._tracker.model, self._dense_choice)
         for name, tensor in found.items():
             if tensor.dtype not in DTYPE_NAMES or tensor.dim() > MAX_DIMS:
-                remedy = f"Leave it out: a stream has no {tensor.dim()}-d {tensor.dtype}"
+                remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"
                 raise InvalidArgumentError("dense", name, remedy)
         return found

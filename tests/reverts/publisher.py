@@ -11,8 +11,8 @@ REVERTS = [
         edits={
             "delta_tracker/distributed.py": [
                 (
-                    "    except RuntimeError as error:  # DistError is one",
-                    "    except EOFError as error:  # DistError is one",
+                    "    except RuntimeError as error:  # base of DistError",
+                    "    except EOFError as error:  # base of DistError",
                 ),
             ],
         },

@@ -48,9 +48,9 @@ def compact(
     blocks are stored as additional blocks.
 
     Memory: the stored rows of at most ``max_bytes`` of versions, and about 40 bytes per row while they are sorted. Of
-    the snapshot, one part of up to 256 MiB, or a few pieces of 8 MiB of a larger part. Versions that do not fit wait for
-    a later call. A single version larger than ``max_bytes`` is never merged, nor is the snapshot before it. Deltas
-    beyond ``max_bytes`` are folded into the snapshot in several calls, each of which writes the whole snapshot: choose
+    the snapshot, one part of up to 256 MiB, or a few pieces of 8 MiB of a larger part. Versions that do not fit are
+    left for a later call. A single version larger than ``max_bytes`` is never merged, nor is the snapshot before it.
+    Deltas beyond ``max_bytes`` are folded into the snapshot in several calls, each of which writes the whole snapshot: choose
     ``max_bytes`` around ``fold`` times the snapshot's size.
 
     Args:
@@ -178,7 +178,7 @@ class _Compaction:
         if seconds > ORPHAN_SECONDS / 2:
             raise StorageError(
                 self._log.storage.url,
-                f"a compaction took {seconds:.0f} s, and parts without an entry are deleted after {ORPHAN_SECONDS:.0f} s",
+                f"a compaction took {seconds:.0f} s; parts without an entry are deleted after {ORPHAN_SECONDS:.0f} s",
             )
         if not self._log.create_merged(draft):
             for part in parts:
