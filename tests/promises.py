@@ -19,8 +19,8 @@ PROMISES = {
     "is built",
     "minimal": "Nothing else is sent: a delta has rows whose update was written or was in progress at a cut. After a "
     "failed hook or backward pass it may have more. Evaluation and `no_grad` passes are not updates",
-    "equal": "After every version the predictor equals the trainer, bit for bit, in every row that the manifest does "
-    "not count as pending",
+    "equal": "After every version the predictor equals the trainer in every row that the manifest does not count as "
+    "pending: bit for bit in the table's own dtype, rounded in a smaller encoding",
     "atomic": "A process that is killed at any moment leaves no partial version, and its rows stay pending",
     "fenced": "A second publisher fences the first, whose next publish raises `FencedError` and publishes nothing",
     "independent": "Consumers are independent. A consumer that exceeds `max_bytes` is dropped, so memory is bounded, "
