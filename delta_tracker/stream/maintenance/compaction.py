@@ -50,8 +50,8 @@ def compact(
     Memory: the stored rows of at most ``max_bytes`` of versions, and about 40 bytes per row while they are sorted. Of
     the snapshot, one part of up to 256 MiB, or a few pieces of 8 MiB of a larger part. Versions that do not fit are
     left for a later call. A single version larger than ``max_bytes`` is never merged, nor is the snapshot before it.
-    Deltas beyond ``max_bytes`` are folded into the snapshot in several calls, each of which writes the whole snapshot: choose
-    ``max_bytes`` around ``fold`` times the snapshot's size.
+    Deltas beyond ``max_bytes`` are folded into the snapshot in several calls, each of which writes the whole snapshot:
+    choose ``max_bytes`` around ``fold`` times the snapshot's size.
 
     Args:
         stream: storage of the stream, or its log.
