@@ -1,4 +1,4 @@
-"""The dense parameters and buffers of a trained model: what is in it beside its sharded tables."""
+"""Dense parameters and buffers of a model: all tensors except its sharded tables."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from delta_tracker.sharding.torchrec_api import load_torchrec
 
 
 def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[str, Tensor]:
-    """The live tensors that ``dense`` stands for.
+    """Return the live dense tensors that ``dense`` selects.
 
     Args:
         model: the model whose tables are tracked.
-        dense: a module: its parameters and persistent buffers, those of sharded modules aside; or their names,
-            as in the model's ``state_dict``.
+        dense: a module, whose parameters and persistent buffers outside sharded modules are selected; or names of
+            tensors, as in the model's ``state_dict``.
 
     Returns:
-        Name, as in the model's ``state_dict``, or in the module's own where it is no part of the model, to tensor,
-        detached. A tensor with several names stands under each.
+        Name to detached tensor. Names are those of the model's ``state_dict``, or of the module's own if it is not part
+        of the model. A tensor with several names is returned under each of them.
 
     Raises:
-        InvalidArgumentError: for a name that the model has not, or a tensor that is not whole on this rank.
+        InvalidArgumentError: if the model has no tensor of a name, or a tensor is not whole on this rank.
     """
     if isinstance(dense, nn.Module):
         found = dict(_tensors(model, dense))
@@ -43,7 +43,7 @@ def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[st
 
 
 def _tensors(model: nn.Module, root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers of ``root``, under their names in ``model`` if it is a part of it."""
+    """Yield parameters and persistent buffers of ``root``, with their names in ``model`` if it is part of it."""
     torchrec = load_torchrec()
     inside = {id(module) for _, module in walk(root, "", torchrec, set())}
     modules = list(walk(model, "", torchrec, set()))
@@ -59,5 +59,5 @@ def _tensors(model: nn.Module, root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if name not in module._non_persistent_buffers_set:  # noqa: SLF001  what state_dict itself asks
+        if name not in module._non_persistent_buffers_set:  # noqa: SLF001  as state_dict does
             yield name, buffer

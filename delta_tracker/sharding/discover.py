@@ -1,8 +1,8 @@
-"""Find the sharded tables of a model: what each rank holds of them, and in which kernel.
+"""Find the sharded tables of a model, this rank's shards of them, and the kernels that hold the shards.
 
-A kernel is TorchRec's ``BatchedFusedEmbedding``/``...Bag``: one table-batched embedding (TBE) with one autograd node,
-for a group of tables. A table is identified by its position in the kernel, never by a feature's or table's name,
-because neither is unique.
+A kernel is TorchRec's ``BatchedFusedEmbedding``/``...Bag``: one table-batched embedding (TBE) with one autograd node
+for a group of tables. A table is identified by its position in the kernel, because names of features and tables are
+not unique.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Kernel:
     """One TBE module of this rank.
 
     Args:
-        module: takes a KeyedJaggedTensor, returns the looked-up rows.
-        slots: for each table slot, in order, the table's FQN (None if untracked) and its number of features.
-        is_fused: its optimizer writes rows inside the backward of the lookup; otherwise anything may write them.
+        module: the module; takes a KeyedJaggedTensor and returns the looked-up rows.
+        slots: FQN (None if untracked) and number of features of the table in each slot, in order.
+        is_fused: True if only its optimizer writes rows, inside the backward pass of the lookup. False if any code may.
     """
 
     module: Any
@@ -45,13 +45,13 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
-    """What this rank holds of one table, and where.
+    """This rank's shard of one table, and its location.
 
     Args:
-        spec: the block, with all column ranges that this rank holds.
-        places: for each column range of ``spec``, in order, the kernel and the slot in it.
-        device: where it lives; the CPU where nothing is held.
-        is_fused: whether its rows are written inside backward passes only; the same on every rank.
+        spec: the block, with all column ranges on this rank.
+        places: kernel and slot of each column range of ``spec``, in order.
+        device: device of the shard; the CPU if the rank has no rows of the table.
+        is_fused: True if its rows are written only inside backward passes; the same on every rank.
     """
 
     spec: ShardSpec
@@ -62,15 +62,15 @@ class LocalShard:
 
 @dataclass(slots=True)
 class Discovery:
-    """The tracked tables of a model, as this rank sees them.
+    """Tracked tables of a model, with this rank's shards.
 
     Args:
         modules: FQN to sharded embedding module.
         features: table FQN to its feature names.
         tables: table FQN to the whole table; the same on every rank.
-        shards: table FQN to what this rank holds of it, possibly nothing.
+        shards: table FQN to this rank's shard, which may have no rows.
         kernels: the kernels that hold at least one tracked shard.
-        skipped: FQNs of tables, and of modules and tensors without known tables, that are left out on request.
+        skipped: FQNs of tables, and of modules and tensors without known tables, that ``fqns_to_skip`` excludes.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -85,15 +85,15 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
     """Find every sharded EmbeddingCollection and EmbeddingBagCollection in ``model``, subclasses included.
 
     Args:
-        model: usually a ``DistributedModelParallel``; a module that contains sharded ones will do.
-        fqns_to_skip: tables to leave out, each by its FQN, the FQN of a module above it, or one component of it; other
-            modules and tensors that are sharded likewise. Warns of a name that none of them has.
+        model: a ``DistributedModelParallel``, or any module that contains sharded ones.
+        fqns_to_skip: tables, and other sharded modules and tensors, to exclude, each by its FQN, the FQN of a module
+            above it, or one component of its FQN. A name that matches none of them causes a warning.
 
     Raises:
-        InvalidArgumentError: for a ``fqns_to_skip`` that is one string.
+        InvalidArgumentError: if ``fqns_to_skip`` is a string.
         NoShardedModuleError: if there is nothing to track.
-        UnsupportedModuleError: for any other module or tensor that is sharded.
-        UnsupportedTableError: if a table's kernel cannot be followed, or its geometry contradicts the sharding plan.
+        UnsupportedModuleError: if any other module or tensor is sharded.
+        UnsupportedTableError: if a table's kernel cannot be tracked, or its geometry contradicts the sharding plan.
         MissingExtraError: if torchrec is not installed.
     """
     torchrec = load_torchrec()
@@ -127,13 +127,13 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
 def _warn_of_unused(skips: Sequence[str], known: Sequence[str]) -> None:
     for skip in skips:
         if not any(_is_skipped(fqn, [skip]) for fqn in known):
-            warnings.warn(f"fqns_to_skip names {skip!r}, which no table has; tables: {sorted(known)}", stacklevel=4)
+            warnings.warn(f"fqns_to_skip: {skip!r} matches no table; known tables: {sorted(known)}", stacklevel=4)
 
 
 def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with the FQNs that ``state_dict`` uses: wrappers add no name.
+    """Yield modules with their FQNs as in ``state_dict``, to which wrappers add no component.
 
-    Stops below a sharded collection, and below a sharded module that holds rows but no such collection.
+    Does not descend into sharded collections, or into sharded modules that hold rows outside such collections.
     """
     if module in seen:
         return
@@ -150,9 +150,9 @@ def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) 
 
 
 def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
-    """Whether a module is sharded, holds rows, and holds them elsewhere than in collections on every rank.
+    """Return True if a module is sharded and holds rows other than in collections that exist on every rank.
 
-    The answer is the same on every rank, also on one that holds no rows of the module.
+    The result is the same on every rank, including ranks without rows of the module.
     """
     if isinstance(module, torchrec.towers):
         return True
@@ -162,7 +162,7 @@ def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
 
 
 def _unknown(fqn: str, module: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, str]]:
-    """FQN and class of the module, if it has rows that nobody can find; otherwise of its own sharded tensors."""
+    """Yield FQN and class of the module if it has unknown rows, otherwise those of its direct sharded tensors."""
     if has_unknown_rows(module, torchrec):
         yield fqn, type(module).__name__
         return
@@ -233,7 +233,7 @@ def _kernels(
                 continue
             if strange:
                 raise UnsupportedTableError(first, f"its kernel is {sorted(strange)}, neither fused nor dense")
-            weights = emb_module.split_embedding_weights()  # of all tables: once for each kernel
+            weights = emb_module.split_embedding_weights()  # once per kernel, because it returns all tables
             yield (
                 kernel,
                 [
@@ -245,7 +245,7 @@ def _kernels(
 
 
 def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> _Place:  # noqa: ANN401  of torchrec
-    """Where a table stands in a kernel; without metadata the kernel holds all of it, as every rank does."""
+    """Return the place of a table in a kernel. Without metadata the table is replicated on every rank."""
     metadata = config.local_metadata
     block = (
         (0, 0, config.num_embeddings, config.embedding_dim)
@@ -253,20 +253,20 @@ def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> 
         else (*metadata.shard_offsets, *metadata.shard_sizes)
     )
     if tuple(weight.shape) != block[2:]:
-        raise UnsupportedTableError(fqn, f"its weight is {tuple(weight.shape)} where its shard is {block[2:]}")
+        raise UnsupportedTableError(fqn, f"its weight has shape {tuple(weight.shape)}, but its shard {block[2:]}")
     return _Place(kernel, slot, block, weight.device, is_replicated=metadata is None)
 
 
 def _merge(
     table: TableSpec, places: list[_Place], planned: set[tuple[int, int, int, int]] | None, *, is_fused: bool
 ) -> LocalShard:
-    """One shard of all the blocks of a table on this rank: they share their rows and differ in columns."""
+    """Return one shard made of all blocks of a table on this rank, which have the same rows and different columns."""
     if not places:
         return LocalShard(ShardSpec(table), (), torch.device("cpu"), is_fused)
     places = sorted(places, key=lambda place: place.block[1])
     rows = {(place.block[0], place.block[2]) for place in places}
     if len(rows) > 1:
-        raise UnsupportedTableError(table.fqn, f"one rank holds different row ranges of it: {sorted(rows)}")
+        raise UnsupportedTableError(table.fqn, f"one rank has several row ranges of it: {sorted(rows)}")
     strangers = {place.block for place in places} - planned if planned is not None else set()
     if strangers:
         raise UnsupportedTableError(table.fqn, f"its shards {sorted(strangers)} are not in the sharding plan")

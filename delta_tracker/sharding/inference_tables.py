@@ -1,8 +1,8 @@
-"""The tables of a serving model that TorchRec has sharded or quantised, as targets for rows.
+"""Row targets for the tables of a serving model that TorchRec has sharded or quantised.
 
-A quantised row is a scale and a bias of two bytes each, the codes of its columns, and padding; it is made from the
-whole row, also where column shards keep its codes: each of them then has the same scale and bias, as when torchrec
-shards a table that it quantised before.
+A quantised row consists of a scale and a bias of two bytes each, the codes of its columns, and padding. It is computed
+from the whole row, also if column shards store its codes. Each of them then has the same scale and bias, as when
+torchrec shards a table after quantising it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from delta_tracker.sharding.weights import column_views
 _SCALE_BIAS_BYTES = 4
 _FLOATS = {"fp16": torch.float16, "fp32": torch.float32}
 _BITS = {"int8": 8, "int4": 4, "int2": 2}
-# What the quantiser takes; others are widened first.
+# dtypes that the quantiser accepts; others are converted to float32 first.
 _QUANTISED_FROM = (torch.float32, torch.float16)
 
 
 def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
-    """Everything in a model that may be a table: TorchRec's as targets, other parameters and buffers as they are.
+    """Yield all possible tables of a model: TorchRec's tables as targets, other parameters and buffers as tensors.
 
     Yields:
-        The name, as ``state_dict`` has it without wrappers; that of a target has no ``.weight``.
+        The name as in ``state_dict``, without wrappers and, for a target, without ``.weight``; the target or tensor.
 
     Raises:
-        InvalidArgumentError: if a sharded table has a geometry that cannot be followed.
+        InvalidArgumentError: if the geometry of a sharded table is not supported.
         MissingExtraError: if torchrec is not installed.
     """
     torchrec, quantised = load_torchrec(), load_quantised()
@@ -59,9 +59,9 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 def _walk(
     module: nn.Module, fqn: str, torchrec: Torchrec, quantised: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with the FQNs that ``state_dict`` uses: wrappers add no name. A module in two places comes twice.
+    """Yield modules with their FQNs as in ``state_dict``, to which wrappers add no component.
 
-    Stops below sharded and quantised collections.
+    Yields a module once for each of its FQNs. Does not descend into sharded and quantised collections.
     """
     if isinstance(module, torchrec.wrapper):
         yield from _walk(module._dmp_wrapped_module, fqn, torchrec, quantised)  # type: ignore[arg-type]  # noqa: SLF001
@@ -70,7 +70,7 @@ def _walk(
     else:
         yield fqn, module
         if torchrec.holder(module) is None and not isinstance(module, quantised):
-            for name, child in module._modules.items():  # noqa: SLF001  named_children leaves repeated ones out
+            for name, child in module._modules.items():  # noqa: SLF001  named_children() omits repeated modules
                 if child is not None:
                     yield from _walk(child, f"{fqn}.{name}" if fqn else name, torchrec, quantised)
 
@@ -95,9 +95,9 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
 
 
 def _forget_cached(shard: LocalShard) -> Any:  # noqa: ANN401  a callable without arguments, or None
-    """Drops the cached copies of rows, in kernels with a cache; they were written back when the views were made.
+    """Return a function that clears the caches of a shard's kernels; None if there are no fused kernels.
 
-    Writing the cache back later would put its old rows over the new ones.
+    The cached rows were written back when the views were created. Writing them back later would overwrite new rows.
     """
     caches = [kernel.module.emb_module for kernel, _ in shard.places if kernel.is_fused]
 
@@ -110,7 +110,7 @@ def _forget_cached(shard: LocalShard) -> Any:  # noqa: ANN401  a callable withou
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One table slot of a quantised kernel: its table's name, and where in the table it begins."""
+    """One table slot of a quantised kernel, with the table's name and the slot's first row and column in it."""
 
     table: str
     kernel: Any
@@ -153,23 +153,23 @@ def _quantised(
 
 
 def _obstacle(block: _Block, quantised: Quantised) -> str:
-    """Why quantised rows cannot be written; nothing if they can."""
+    """Return the reason why rows of a block cannot be written; empty if they can."""
     kernel = block.kernel
     if type(kernel) not in quantised.kernels:
-        return f"in a {type(kernel).__name__}, whose rows have no fixed place"
+        return f"in a {type(kernel).__name__}, which does not store rows contiguously"
     _, _, dim, kind, _ = kernel.embedding_specs[block.slot]
     if kind.value not in {*_FLOATS, *_BITS} or kernel.scale_bias_size_in_bytes != _SCALE_BIAS_BYTES:
         return f"quantised to {kind.value} with {kernel.scale_bias_size_in_bytes} bytes of scale and bias"
     if not kernel.weight_initialized:
-        return "without memory yet"
+        return "without memory, because its weights are not initialized"
     if (
         kernel.index_remapping_hash_table_cpu is not None
         or kernel.index_remapping_hash_table.numel()
         or kernel.index_remappings_array.numel()
     ):
-        return "pruned, with its rows in other places"
+        return "pruned, so that its ids are remapped"
     if dim * _BITS.get(kind.value, 16) % 16:
-        return f"quantised to {kind.value} with {dim} columns, whose codes are no multiple of two bytes"
+        return f"quantised to {kind.value} with {dim} columns, whose codes do not fill a multiple of two bytes"
     return ""
 
 
@@ -178,11 +178,11 @@ class Packed:
     """Quantised rows of a rectangle of a table.
 
     Args:
-        region: what it is; ``memory`` is ``[R, row bytes]`` uint8.
+        region: the rectangle; its ``memory`` is ``[R, row bytes]`` uint8.
         kind: fp32, fp16, int8, int4 or int2.
         row_bytes: bytes of a row without its padding.
-        is_scale_last: the scale and bias stand after the codes, not before them.
-        kernel: the kernel whose memory it is.
+        is_scale_last: True if scale and bias follow the codes, False if they precede them.
+        kernel: the kernel that owns the memory.
     """
 
     region: Region
@@ -201,16 +201,16 @@ def _packed(block: _Block, quantised: Quantised) -> Packed:
 
 
 class QuantisedTarget(TensorTarget):
-    """A quantised table: rows come in the trainer's dtype and are quantised as torchrec does it, byte for byte.
+    """Quantised table. Takes rows in the trainer's dtype and quantises them as torchrec does, byte for byte.
 
-    Rows are quantised on the CPU, where they come from. Tables of float32, float16 and bfloat16 are taken; torchrec
-    itself quantises no bfloat16, so its rows are widened first.
+    Rows are quantised on the CPU, on which they arrive. The trainer's table may be float32, float16 or bfloat16.
+    torchrec cannot quantise bfloat16, so these rows are converted to float32 first.
 
     Args:
         num_rows: rows of the whole table.
         dim: columns of the whole table.
         packed: its blocks in this process.
-        obstacle: why no row can be written, if so.
+        obstacle: reason why rows cannot be written; empty if they can.
     """
 
     def __init__(self, num_rows: int, dim: int, packed: Iterable[Packed], *, obstacle: str = "") -> None:
@@ -219,9 +219,9 @@ class QuantisedTarget(TensorTarget):
         self.needs_whole_rows = True
         ranges = self.columns
         if ranges and not obstacle and ([0, *(end for _, end in ranges)] != [*(first for first, _ in ranges), dim]):
-            self._obstacle = f"held in the columns {ranges} only, while its rows are quantised whole"
+            self._obstacle = f"limited to the columns {ranges}, but quantisation needs whole rows"
         self.columns = ((0, dim),) if ranges else ()
-        # Blocks with the same layout share what prepare() makes: (block, first byte of its row there).
+        # Blocks with the same layout share one result of prepare(). Values: block, first byte of its row in the result.
         self._layouts: dict[tuple[object, ...], tuple[Packed, int]] = {}
         self._row_bytes = 0
         for each in self._packed:
@@ -231,7 +231,7 @@ class QuantisedTarget(TensorTarget):
                 self._row_bytes += each.region.memory.shape[1]
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:
-        """``[N, bytes]``: for each layout of the blocks the rows as they stand in memory, side by side."""
+        """Return ``[N, bytes]``: the packed rows for each layout of the blocks, side by side."""
         if values.dtype not in _QUANTISED_FROM:
             values = values.float()
         values = values.contiguous()  # the quantiser ignores strides
@@ -245,7 +245,7 @@ class QuantisedTarget(TensorTarget):
 
     @torch.no_grad()
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:  # noqa: ARG002
-        """Write rows in place; see :meth:`RowTarget.write`."""
+        """Write rows in place, as :meth:`RowTarget.write`."""
         for each in self._packed:
             memory = each.region.memory
             _, at = self._layouts[_layout(each)]
@@ -259,9 +259,9 @@ def _layout(block: Packed) -> tuple[object, ...]:
 
 
 def _quantise(values: Tensor, kind: str) -> Tensor:
-    """``[N, bytes]``: the codes of all columns; behind them the scale and bias, where the kind has any.
+    """Return ``[N, bytes]``: the codes of all columns, followed by scale and bias if the kind has them.
 
-    As torchrec's ``quantize_state_dict`` does it.
+    The bytes are those of torchrec's ``quantize_state_dict``.
     """
     if kind in _FLOATS:
         return values.to(_FLOATS[kind]).view(torch.uint8)
@@ -270,7 +270,7 @@ def _quantise(values: Tensor, kind: str) -> Tensor:
 
 
 def _pack(rows: Tensor, quantised: Tensor, block: Packed) -> None:
-    """Fill rows of a block, ``[N, row_bytes]``, from the quantised rows of the whole table."""
+    """Write the rows of a block, ``[N, row_bytes]``, from quantised rows of the whole table."""
     bits = _BITS.get(block.kind) or 8 * _FLOATS[block.kind].itemsize
     first, end = (edge * bits // 8 for edge in block.region.columns)
     codes = quantised[:, first:end]

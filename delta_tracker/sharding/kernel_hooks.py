@@ -1,9 +1,9 @@
-"""The post-lookup hook: it runs after each kernel's lookup and watches for the update of the rows.
+"""The post-lookup hook: it runs after each lookup of a kernel and reports the update of the rows.
 
-A fused optimizer writes rows inside the backward of the kernel's autograd node. So the node's pre-hook is the last
-moment before the write, and its post-hook proves the write. A forward under ``no_grad`` has no node, an output that
-is dropped never runs it, and a second backward runs both hooks again. A pass that raises between the two is over when
-the autograd engine drops the callbacks that were queued for its end.
+A fused optimizer writes rows inside the backward of the kernel's autograd node. So the node's pre-hook runs just before
+the write, and its post-hook proves that the rows were written. A forward pass under ``no_grad`` has no node, an output
+that is discarded never runs it, and a second backward pass runs both hooks again. A pass that raises between the two
+hooks has ended when the autograd engine drops the callbacks that were queued for its end.
 """
 
 from __future__ import annotations
@@ -31,59 +31,61 @@ _T = TypeVar("_T")
 
 # Names of FBGEMM's autograd nodes: SplitLookupFunction_<optimizer>_Op, SplitNoBagLookupFunction_..., with suffixes.
 _NODE_NAME = "LookupFunction"
-# Between the lookup and the kernel's output TorchRec puts at most a cast and a view.
+# TorchRec inserts at most a cast and a view between the lookup and the kernel's output.
 _MAX_DEPTH = 8
 
 
 class KeyedIds(Protocol):
-    """As much of TorchRec's KeyedJaggedTensor as the tracker needs: ids grouped by feature."""
+    """The part of TorchRec's KeyedJaggedTensor that the tracker uses: ids grouped by feature."""
 
     def keys(self) -> list[str]:
-        """Feature names, which may repeat."""
+        """Return the feature names, which may repeat."""
 
     def values(self) -> Tensor:
-        """``[N]`` ids, those of the first feature first."""
+        """Return the ids, ``[N]``, in the order of the features."""
 
     def length_per_key(self) -> list[int]:
-        """How many ids each feature has."""
+        """Return the number of ids of each feature."""
 
 
 class UpdateListener(Protocol):
-    """Who is told of lookups and updates, from the thread that makes them. Must not wait for the device."""
+    """Receiver of lookups and updates, called in the thread that makes them. Must not wait for the device."""
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """The rows ``ids`` (table FQN to ``[N]`` local ids, None for all) were looked up."""
+        """Handle a lookup of the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """The rows ``ids`` (table FQN to ``[N]`` local ids, None for all) are about to be written."""
+        """Handle the start of a write to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
     def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """The rows opened under ``key`` are written."""
+        """Handle the end of the write opened under ``key``."""
 
     def ended(self, key: int) -> None:
-        """Nothing writes the rows opened under ``key`` any more. Called from any thread; must not take a lock."""
+        """Handle that no more rows opened under ``key`` will be written. Called in any thread; must be lock-free."""
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
-        """Rows of a table changed; with ``is_written`` nobody knows what they held before."""
+        """Mark rows of a table as changed. With ``is_written`` their old states are unknown."""
 
     def output_launched(self) -> None:
-        """A collection has launched its output distribution. Must not block."""
+        """Handle the launch of a collection's output distribution. Must not block."""
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Look for in-place writes to the weights of tables that nothing has reported."""
+        """Mark all rows of those tables whose weights were written in place without a report."""
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """All in-place writes so far to the weights of tables were reported."""
+        """Ignore the in-place writes to the weights of these tables so far, because they were reported."""
 
 
 class Watcher:
-    """Base of all hooks. An exception never leaves one: it is logged once, counted, and costs precision, not rows.
+    """Base class of all hooks.
+
+    Hooks never raise. An error is counted, the first one is logged, and more rows than changed may be reported.
 
     Args:
-        tables: FQNs of the tables that it tells of.
-        listener: who is told.
+        tables: FQNs of the tables to report.
+        listener: receives the reports.
         keys: source of keys, shared by all hooks of a listener.
-        recorder: records faults, and how long recording takes.
+        recorder: records errors and the time that recording takes.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Watcher:
         self.num_errors = 0
 
     def remove(self) -> None:
-        """Stop watching; what is under way goes unseen."""
+        """Stop reporting. The rest of an operation in progress is not reported."""
         self._listener = _Deaf()
 
     def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
@@ -113,30 +115,30 @@ class Watcher:
         return dict.fromkeys(self._tables)
 
     def _contained(self, action: Callable[[], _T], *, otherwise: _T) -> _T:
-        """The result of ``action``; ``otherwise`` if it raises: training must not feel the tracker's faults."""
+        """Return the result of ``action``, or ``otherwise`` if it raises."""
         try:
             return action()
         except Exception:
-            # Whatever it is, it is ours and must not reach the training step.
+            # An error of the tracker must not interrupt the training step.
             self.num_errors += 1
             for cell in self._faults:
                 cell.add(1)
             if self.num_errors == 1:
-                _logger.exception("tracking of %s failed once; all its rows count as changed", list(self._tables))
+                _logger.exception("a hook failed; more rows may count as changed: tables=%s", list(self._tables))
             return otherwise
 
 
 class PostLookupHook(Watcher):
-    """Runs after each lookup of one kernel: watches for the update of its rows, and may report the lookup itself.
+    """Hook on the lookups of one kernel: reports the updates of rows and, on request, the lookups themselves.
 
-    It is a module hook, not TorchRec's post-lookup slot: a managed-collision module does not call that slot.
+    It is a module hook, because managed-collision modules do not call TorchRec's post-lookup slot.
 
     Args:
-        kernel: the kernel to watch.
+        kernel: the kernel.
         listener: receives the updates and lookups.
         keys: source of keys, shared by all hooks of a listener.
-        recorder: records faults, lookups, and how long recording takes.
-        lookups: report every lookup too, also those that update nothing.
+        recorder: records errors, lookups and the time that recording takes.
+        lookups: report every lookup, including those that update no row.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class PostLookupHook(Watcher):
         super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], listener, keys, recorder)
         self._kernel = kernel
         self._lookups = lookups
-        # Lookups of tables that are compared are not looked at, so there is no number of them, not even 0.
+        # Lookups of tables that are compared with a copy are not counted, so these tables get no counter.
         is_counted = kernel.is_fused or lookups
         self._counts = {fqn: recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
         self._unproven = next(keys)
@@ -159,7 +161,7 @@ class PostLookupHook(Watcher):
         self._handle: RemovableHandle = kernel.module.register_forward_hook(self._post_lookup)
 
     def remove(self) -> None:
-        """Stop watching; backward passes of lookups made before go unseen."""
+        """Remove the hook. Backward passes of earlier lookups are not reported."""
         self._handle.remove()
         super().remove()
 
@@ -178,10 +180,10 @@ class PostLookupHook(Watcher):
     def _watch_update(self, output: Tensor, ids: Mapping[str, Tensor | None]) -> None:
         node = self._contained(lambda: _lookup_node(output), otherwise=None)
         if node is None:
-            # Nothing proves the write then: every row stays open, which costs bytes and loses nothing.
+            # Without the node nothing proves the write, so keep all rows open: each read returns them, none is lost.
             output.register_hook(lambda _: self._opened(self._unproven, self._all_rows()))  # type: ignore[no-untyped-call]
             return
-        open_keys: dict[int, int] = {}  # by thread: several may run a backward pass of one graph
+        open_keys: dict[int, int] = {}  # by thread, because several threads may run a backward pass of one graph
 
         def before_write(grad_outputs: object) -> None:
             del grad_outputs
@@ -195,7 +197,7 @@ class PostLookupHook(Watcher):
         def after_write(grad_inputs: object, grad_outputs: object) -> None:
             del grad_inputs, grad_outputs
             key = open_keys.pop(threading.get_ident(), None)
-            if key is not None:  # otherwise a pass inside this one was of the same graph; the end of the pass closes it
+            if key is not None:  # None after a nested pass of the same graph; the end of the outer pass closes its key
                 self._contained(lambda: self._listener.applied(key, ids), otherwise=None)
 
         node.register_prehook(before_write)
@@ -206,16 +208,16 @@ class PostLookupHook(Watcher):
             self._counts[fqn].add(0 if looked_up is None else looked_up.numel())
 
     def _ids_by_table(self, features: KeyedIds) -> dict[str, Tensor | None]:
-        """The ids of each tracked table, by position: the features of slot 0 come first, then those of slot 1, ..."""
+        """Return the ids of each tracked table. Features are in the order of the slots."""
         values, lengths = features.values(), features.length_per_key()
         if values.dtype != self._index_type:
-            # The kernel converts them in the forward. They may be written to before the backward.
+            # The kernel converts them in the forward pass. The original may be overwritten before the backward pass.
             values = values.to(torch.int64, copy=True)
         ids: dict[str, Tensor | None] = {}
         feature, begin = 0, 0
         for fqn, num_features in self._kernel.slots:
             end = begin + sum(lengths[feature : feature + num_features])
-            # Column shards of one table in one kernel look up the same ids: the first will do.
+            # Column shards of one table in one kernel look up the same ids, so use the first.
             if fqn is not None and fqn not in ids:
                 ids[fqn] = values[begin:end]
             feature, begin = feature + num_features, end
@@ -251,10 +253,10 @@ class _Deaf:
 
 
 class _BackwardToken:
-    """Report the end of a backward pass, which owns the only reference to this object.
+    """Token that reports the end of a backward pass when it is deleted. The pass owns the only reference to it.
 
-    The autograd engine keeps the callbacks of a pass as long as a thread works on it. After an error it drops them
-    without calling them, once the last of its threads has left the pass.
+    The autograd engine keeps the callbacks of a pass while a thread works on the pass. After an error it drops them
+    without calling them, when the last thread has left the pass.
     """
 
     __slots__ = ("_key", "_listener")
@@ -271,17 +273,17 @@ class _BackwardToken:
 
 
 def _end_with_backward(key: int, listener: UpdateListener) -> None:
-    """Call ``listener.ended(key)`` when the backward pass that runs in this thread has ended, also by an error."""
+    """Call ``listener.ended(key)`` when the backward pass running in this thread has ended or raised."""
     torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
         _BackwardToken(key, listener)
     )
 
 
 def _lookup_node(output: Tensor) -> Node:
-    """The autograd node whose backward writes the rows behind ``output``.
+    """Return the autograd node whose backward writes the rows of ``output``.
 
     Raises:
-        LookupError: if there is none: this fbgemm is not built as the ones that are known.
+        LookupError: if there is none, because the installed fbgemm is not supported.
     """
     node = output.grad_fn
     for _ in range(_MAX_DEPTH):
@@ -290,4 +292,4 @@ def _lookup_node(output: Tensor) -> Node:
         if _NODE_NAME in node.name():
             return node
         node = next((upstream for upstream, _ in node.next_functions if upstream is not None), None)
-    raise LookupError(f"no autograd node named *{_NODE_NAME}* behind the kernel's output")
+    raise LookupError(f"the kernel's output has no autograd node named *{_NODE_NAME}*")

@@ -1,7 +1,7 @@
-"""Flush a kernel's caches and split its memory into tables once per cut, not once per table.
+"""Flush a kernel's caches and split its memory into tables once per cut instead of once per table.
 
-FBGEMM builds the views of all tables of a kernel at each call: asking for every table in turn takes time that grows
-with the square of their number.
+FBGEMM builds the views of all tables of a kernel at each call, so that a call per table takes time quadratic in the
+number of tables.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from delta_tracker.sharding.discover import Kernel
 
 
 class KernelMemory:
-    """The tensors of one kernel, one entry for each table slot, after its caches were flushed.
+    """Tensors of one kernel, with one entry for each table slot. The constructor flushes the kernel's caches.
 
     Args:
-        kernel: the kernel; it is flushed now.
+        kernel: the kernel.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -34,14 +34,14 @@ class KernelMemory:
 
     @cached_property
     def optimizer_states(self) -> list[list[Tensor]]:
-        """Live states ``[R]`` or ``[R, columns]`` of the slots' rows; none for SGD and where nothing is fused."""
+        """Live states ``[R]`` or ``[R, columns]`` of the slots' rows; empty for SGD and for unfused kernels."""
         kernel = self._kernel
         found = kernel.module.emb_module.split_optimizer_states() if kernel.is_fused else []
         return [[state.detach() for state in states] for states in found] or [[] for _ in kernel.slots]
 
 
 class _Cut(threading.local):
-    """The kernels that this thread has read in its :func:`one_cut`; None outside of one."""
+    """Kernels that this thread has read in its :func:`one_cut` block; None outside of a block."""
 
     memories: dict[Kernel, KernelMemory] | None = None
 
@@ -53,8 +53,8 @@ _CUT = _Cut()
 def one_cut() -> Iterator[None]:
     """Flush and split each kernel at most once in this block, for reads of this thread.
 
-    This thread must not train in the block: a row that is written to a cache after its flush is read as it was before.
-    What other threads write counts as changed after the cut. A block inside another one belongs to it.
+    This thread must not train in the block, because reads do not see rows written to a cache after its flush. Writes of
+    other threads count as changes after the cut. A nested block is part of the outer one.
     """
     if _CUT.memories is not None:
         yield
@@ -67,7 +67,7 @@ def one_cut() -> Iterator[None]:
 
 
 def memory_of(kernel: Kernel) -> KernelMemory:
-    """Return the memory of a kernel, flushed now or earlier in this :func:`one_cut`."""
+    """Return the memory of a kernel, flushed now or earlier in this :func:`one_cut` block."""
     memories = _CUT.memories
     if memories is None:
         return KernelMemory(kernel)

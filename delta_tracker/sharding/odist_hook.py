@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class OdistSlot:
     """Function in TorchRec's post-odist slot of one collection: calls the previous holder, then all trackers' hooks.
 
-    Without hooks it only calls the previous holder, so that it may stay wherever another function has kept it.
+    Without hooks it only calls the previous holder, so that another function may keep a reference to it.
 
     Args:
-        previous: the function that held the slot; None if it was empty.
+        previous: the function that was in the slot; None if it was empty.
     """
 
     def __init__(self, previous: Callable[..., None] | None) -> None:
@@ -51,8 +51,8 @@ class PostOdistHook(Watcher):
         tables: FQNs of its tables.
         listener: its ``output_launched`` is called. It must neither block nor wait for the device.
         keys: source of keys, shared by all hooks of a listener.
-        recorder: records faults.
-        has_slot: whether the collection calls the slot.
+        recorder: records errors.
+        has_slot: True if the collection calls the slot.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class PostOdistHook(Watcher):
             self._handles = [dist.register_forward_hook(self._after_dist) for dist in module._output_dists]  # noqa: SLF001
 
     def remove(self) -> None:
-        """Stop reporting. The last hook to leave the slot gives it back to its previous holder.
+        """Stop reporting. Removing the last hook restores the previous holder of the slot.
 
-        If another function has taken the slot since, it keeps it.
+        If another function has replaced this one in the slot, the slot is left unchanged.
         """
         for handle in self._handles:
             handle.remove()
@@ -116,7 +116,7 @@ def watch_output_dists(
         found: its collections and tracked tables.
         listener: see :class:`PostOdistHook`.
         keys: source of keys, shared by all hooks of a listener.
-        recorder: records faults.
+        recorder: records errors.
     """
     bypassed = {getattr(module, "_embedding_module", None) for module in model.modules()}
     return [

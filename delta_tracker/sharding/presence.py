@@ -1,21 +1,21 @@
-"""Which models hold modules of TorchRec, by the names of their classes: imports neither torchrec nor fbgemm."""
+"""Detect modules of TorchRec by the names of their classes, without importing torchrec or fbgemm."""
 
 from __future__ import annotations
 
 from torch import nn
 
-# The rest of TorchRec holds its tables in nn.Embedding and nn.EmbeddingBag, and works without fbgemm.
+# All other TorchRec modules keep their tables in nn.Embedding and nn.EmbeddingBag, and work without fbgemm.
 _SHARDED = "torchrec.distributed."
 _QUANTISED = "torchrec.quant."
 
 
 def has_sharded(model: nn.Module) -> bool:
-    """Return whether a module of the model is sharded by TorchRec."""
+    """Return True if a module of the model is sharded by TorchRec."""
     return _has(model, (_SHARDED,))
 
 
 def has_fbgemm_tables(model: nn.Module) -> bool:
-    """Return whether a module of the model is sharded or quantised by TorchRec, so that FBGEMM holds its tables."""
+    """Return True if a module of the model is sharded or quantised by TorchRec, so that FBGEMM holds its tables."""
     return _has(model, (_SHARDED, _QUANTISED))
 
 

@@ -1,8 +1,8 @@
-"""Refuse models in which something writes rows that no hook of the tracker sees.
+"""Reject models in which rows are written without a call of the tracker's hooks.
 
-Hooks see the backward pass of a lookup, ``load_state_dict`` and evictions. What is refused here writes other rows, or
-writes at other times, in the memory of fused tables. Tables without fused optimizer are compared with a copy, which
-finds whatever wrote them.
+Hooks report the backward pass of a lookup, ``load_state_dict`` and evictions. The modules and optimizers that are
+rejected here write other rows of fused tables, or write at other times. Tables without a fused optimizer are compared
+with a copy, which finds all writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from delta_tracker.errors import UnsupportedModuleError, UnsupportedOptimizerErr
 from delta_tracker.sharding.discover import Discovery, walk
 from delta_tracker.sharding.torchrec_api import Torchrec, kernel_arguments, load_torchrec
 
-# Names of fbgemm's EmbOptimType and WeightDecayMode. These write a row only in the backward pass of a lookup of it.
+# Names of fbgemm's EmbOptimType and WeightDecayMode that write a row only in the backward pass of a lookup of it.
 _OPTIMIZERS = frozenset(
     {
         "EXACT_SGD",
@@ -33,15 +33,15 @@ _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE", "COUNTER", "COWCLIP"})
 
 
 def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
-    """Raise an error if rows of a tracked table may be written without any hook.
+    """Raise an error if rows of a tracked table may be written without a call of a hook.
 
     Args:
-        model: what ``found`` was discovered in.
+        model: the model in which ``found`` was discovered.
         found: its tracked tables.
 
     Raises:
-        UnsupportedOptimizerError: for a fused optimizer that writes rows outside the backward pass, or is unknown.
-        UnsupportedModuleError: for 2D parallelism, and for pruning of fused tables.
+        UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
+        UnsupportedModuleError: if the model uses 2D parallelism or prunes fused tables.
     """
     torchrec = load_torchrec()
     _refuse_replicas(model, found, torchrec)
@@ -50,9 +50,9 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 
 
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
-    """2D parallelism: ``DMPCollection.sync`` averages the replicas of a shard in place.
+    """Reject 2D parallelism, because ``DMPCollection.sync`` averages the replicas of a shard in place.
 
-    Its wrapper may be above the model that the tracker is given; then the collections themselves still show it.
+    The wrapper may be above the model that is tracked. In that case the collections' environment shows it.
     """
     wrapped = {
         part
@@ -74,7 +74,7 @@ def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> 
 
 
 def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
-    """In-training pruning resets rows in the forward pass, in the memory of the kernels."""
+    """Reject in-training pruning, because it resets rows in the kernels' memory in the forward pass."""
     lookups = {
         id(_unwrapped(lookup)): [fqn for fqn in _tables(found, module_fqn) if found.shards[fqn].is_fused]
         for module_fqn, module in found.modules.items()
@@ -93,7 +93,7 @@ def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> N
 
 
 def _tables(found: Discovery, module_fqn: str) -> list[str]:
-    """FQNs of the tracked tables of a collection."""
+    """Return the FQNs of the tracked tables of a collection."""
     prefix = f"{module_fqn}." if module_fqn else ""
     return [fqn for fqn in found.tables if fqn.startswith(prefix)]
 
@@ -109,9 +109,10 @@ def _unwrapped(lookup: nn.Module) -> nn.Module:
 
 
 def _refuse_optimizers(found: Discovery) -> None:
-    """Fused optimizers that are not known to write rows in the backward pass only.
+    """Reject fused optimizers that are not known to write rows only in the backward pass.
 
-    The plan has the optimizers of all ranks, so that every rank raises the same error; the kernels have the real ones.
+    Checks the plan, which has the optimizers of all ranks, so that every rank raises the same error, and the optimizers
+    that this rank's kernels actually use.
     """
     strange: dict[str, list[str]] = {}
     for module_fqn, module in found.modules.items():
@@ -132,7 +133,7 @@ def _refuse_optimizers(found: Discovery) -> None:
 
 
 def _strange(optimizer: object, decay: object) -> str:
-    """Name of a fused optimizer and its weight decay, empty if they are known."""
+    """Return the name of an unsupported optimizer or weight decay; an empty string if both are supported."""
     name, mode = getattr(optimizer, "name", str(optimizer)), getattr(decay, "name", "NONE")
     if name not in _OPTIMIZERS:
         return name

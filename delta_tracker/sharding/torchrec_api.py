@@ -1,7 +1,7 @@
-"""What of torchrec the tracker touches, imported when a sharded model is first met.
+"""Classes and attributes of torchrec that the package uses, imported when they are first needed.
 
-The attribute paths below are the same in torchrec 1.3.0 to 1.9.2, which `make test-matrix` checks; a difference
-between versions belongs in this file.
+The attribute paths below are the same in torchrec 1.3.0 to 1.9.2, which `make test-matrix` checks. Handle differences
+between versions in this file.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from delta_tracker.errors import MissingExtraError
 
 @dataclass(frozen=True, slots=True)
 class Torchrec:
-    """The classes of the installed torchrec that discovery looks for.
+    """Classes of the installed torchrec that discovery looks for.
 
     Args:
-        collections: sharded module class to the name of the attribute that holds its tables; subclasses count too.
+        collections: sharded module class to the name of the attribute that holds its tables; matches subclasses too.
         wrapper: ``DistributedModelParallel``.
-        sharded: the base of all sharded modules.
-        towers: sharded modules that exist on the ranks of one host only.
-        without_rows: sharded modules that hold no embedding rows of their own.
-        sharded_tensors: the classes of tensors of which a rank holds a part.
+        sharded: the base class of all sharded modules.
+        towers: classes of sharded modules that exist only on the ranks of one host.
+        without_rows: classes of sharded modules that hold no embedding rows themselves.
+        sharded_tensors: classes of tensors of which each rank holds a part.
         replicas: ``DMPCollection``, the wrapper of 2D parallelism.
         replica_env: the sharding environment of 2D parallelism.
-        pruning: the modules of in-training pruning.
+        pruning: classes of the modules of in-training pruning.
         fused_kernels: names of the compute kernels whose optimizer writes rows in the backward pass.
         dense_kernels: names of the compute kernels whose rows are ordinary parameters.
     """
@@ -50,12 +50,12 @@ class Torchrec:
     dense_kernels: frozenset[str] = frozenset({"dense"})
 
     def holder(self, module: nn.Module) -> str | None:
-        """Name of the attribute that holds the tables of a sharded collection; None for any other module."""
+        """Return the name of the attribute that holds a sharded collection's tables; None for other modules."""
         return next((holder for kind, holder in self.collections.items() if isinstance(module, kind)), None)
 
 
 def load_torchrec() -> Torchrec:
-    """Import torchrec.
+    """Import torchrec and return the classes that discovery looks for.
 
     Raises:
         MissingExtraError: if torchrec or fbgemm is not installed.
@@ -86,19 +86,19 @@ def load_torchrec() -> Torchrec:
 
 
 def _imported(module: str, *names: str) -> tuple[type, ...]:
-    """Classes of a module, if it is imported and has them: before, no model has an instance of them."""
+    """Return classes of a module that is already imported. If it is not, no model has instances of them."""
     return tuple(found for name in names if (found := getattr(sys.modules.get(module), name, None)) is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """The quantised inference modules of the installed torchrec.
+    """Quantised inference modules of the installed torchrec.
 
     Args:
         collections: module class to the name of the attribute that holds its tables.
-        sharded: the same for sharded ones, whose shards are all in this process.
-        kernels: the classes of the kernels whose rows stand one after the other.
-        row_bytes: bytes of a row without padding, from its columns and ``SparseType``.
+        sharded: the same for sharded modules, whose shards are all in this process.
+        kernels: classes of the kernels that store rows contiguously.
+        row_bytes: returns the bytes of a row without padding, given its columns and ``SparseType``.
     """
 
     collections: dict[type[nn.Module], str]
@@ -108,7 +108,7 @@ class Quantised:
 
 
 def load_quantised() -> Quantised:
-    """Import the quantised modules.
+    """Import and return the quantised modules.
 
     Raises:
         MissingExtraError: if torchrec or fbgemm is not installed.
@@ -136,12 +136,15 @@ def load_quantised() -> Quantised:
 
 
 def table_configs(module: nn.Module) -> dict[str, Any]:
-    """Table name to config (``num_embeddings``, ``embedding_dim``, ``feature_names``) of a sharded collection."""
+    """Return the table configs of a sharded collection by table name.
+
+    A config has ``num_embeddings``, ``embedding_dim`` and ``feature_names``.
+    """
     return dict(module._table_name_to_config)  # type: ignore[arg-type]  # noqa: SLF001
 
 
 def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]:  # noqa: ANN401  a torchrec class
-    """Return where a fused kernel keeps the tensors of its tables: each a mapping and a key of it."""
+    """Return where a fused kernel stores the tensors of its tables, each as a mapping and a key in it."""
     module = kernel.emb_module
     return [
         (owner, name)
@@ -152,12 +155,12 @@ def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]: 
 
 
 def planned_kernel(module: nn.Module, table: str) -> str:
-    """Name of the compute kernel that the plan gives a table, on whatever rank it lives."""
+    """Return the name of a table's planned compute kernel, also if the table is on another rank."""
     return str(module.module_sharding_plan[table].compute_kernel)  # type: ignore[index, union-attr]
 
 
 def kernel_arguments(module: Any) -> dict[str, list[dict[str, Any]]]:  # noqa: ANN401  a sharded collection
-    """Table name to the fused arguments, optimizer included, of each kernel that holds it, on whatever rank it is."""
+    """Return the fused arguments of the kernels of all ranks, including the optimizer, by table name."""
     shardings = getattr(module, "_embedding_shardings", None) or module._sharding_type_to_sharding.values()  # noqa: SLF001
     found: dict[str, list[dict[str, Any]]] = {}
     for sharding in shardings:
@@ -168,7 +171,7 @@ def kernel_arguments(module: Any) -> dict[str, list[dict[str, Any]]]:  # noqa: A
 
 
 def planned_blocks(module: nn.Module, table: str) -> set[tuple[int, int, int, int]] | None:
-    """``(row, column, rows, columns)`` of every shard in the plan of a table; None when the plan has no blocks."""
+    """Return ``(row, column, rows, columns)`` of every planned shard of a table; None if the plan has no blocks."""
     spec = getattr(module.module_sharding_plan[table], "sharding_spec", None)  # type: ignore[index]
     if spec is None:
         return None

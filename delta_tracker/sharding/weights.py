@@ -1,4 +1,4 @@
-"""Read the rows that a rank holds, and their optimizer's, straight from the kernels' memory.
+"""Read this rank's rows and their optimizer states directly from the kernels' memory.
 
 Letters: ``N`` rows, ``D`` columns of the shard, ``S`` column ranges of the shard.
 """
@@ -18,24 +18,24 @@ from delta_tracker.sharding.torchrec_api import weight_slots
 
 
 def column_views(shard: LocalShard) -> list[Tensor]:
-    """Return live views ``[R, columns]``, one for each column range of the shard, in order; caches are flushed first.
+    """Return live views ``[R, columns]``, one for each column range of the shard, in order. Flushes caches first.
 
-    Reading many shards takes a :func:`~delta_tracker.sharding.kernel_memory.one_cut` around it.
+    To read many shards, enclose the calls in one :func:`~delta_tracker.sharding.kernel_memory.one_cut` block.
     """
     with one_cut():
         return [memory_of(kernel).weights[slot] for kernel, slot in shard.places]
 
 
 def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
-    """A copy of rows.
+    """Return a copy of rows of a shard.
 
     Args:
-        shard: where from.
+        shard: the shard.
         ids: ``[N]`` int64 local ids; None for all rows.
 
     Returns:
-        ``[N, D]`` in the table's dtype, the columns in the order of ``shard.spec.columns``; ``[0, 0]`` where the
-        rank holds nothing of the table.
+        ``[N, D]`` in the table's dtype, with columns in the order of ``shard.spec.columns``; ``[0, 0]`` if the rank has
+        no rows of the table.
     """
     views = column_views(shard)
     if not views:
@@ -44,15 +44,15 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
 
 
 class WriteWatch:
-    """Detect in-place writes to a shard's weights, by the version counters of the tensors that hold them.
+    """Detector of in-place writes to a shard's weights, based on the version counters of the weight tensors.
 
-    Operators of torch that write in place increment the counter: a load into the tensors of a state dict, an edit under
-    ``no_grad``. The fused backward and the reads here do not. Neither do collectives that write to a tensor
-    (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack, numpy or a
-    raw pointer. The tables of one kernel share a counter, so that a write to one is a write to all.
+    Torch's in-place operators increment the counter, for example in a load into the tensors of a state dict or an edit
+    under ``no_grad``. The fused backward pass and the reads of this module do not. Neither do collectives that write to
+    a tensor (``broadcast``, ``all_reduce``, ``recv``) or writes through ``.data``, ``untyped_storage()``, DLPack, numpy
+    or a raw pointer. The tables of one kernel share a counter, so that a write to one is detected for all of them.
 
     Args:
-        shard: returns the shard, which may be another one after a reshard.
+        shard: returns the current shard, which may be another one after a reshard.
     """
 
     __slots__ = ("_held", "_of", "_shard")
@@ -63,7 +63,7 @@ class WriteWatch:
         self._held = _versions(self._of)
 
     def __call__(self) -> bool:
-        """Return whether anything was written since the last call. Takes under a microsecond for most shards."""
+        """Return True if the weights were written since the last call. Takes under a microsecond for most shards."""
         shard = self._shard()
         if shard is self._of:
             for owner, name, tensor, version in self._held:
@@ -78,7 +78,7 @@ class WriteWatch:
 
 
 def _versions(shard: LocalShard) -> list[tuple[Mapping[str, Tensor | None], str, Tensor, int]]:
-    """Owner, name, tensor and version of each tensor that holds a part of a shard."""
+    """Return owner, name, tensor and version of each tensor that holds a part of a shard."""
     return [
         (owner, name, tensor, tensor._version)  # noqa: SLF001
         for kernel, _ in shard.places
@@ -88,15 +88,15 @@ def _versions(shard: LocalShard) -> list[tuple[Mapping[str, Tensor | None], str,
 
 
 def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Rows, a few at a time, in the same memory again and again: use each chunk before the next.
+    """Yield rows of a shard in chunks. The chunks share one buffer: use each chunk before requesting the next.
 
     Args:
-        shard: where from; the rank holds something of the table.
+        shard: the shard, which must have rows on this rank.
         ids: ``[N]`` int64 local ids.
-        num_rows: of a chunk, at most.
+        num_rows: maximum number of rows in a chunk.
 
     Yields:
-        Which of the ids, and their rows as :func:`read_rows` gives them.
+        The slice of ``ids`` in the chunk, and their rows as returned by :func:`read_rows`.
     """
     views = column_views(shard)
     held = [view.new_empty(min(num_rows, len(ids)), view.shape[1]) for view in views]
@@ -110,25 +110,25 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
 
 
 def num_optimizer_states(shard: LocalShard) -> int:
-    """How many states the fused optimizer keeps of a row: 0 for SGD, and where the kernel is not fused."""
+    """Return the number of states that the fused optimizer keeps per row; 0 for SGD and for unfused kernels."""
     return min(map(len, _optimizer_states(shard)), default=0)
 
 
 def has_rowwise_state(shard: LocalShard) -> bool:
-    """Whether the first optimizer state is one number for each row and column range."""
+    """Return True if the first optimizer state is one number per row and column range."""
     return all(states[0].dim() == 1 for states in _optimizer_states(shard))
 
 
 def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
-    """A copy of the optimizer's states of rows.
+    """Return a copy of the optimizer's states of rows of a shard.
 
     Args:
-        shard: where from.
+        shard: the shard.
         ids: ``[N]`` int64 local ids.
 
     Returns:
-        For each state, in the optimizer's order, ``[N, D]``, or ``[N, S]`` where it keeps one number for each row and
-        column range; nothing where :func:`num_optimizer_states` is 0.
+        Each state in the optimizer's order: ``[N, D]``, or ``[N, S]`` if it is one number per row and column range.
+        Empty if :func:`num_optimizer_states` is 0.
     """
     return tuple(
         _side_by_side([(state if state.dim() > 1 else state.unsqueeze(1)).index_select(0, ids) for state in states])

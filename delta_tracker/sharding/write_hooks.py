@@ -1,11 +1,11 @@
-"""Learn of rows that are written outside autograd: by ``load_state_dict``, and when a managed collision evicts an id.
+"""Hooks for writes outside autograd: ``load_state_dict``, and evictions of managed-collision modules.
 
-A collection's post-hook runs for every ``load_state_dict`` that reaches it, whether it is called on the model, on a
-module above it or by ``torch.distributed.checkpoint``. Tensors that are loaded in place, without their module, are
-found by :class:`~delta_tracker.sharding.weights.WriteWatch`.
+A collection's post-hook runs for every ``load_state_dict`` that reaches it, called on the model, on a module above it
+or by ``torch.distributed.checkpoint``. In-place loads of tensors without their module are detected by
+:class:`~delta_tracker.sharding.weights.WriteWatch`.
 
-A managed-collision module resets the rows of evicted ids in its forward, just before they are looked up anew. TorchRec
-has no hook there, so its method is wrapped, once for all trackers.
+A managed-collision module resets the rows of evicted ids in its forward pass, before they are looked up again. TorchRec
+has no hook there, so the module's ``_evict`` method is wrapped, once for all trackers.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-# Table name to [N] local ids, None where nothing is evicted.
+# Table name to [N] local ids; None if no id is evicted.
 _Evicted = Mapping[str, Tensor | None]
 
 
 class LoadHook(Watcher):
-    """Watches the loads of one sharded collection: afterwards any row may be another.
+    """Hook on ``load_state_dict`` of one sharded collection. Reports all rows as changed.
 
     Args:
         module: the collection.
-        tables: FQNs of the tables that count as rewritten.
-        listener: who is told.
+        tables: FQNs of the tables to report.
+        listener: receives the reports.
         keys: source of keys, shared by all hooks of a listener.
-        recorder: records faults, and how long recording takes.
+        recorder: records errors and the time that recording takes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LoadHook(Watcher):
         )
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Remove the hook."""
         self._handle.remove()
         super().remove()
 
@@ -65,14 +65,14 @@ class LoadHook(Watcher):
 
 
 class EvictionHook(Watcher):
-    """Watches the evictions of one managed-collision module.
+    """Hook on the evictions of one managed-collision module.
 
     Args:
         module: the sharded managed-collision module.
-        tables: FQNs of the tables to tell of.
-        listener: who is told.
+        tables: FQNs of the tables to report.
+        listener: receives the reports.
         keys: source of keys, shared by all hooks of a listener.
-        recorder: records faults, and how long recording takes.
+        recorder: records errors and the time that recording takes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class EvictionHook(Watcher):
         self._evictions.hooks.append(self)
 
     def remove(self) -> None:
-        """Stop watching; the last one to go restores the method."""
+        """Remove the hook. Removing the last hook of a module restores its method."""
         super().remove()
         if self in self._evictions.hooks:
             self._evictions.hooks.remove(self)
@@ -99,7 +99,7 @@ class EvictionHook(Watcher):
             del self._module._evict  # noqa: SLF001
 
     def before(self, evicted: _Evicted) -> Callable[[], object]:
-        """Rows are about to be reset; the result is to be called once they are."""
+        """Report rows that are about to be reset. Return a function to call after the reset."""
         ids = self._contained(lambda: self._ids_by_table(evicted), otherwise=self._all_rows())
         key = next(self._keys)
         self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
@@ -117,7 +117,7 @@ class EvictionHook(Watcher):
 
 
 class _Evictions:
-    """Stands for a module's ``_evict`` while somebody watches it."""
+    """Wrapper that replaces a module's ``_evict`` while hooks are registered."""
 
     def __init__(self, evict: Callable[[_Evicted], None]) -> None:
         self._evict = evict
@@ -127,7 +127,7 @@ class _Evictions:
         done = [hook.before(evicted) for hook in self.hooks]
         try:
             self._evict(evicted)
-        finally:  # nothing is written after an error
+        finally:  # also after an error, because nothing more is written then
             for tell in done:
                 tell()
 
@@ -135,16 +135,16 @@ class _Evictions:
 def watch_writes(
     model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
 ) -> list[Watcher]:
-    """Watch all writes to tracked tables that autograd does not tell of.
+    """Register hooks for all writes to tracked tables outside autograd, and return the hooks.
 
-    Tables without fused optimizer are compared with a copy instead.
+    Tables without a fused optimizer get no hooks, because they are compared with a copy.
 
     Args:
-        model: what ``found`` was discovered in.
+        model: the model in which ``found`` was discovered.
         found: its tracked tables.
-        listener: who is told.
+        listener: receives the reports.
         keys: source of keys, shared by all hooks of a listener.
-        recorder: records faults, and how long recording takes.
+        recorder: records errors and the time that recording takes.
     """
     hooks: list[Watcher] = []
     tables_of: dict[nn.Module, list[str]] = {}
