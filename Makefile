@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11 or newer and a package registry, nothing else: the first call makes .venv.
+# `make demo` and `make test` need only Python 3.11 or newer and a package index. The first call creates .venv.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -9,7 +9,7 @@ unexport PYTHONHOME
 
 VENV := .venv
 BIN := $(VENV)/bin
-# -qq leaves errors only; the environment could send packages elsewhere or into the user's home
+# -qq shows errors only; PIP_USER in the environment would install into the user's home
 PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 CODE := delta_tracker benchmarks examples tests
 
@@ -27,17 +27,17 @@ test: $(VENV)/.installed  ## run the tests
 test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional package were installed
 	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest -n 2 tests/monitor tests/system/test_monitor_*.py
 
-test-reverts: $(VENV)/.installed  ## take each fix out of a copy and see that a test fails; ARGS selects some by word
+test-reverts: $(VENV)/.installed  ## remove each fix from a copy and check that a test fails; ARGS selects by word
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
-test-sweeps: $(VENV)/.installed  ## run the sweeps whole of which `make test` runs a part
+test-sweeps: $(VENV)/.installed  ## run the long sweeps completely; `make test` runs a part
 	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist load -k "test_every_operation or quiet_point or runs_tiny" \
 	    tests/system/test_fault_sweep.py tests/system/test_crash.py tests/system/test_benchmarks.py
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
 
-bench: $(VENV)/.installed  ## run all benchmarks and fill the table of benchmarks/README.md; takes minutes, needs an idle machine
+bench: $(VENV)/.installed  ## run all benchmarks and fill the table in benchmarks/README.md; needs an idle machine
 	@$(BIN)/python -W ignore -m benchmarks
 
 docs: $(VENV)/.installed  ## write the API reference to docs-output/
@@ -52,23 +52,23 @@ lint: $(VENV)/.installed  ## check code and format
 types: $(VENV)/.installed  ## check types
 	@$(BIN)/python -m mypy
 
-format: $(VENV)/.installed  ## format the code and mend what can be mended
+format: $(VENV)/.installed  ## format the code and apply automatic fixes
 	@$(BIN)/python -m ruff check --fix-only --quiet $(CODE)
 	@$(BIN)/python -m ruff format $(CODE)
 
-clean:  ## remove .venv, caches, and what demo and docs wrote
+clean:  ## remove .venv, caches, and the output of demo and docs
 	rm -rf $(VENV) demo-output docs-output dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Each stamp is written last, so that an interrupted install is done again, from an empty environment.
+# Each stamp is written last, so that an interrupted install restarts with an empty environment.
 $(VENV)/.requirements: requirements-cpu.txt
 	@python=; for name in python3.11 python3; do \
 	    if "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
 	done; \
-	if [ -z "$$python" ]; then echo 'Python 3.11 or newer is needed: put python3.11 or python3 on PATH' >&2; exit 1; fi; \
+	if [ -z "$$python" ]; then echo 'Python 3.11 or newer is missing: put python3.11 or python3 on PATH' >&2; exit 1; fi; \
 	echo "[1/4] new environment in $(VENV)"; \
 	"$$python" -m venv --clear $(VENV)
-	@echo '[2/4] torch and what it needs (the longest step)'
+	@echo '[2/4] torch and its dependencies (the longest step)'
 	@$(PIP) -c requirements-cpu.txt torch=="$$(sed -n 's/^torch==//p' requirements-cpu.txt)"
 	@echo '[3/4] the other pinned packages'
 	@$(PIP) --no-deps -r requirements-cpu.txt
