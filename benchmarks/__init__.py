@@ -1,1 +1,1 @@
-"""Programs that measure the library and check their own results; each is run as ``python -m benchmarks.NAME``."""
+"""Benchmarks that check their own results. Run one as ``python -m benchmarks.NAME``."""

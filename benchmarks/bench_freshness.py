@@ -1,7 +1,7 @@
-"""How long a trained row takes to be served: ``python -m benchmarks.bench_freshness``.
+"""Time from training a row to serving it: ``python -m benchmarks.bench_freshness``.
 
-A trainer with its publishers is one process, a predictor that follows, by polling, is another; both read the clock of
-the host, ``time.monotonic``. The predictor's rows are compared with the trainer's after every version.
+A trainer with its publishers runs in one process, and a predictor that follows by polling in another. Both read the
+host's clock, ``time.monotonic``. The predictor's rows are compared with the trainer's after every version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIM = 64
 _POLL_SECONDS = 0.0005
 _PATIENCE_SECONDS = 60.0
 _CASES = tuple(itertools.product((Encoding.F32, Encoding.F16, Encoding.INT8), (False, True)))
-# Milliseconds of a prototype with fsync, on another day: from commit and from start to applied, 10k and 1 M rows.
+# Milliseconds of a prototype with fsync, measured earlier: from commit and from start to applied, 10k and 1 M rows.
 _PROTOTYPE = {
     ("F32", 10_000): (3.4, 17),
     ("F32", 1_000_000): (116, 731),
@@ -41,14 +41,14 @@ _PROTOTYPE = {
 }
 _NOTES = (
     (
-        "Medians (smallest-largest). Start is the call of publish(), on the training thread; commit is when the"
-        " version's entry, whose parts are written by then, begins to be written; applied is when the predictor says"
-        " the version. One torch thread in each process."
+        "Medians (smallest-largest). Start: the call of publish() on the training thread. Commit: the beginning of the"
+        " write of the version's entry, after its parts. Applied: the predictor reports the version. One torch thread"
+        " in each process."
     ),
-    "The prototype's figures are of another day, with fsync.",
+    "The prototype was measured earlier, with fsync.",
     (
-        "Before each case a file of as many bytes as the fp32 rows is written and removed: memory for a new file is at"
-        " hand then, which this virtual machine's host otherwise takes back and gives slowly."
+        "Before each case a file as large as the fp32 rows is written and removed. It provides free pages for new"
+        " files, which the host of this virtual machine otherwise reclaims and returns slowly."
     ),
 )
 _TARGETS = {10_000: (3, 15, 15), 1_000_000: (100, 300, 600)}
@@ -56,7 +56,7 @@ _TARGETS = {10_000: (3, 15, 15), 1_000_000: (100, 300, 600)}
 
 
 class _Stamped(Storage):
-    """Remembers when an entry was about to be committed: all that comes before it is on its way to be read."""
+    """Storage that stores the time before the last commit of an entry."""
 
     committed = 0.0
 
@@ -74,12 +74,12 @@ def _digest(rows: Tensor) -> str:
 
 
 def _ids(num_rows: int, count: int, seed: int) -> Tensor:
-    """The rows of a round, the same in both processes."""
+    """Return the ids of a round, equal in both processes."""
     return distinct_ids(num_rows, count, torch.Generator().manual_seed(seed))
 
 
 def _trainer_process(orders: Connection, root: Path, num_rows: int) -> None:
-    """Train on ``(count, seed)``, publish to the stream of a name, end on None; answers what was done when."""
+    """Serve orders: ``(count, seed)`` trains, a stream's name publishes and replies with the times, None ends."""
     torch.set_num_threads(1)
     with one_rank():
         trainer = Trainer(tables(1, num_rows, _DIM))
@@ -93,7 +93,7 @@ def _trainer_process(orders: Connection, root: Path, num_rows: int) -> None:
                 storage = _Stamped((root / name).as_uri(), create=True, fsync=fsync)
                 publisher = Publisher(tracker, storage, name, encoding=encoding)
                 head = publisher.snapshot()
-                shutil.rmtree(root / name / "parts")  # the predictor begins behind it
+                shutil.rmtree(root / name / "parts")  # the predictor starts after the snapshot
                 streams[name] = storage, publisher, encoding
                 starts[name] = {"stream": head.stream, "version": head.version, "xxh3": head.xxh3}
             orders.send((trainer.fqn(table), starts))
@@ -109,7 +109,7 @@ def _trainer_process(orders: Connection, root: Path, num_rows: int) -> None:
                 manifest = publisher.publish()
                 assert manifest.num_rows == len(ids), "the version holds other rows"
                 orders.send((begin, storage.committed))
-                orders.recv()  # the predictor has it: from here on nothing is timed
+                orders.recv()  # applied by the predictor; the rest is not timed
                 wanted = decode_rows(encode_rows(view[ids], encoding), encoding, _DIM, view.dtype)
                 orders.send(_digest(wanted))
             for _, publisher, _ in streams.values():
@@ -117,7 +117,7 @@ def _trainer_process(orders: Connection, root: Path, num_rows: int) -> None:
 
 
 class _Follower:
-    """The predictor's side: one predictor for each stream, of which one follows at a time, all of the same table."""
+    """One predictor per stream, all on the same table. Only one follows at a time."""
 
     def __init__(self, orders: Connection, root: Path, num_rows: int) -> None:
         self._orders = orders
@@ -133,14 +133,14 @@ class _Follower:
             self._predictors[name] = predictor
 
     def train(self, count: int) -> None:
-        """Let so many rows change."""
+        """Train a batch that changes ``count`` rows."""
         seed = next(self._seeds)
         self._ids = _ids(len(self._table), count, seed)
         self._orders.send((count, seed))
         self._orders.recv()
 
     def case(self, name: str) -> Figures:
-        """Publish them to a stream, and wait until the predictor has them."""
+        """Publish the changed rows to a stream, and wait until its predictor has applied them."""
         predictor = self._predictors[name]
         before = predictor.version
         assert before is not None
@@ -149,7 +149,7 @@ class _Follower:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while predictor.version == before:
             assert time.monotonic() < deadline, f"nothing was applied: {predictor.error}"
-            time.sleep(max(1e-4, len(self._ids) * 1e-9))  # seldom enough to leave the follower its processor
+            time.sleep(max(1e-4, len(self._ids) * 1e-9))  # leaves the processor to the follower
         applied = time.monotonic()
         begin, committed = self._orders.recv()
         predictor.stop()
@@ -160,7 +160,7 @@ class _Follower:
 
 
 def _limits(root: Path, num_bytes: int) -> dict[str, Callable[[], Figures]]:
-    """One thread that copies so many bytes, and one that writes them to a file and reads them again."""
+    """Return cases that copy as many bytes, and that write them to a file and read them back, in one thread."""
     source = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
     copy = np.zeros_like(source)
 
@@ -177,7 +177,7 @@ def _limits(root: Path, num_bytes: int) -> dict[str, Callable[[], Figures]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and write the results; 0 if the predictor always held the trainer's rows."""
+    """Measure, compare the predictor's rows with the trainer's, and write the results."""
     arguments = parser("bench_freshness", __doc__ or "")
     arguments.add_argument("--rows", type=int, default=4_000_000, help="rows of the table, of 64 columns each")
     settings = arguments.parse_args(argv)

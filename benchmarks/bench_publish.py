@@ -1,6 +1,6 @@
-"""How fast changed rows get into a stream: ``python -m benchmarks.bench_publish``.
+"""Speed of publishing changed rows to a stream: ``python -m benchmarks.bench_publish``.
 
-A real publisher on a real trainer of one rank. All cases of a round publish the same rows, each to its own stream.
+It runs publishers on a trainer of one rank. All cases of a round publish the same rows, each to its own stream.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _DIM = 64
 _ENCODINGS = (Encoding.F32, Encoding.F16, Encoding.INT8, Encoding.INT4)
 _NOTES = (
     (
-        "Medians (smallest-largest). Training waits from the call to the end of the gather; total is until the version"
-        " is committed. MB are of the stored rows with 8 bytes for an id."
+        "Medians (smallest-largest). Training waits from the call to the end of the gather; total is the time until the"
+        " version is committed. MB count the stored rows and 8 bytes per id."
     ),
     (
-        "Plain write: os.write of as many bytes in pieces of 4 MiB to a new file, with fsync where the publisher has"
-        " it; memcpy: one thread, memory that was used before. Both in the same rounds."
+        "Plain write: os.write of as many bytes in pieces of 4 MiB to a new file, with fsync if the publisher uses it;"
+        " memcpy: one thread, into reused memory. Both run in the same rounds."
     ),
     (
-        "Before each case a file of as many bytes as the fp32 rows is written and removed: memory for a new file is at"
-        " hand then, which this virtual machine's host otherwise takes back and gives slowly."
+        "Before each case a file as large as the fp32 rows is written and removed. It provides free pages for new"
+        " files, which the host of this virtual machine otherwise reclaims and returns slowly."
     ),
-    f"A prototype without fsync wrote fp32 rows and their hash, gathered before, at {_PROTOTYPE} MB/s.",
+    f"A prototype without fsync wrote gathered fp32 rows and their hash at {_PROTOTYPE} MB/s.",
 )
 _CASES = tuple(itertools.product(_ENCODINGS, (False, True)))
 _CHUNK_BYTES = 4 << 20
 
 
 class _Stream:
-    """A publisher, and what it writes."""
+    """A publisher with its stream."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class _Stream:
         self._forget()
 
     def publish(self, ids: Tensor) -> Figures:
-        """Publish the rows, and see that the version holds exactly them."""
-        self.publisher.step()  # says that a version is due, at the next batch
+        """Publish the rows, and check that the version holds exactly these rows."""
+        self.publisher.step()  # schedules a version for the next batch
         cut = timed(self.publisher.step)
         rest = timed(self.publisher.flush)
         self._check(ids)
@@ -92,7 +92,7 @@ class _Stream:
             assert torch.equal(rows.read(first, first + len(values)), wanted), "the version holds other values"
 
     def _forget(self) -> None:
-        """Free the disk: nobody reads these parts again."""
+        """Remove the parts, which are not read again, to free disk space."""
         shutil.rmtree(self._directory / "parts")
 
 
@@ -110,7 +110,7 @@ def _write(path: Path, data: memoryview, *, fsync: bool) -> None:
 
 
 def _limits(root: Path, num_bytes: int) -> dict[str, Callable[[], Figures]]:
-    """What moving so many bytes costs without us."""
+    """Return cases that only copy or write as many bytes."""
     source = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
     copy = np.zeros_like(source)
 
@@ -128,7 +128,7 @@ def _limits(root: Path, num_bytes: int) -> dict[str, Callable[[], Figures]]:
 
 
 class _Rounds:
-    """Trains on the same number of rows again and again, and publishes them to every stream."""
+    """Trains rounds of a given number of rows and publishes them to every stream."""
 
     def __init__(self, root: Path, num_rows: int) -> None:
         self._root = root
@@ -139,7 +139,7 @@ class _Rounds:
         self._ids = torch.empty(0, dtype=torch.int64)
 
     def run(self, count: int, repeats: int) -> dict[str, dict[str, Sample]]:
-        """Each case and, for each encoding, its limits."""
+        """Time all cases and, for each encoding, its limits."""
         (table,) = self._trainer.tables
 
         def train() -> None:
@@ -160,14 +160,14 @@ class _Rounds:
         )
 
     def close(self) -> None:
-        """Leave the tracker."""
+        """Close the publishers and detach the tracker."""
         for stream in self._streams.values():
             stream.publisher.close()
         self._tracker.detach()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and write the results; 0 if all versions were right."""
+    """Measure, check all versions, and write the results."""
     arguments = parser("bench_publish", __doc__ or "")
     arguments.add_argument("--rows", type=int, default=10_000_000, help="rows of the table, of 64 columns each")
     settings = arguments.parse_args(argv)
@@ -223,7 +223,7 @@ def _report(report: Report, count: int, found: Mapping[str, Mapping[str, Sample]
 
 
 def _row_bytes(encoding: Encoding) -> int:
-    """Of a row of 64 columns and its id as a list holds it."""
+    """Return the bytes of an encoded row and of its id in a list of ids."""
     return encoding.width(_DIM) * encoding.dtype.itemsize + 8
 
 

@@ -1,7 +1,7 @@
-"""What reading costs, and how recording, reading and publishing grow: ``python -m benchmarks.bench_read``.
+"""Cost of reads, and scaling of recording, reading and publishing: ``python -m benchmarks.bench_read``.
 
-Reads are those of a real tracker on a real table, repeated by aborting each. Growth is measured from 10^5 to 10^8 rows
-of which one in a hundred changes; from there to 10^12 rows on 1,000 ranks a model on paper goes on with its figures.
+A tracker on a real table repeats a read by aborting it. Scaling is measured from 10^5 to 10^8 rows, of which 1 %
+change, and extrapolated to 10^12 rows on 1,000 ranks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.storage.storage import Storage
 
 _DIM = 64
-_NARROW = 4  # columns of the tables that grow, so that 10^8 rows have room
+_NARROW = 4  # columns of the tables in the scaling test, so that 10^8 rows fit in memory
 _CHANGED = 0.01
-_MIN_IDS = 200_000  # of a measurement of growth: fewer are recorded and read several times
+_MIN_IDS = 200_000  # minimum number of ids per measurement; smaller batches are repeated
 _RANKS = 1000
 _NOTES = (
-    "Medians (smallest-largest). memcpy: one thread, of as many bytes of rows, memory that was used before.",
-    "Every read is checked: its ids are those that were trained on, its values those of the table.",
+    "Medians (smallest-largest). memcpy: one thread, as many bytes as the rows, into reused memory.",
+    "Every read is checked: its ids are those of the training batch, its values those of the table.",
 )
 
 
 class _Reads:
-    """One table of which some rows changed, and reads that leave them pending.
+    """A table with changed rows, and reads that leave the rows pending.
 
     Args:
-        mode: what the tracker keeps.
-        num_rows: of the table.
-        num_changed: of them.
+        trainer: trainer of the table.
+        mode: tracking mode.
+        num_changed: number of changed rows.
     """
 
     def __init__(self, trainer: Trainer, mode: TrackingMode, num_changed: int) -> None:
@@ -50,7 +50,7 @@ class _Reads:
         trainer.train(self._ids, self.tracker)
 
     def read(self, *, with_values: bool, top_k: TopK | None = None) -> Figures:
-        """One read."""
+        """Time and check one read."""
         read: list[Delta] = []
         figures = timed(lambda: read.append(self.tracker.get_delta(commit=False, with_values=with_values, top_k=top_k)))
         (delta,) = read
@@ -108,10 +108,10 @@ def _ratio(one: Mapping[str, Sample], other: Mapping[str, Sample]) -> str:
 
 
 def _record_and_read(num_rows: int, num_ids: int, repeats: int) -> dict[str, Sample]:
-    """Seconds to record one id, to read one row, and to read a single row, which is a scan of the table's bits."""
+    """Measure the seconds to record a batch, to read it, and to read a single row, which scans the table's bits."""
     store = Ours({"t": num_rows})
     generator = torch.Generator().manual_seed(1)
-    chosen = torch.randperm(num_rows, generator=generator)[:num_ids]  # in a random order, as lookups come
+    chosen = torch.randperm(num_rows, generator=generator)[:num_ids]  # in random order, like lookups
     batch, single, again = lookups({"t": chosen}), lookups({"t": chosen[:1]}), max(1, _MIN_IDS // num_ids)
 
     def cycle() -> Figures:
@@ -129,7 +129,7 @@ def _record_and_read(num_rows: int, num_ids: int, repeats: int) -> dict[str, Sam
 
 
 def _publish(num_rows: int, num_ids: int, repeats: int) -> Sample:
-    """Seconds from the call until a version without fsync is committed."""
+    """Measure the seconds from the call to a committed version, without fsync."""
     trainer = Trainer(tables(1, num_rows, _NARROW))
     tracker = ModelDeltaTracker(trainer.model)
     generator = torch.Generator().manual_seed(2)
@@ -140,7 +140,7 @@ def _publish(num_rows: int, num_ids: int, repeats: int) -> Sample:
 
         def publish() -> Figures:
             trainer.train(distinct_ids(num_rows, num_ids, generator), tracker)
-            publisher.step()  # says that a version is due, at the next batch
+            publisher.step()  # schedules a version for the next batch
 
             def rest() -> None:
                 publisher.step()
@@ -158,7 +158,7 @@ def _publish(num_rows: int, num_ids: int, repeats: int) -> Sample:
 
 
 def _growth(report: Report, sizes: Sequence[int], repeats: int) -> list[str]:
-    """Measure it, and give the table."""
+    """Measure the scaling and return its table."""
     lines = [
         "",
         f"Growth: 1 in {round(1 / _CHANGED)} rows changes, tables of {_NARROW} columns, no fsync:",
@@ -180,7 +180,7 @@ def _growth(report: Report, sizes: Sequence[int], repeats: int) -> list[str]:
 
 
 def _model(report: Report, largest: int) -> list[str]:
-    """Up to 10^12 rows on 1,000 ranks, from the figures of the largest table that was measured."""
+    """Extrapolate the figures of the largest measured table to 10^12 rows on 1,000 ranks."""
 
     def median(case: str, figure: str) -> float:
         values = report.figures[case]
@@ -193,10 +193,10 @@ def _model(report: Report, largest: int) -> list[str]:
     row_bytes = _DIM * 4 + 8
     publish = median(growth, "publish") / (num_ids * (_NARROW * 4 + 8))
     said = (
-        f"A model, not a measurement: {_RANKS:,} ranks like this machine, rows of {_DIM} fp32, 1 in"
-        f" {round(1 / _CHANGED)} changed between two versions, one reader. A rank works on its own rows and waits for"
-        " no other: time and memory are a rank's, bytes of a version are those of all ranks. Record is linear in ids;"
-        " reading in rows changed, beside one scan of the bits of all rows; gathering and publishing in bytes."
+        f"Extrapolated, not measured: {_RANKS:,} ranks like this machine, rows of {_DIM} fp32, 1 in"
+        f" {round(1 / _CHANGED)} changed between two versions, one reader. Each rank works on its own rows without"
+        " waiting for others. Times and memory are per rank, bytes of a version are those of all ranks. Recording is"
+        " linear in ids, reading in changed rows plus a scan of all bits, gathering and publishing in bytes."
     )
     columns = (
         *("rows", "rows on a rank", "bits of a rank, MB", "record 65,536 ids, ms", "scan, ms", "read, s", "gather, s"),
@@ -217,7 +217,7 @@ def _model(report: Report, largest: int) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and write the results; 0 if every read was right."""
+    """Measure, check every read, and write the results."""
     settings = parser("bench_read", __doc__ or "").parse_args(argv)
     num_rows, num_changed = (1000, 100) if settings.tiny else (10_000_000, 1_000_000)
     sizes = (1000, 10_000) if settings.tiny else (10**5, 10**6, 10**7, 10**8)
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plot(report: Report, sizes: Sequence[int], path: Path) -> None:
-    import matplotlib as mpl  # noqa: PLC0415  it takes a second, and only this needs it
+    import matplotlib as mpl  # noqa: PLC0415  slow to import, only needed here
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415  as above

@@ -1,13 +1,12 @@
-"""What tracking costs a training step: ``python -m benchmarks.bench_step``.
+"""Cost of tracking in a training step: ``python -m benchmarks.bench_step``.
 
-A model like DLRM under DistributedModelParallel on one rank: bags of eight tables and dense features meet in dot
-products and a perceptron, whose layers are as wide as those of MLPerf's DLRM. Two equal models train step by step in
-turn, the one with a tracker and the other without: what disturbs the machine for longer than a step disturbs both. A
-turn is so many steps of each and the tracker's read; then the models change their parts. The read must name exactly the
-rows that were looked up.
+The model is a DLRM with eight tables under DistributedModelParallel on one rank, with layers as wide as those of
+MLPerf's DLRM. Two equal models, one of them with a tracker, train alternately step by step, so that other load on the
+machine affects both. A turn is a number of steps of each model and a read of the tracker; then the models swap roles.
+The read must return exactly the rows that were looked up.
 
-On the CPU nothing waits for a device. So the points at which recording would wait for one are counted beside, on a
-simulated device (:mod:`delta_tracker.monitor.device.syncs`).
+On the CPU nothing waits for a device. Device syncs of recording are counted separately, on a simulated device
+(:mod:`delta_tracker.monitor.device.syncs`).
 """
 
 from __future__ import annotations
@@ -43,31 +42,31 @@ _OURS: dict[str, tuple[TrackingMode, TopK | None]] = {
 }
 _NOTES = (
     (
-        "A turn's figure is the median of its steps, with a share of the read at its end; here are the medians"
+        "The figure of a turn is the median of its steps plus a share of the read at its end. The table shows medians"
         " (smallest-largest) of the turns."
     ),
     (
-        "Against no tracker: the median of a turn's ratios of a step to the other model's step on the same batch, right"
-        " before or after it, and the read's share."
+        "Against no tracker: the median ratio of a step to the other model's step on the same batch, directly before or"
+        " after it, plus the read's share."
     ),
     (
-        "In the tracker: what its metric of recording says of a step, on the average, and the read's share; and what"
-        " part that is of a step without tracker. Finding the ids of a lookup, calling the hooks, and what the tracker"
-        " does to the caches of others are not in it."
+        "In the tracker: the mean of the metric record_seconds per step plus the read's share, absolute and relative to"
+        " a step without tracker. It does not include finding the ids of a lookup, calling the hooks, and effects on"
+        " the caches."
     ),
-    "TorchRec's tracker refuses EMBEDDING mode for an EmbeddingBagCollection, and has no top-k.",
-    "Syncs: how often recording one batch would wait for the device.",
+    "TorchRec's tracker does not support EMBEDDING mode for an EmbeddingBagCollection, and has no top-k.",
+    "Syncs: number of waits for the device when recording one batch.",
 )
 Start = Callable[[DistributedModelParallel], tuple[Callable[[], object], "Read", Callable[[], object]]]
-"""Attaches a tracker to a model; gives what follows a step, the read, and what detaches it."""
+"""Attaches a tracker to a model. Returns functions to call after a step, to read, and to detach the tracker."""
 Read = Callable[[], Mapping[str, Tensor]]
 
 
 class Dlrm(nn.Module):
-    """Bags and a dense row of each sample meet in dot products, which a perceptron makes a logit of.
+    """DLRM: a perceptron over the dot products of pooled embeddings and dense features.
 
     Args:
-        table_set: the tables, all of one width.
+        table_set: the tables, all with the same number of columns.
     """
 
     def __init__(self, table_set: Sequence[Table]) -> None:
@@ -79,7 +78,7 @@ class Dlrm(nn.Module):
         self._pairs = torch.triu_indices(num_vectors, num_vectors, offset=1).unbind()
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """``[B]`` logits from ``[B, 13]`` and the ids of each table."""
+        """Return ``[B]`` logits from ``[B, 13]`` dense features and the ids of each table."""
         below = self.bottom(dense)
         vectors = torch.cat([below, self.ebc(sparse).values()], dim=1).view(len(dense), -1, below.shape[1])
         left, right = self._pairs
@@ -96,7 +95,7 @@ def _perceptron(*widths: int) -> nn.Sequential:
 
 
 class _Trained:
-    """A model and what trains it.
+    """A model with its optimizer.
 
     Args:
         table_set: the tables.
@@ -109,7 +108,7 @@ class _Trained:
         self._optimizer = torch.optim.SGD(dense, lr=0.01)
 
     def step(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> None:
-        """One batch."""
+        """Train one batch."""
         self._optimizer.zero_grad()
         logits = self.model(dense, sparse)
         functional.binary_cross_entropy_with_logits(logits, labels).backward()  # type: ignore[no-untyped-call]
@@ -117,12 +116,12 @@ class _Trained:
 
 
 class _Turns:
-    """Two equal models, and turns of training them.
+    """Two equal models, trained in turns.
 
     Args:
         table_set: the tables.
-        batch_size: samples of a step.
-        num_steps: of a turn.
+        batch_size: number of samples of a step.
+        num_steps: number of steps of a turn.
     """
 
     def __init__(self, table_set: Sequence[Table], batch_size: int, num_steps: int) -> None:
@@ -142,13 +141,13 @@ class _Turns:
         }
 
     def turn(self, start: Start) -> Figures:
-        """All batches on both models, and a read.
+        """Train all batches on both models, and read.
 
         Args:
-            start: what is done to the one of them.
+            start: attaches a tracker to one of the models.
 
         Returns:
-            In seconds of a step: ``seconds`` with the tracker, ``without`` it, ``record`` and ``read`` inside of it;
+            Seconds per step: ``seconds`` with the tracker, ``without`` it, and their parts ``record`` and ``read``;
             and ``ratio``.
         """
         self._models.reverse()
@@ -182,11 +181,11 @@ class _Turns:
         }
 
     def off(self) -> Figures:
-        """No tracker on either: how far equal things differ here."""
+        """Train without a tracker on either model, to measure the noise."""
         return self.turn(lambda _: (_nothing, dict, _nothing))
 
     def ours(self, mode: TrackingMode, top_k: TopK | None) -> Figures:
-        """With this library's, as a trainer has it."""
+        """Train with this library's tracker."""
 
         def start(model: DistributedModelParallel) -> Any:  # noqa: ANN401
             tracker = ModelDeltaTracker(model, mode=mode)
@@ -204,10 +203,10 @@ class _Turns:
         return self.turn(start)
 
     def theirs(self) -> Figures:
-        """With TorchRec's, as its model has it."""
+        """Train with TorchRec's tracker."""
 
         def start(model: DistributedModelParallel) -> Any:  # noqa: ANN401
-            tracker = ModelDeltaTrackerTrec(model._dmp_wrapped_module)  # noqa: SLF001  what the model itself passes
+            tracker = ModelDeltaTrackerTrec(model._dmp_wrapped_module)  # noqa: SLF001  as DMP itself does
             tracker.step()
 
             def stop() -> None:
@@ -224,12 +223,12 @@ def _nothing() -> None:
 
 
 def _recorded_seconds() -> float:
-    """What this library's trackers have spent on recording so far."""
+    """Return the total recording time of this library's trackers in seconds."""
     return sum(cell.collect_total() for cell in metrics.record_seconds.cells)
 
 
 def _num_syncs(store_of: Callable[[], Store]) -> int:
-    """How often recording a batch of two tables would wait for the device."""
+    """Return how often recording a batch of two tables would wait for the device."""
     with find_syncs() as found:
         store = store_of()
         lengths = [6, 6]
@@ -247,7 +246,7 @@ def _num_syncs(store_of: Callable[[], Store]) -> int:
 
 
 def _syncs() -> dict[str, int]:
-    """Of each line of the table."""
+    """Return the number of syncs for each row of the results."""
     num_rows = {"a": 6, "b": 6}
     weights = {name: on_device(torch.rand(count, 2)) for name, count in num_rows.items()}
     ids_only = _num_syncs(lambda: Ours(num_rows, device=SIMULATED))
@@ -258,7 +257,7 @@ def _syncs() -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and write the results; 0 if every read was right."""
+    """Measure, check every read, and write the results."""
     settings = parser("bench_step", __doc__ or "").parse_args(argv)
     num_rows, batch_size, num_steps = (1000, 32, 2) if settings.tiny else (1_000_000, 4096, 20)
     repeats = settings.repeats or (1 if settings.tiny else 3)
@@ -280,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, (mode, top_k) in _OURS.items():
             cases[name] = lambda mode=mode, top_k=top_k: turns.ours(mode, top_k)  # type: ignore[misc]
         cases[_THEIRS] = turns.theirs
-        turns.off()  # to warm up
+        turns.off()  # warm-up
         found = interleaved(cases, repeats=repeats, warmups=0)
     for name, samples in found.items():
         report.add(name, samples)

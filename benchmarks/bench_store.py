@@ -1,7 +1,7 @@
-"""What recording and reading changed rows costs beside TorchRec's store: ``python -m benchmarks.bench_store``.
+"""Cost of recording and reading changed rows, compared with TorchRec's store: ``python -m benchmarks.bench_store``.
 
-Each case works on stores that live on, as in training: a cycle records batches, then compacts and reads them. After
-every cycle both must have said the same. Needs Linux for the peak of memory.
+The stores of a case are kept across cycles, as in training. A cycle records batches, compacts and reads. After every
+cycle all stores must return the same rows. The peak of memory is measured on Linux only.
 """
 
 from __future__ import annotations
@@ -24,37 +24,39 @@ from delta_tracker.buffers import MEMORY
 
 _DIM = 64
 _FRACTIONS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.5)
-_BATCHES = 20  # of the sweep, as many as a read covers in the benchmark of a step
-_FEW = 1 << 16  # ids under which a cycle is repeated, because it is too short to be timed
-_MANY = 1 << 24  # ids of which no cache holds anything until the next cycle
+_BATCHES = 20  # batches of a sweep's cycle, as many as a read covers in bench_step
+_FEW = 1 << 16  # cycles with fewer ids are too short to time once and are repeated
+_MANY = 1 << 24  # with this many ids, no cache keeps data until the next cycle
 _MAX_REPEATS = 1000
 _MIB = 1 << 20
 _OURS, _THEIRS, _COMPACTING = "delta_tracker", "TorchRec", "TorchRec, auto-compaction"
 _NOTES = (
     (
-        "Medians (smallest-largest) of cycles: record the lookups of each batch, compact, read, forget. The stores take"
-        " turns, and each turn begins with a cycle that is not counted, because the other store emptied the caches: in"
-        " training there is one store."
+        "Medians (smallest-largest) of cycles: record the lookups of each batch, compact, read and clear. The stores"
+        " take turns. Each turn begins with an uncounted cycle to fill the caches, which the other store has evicted;"
+        " in training there is only one store."
     ),
     (
-        "The memory that recording and reading add at their peak, beside the tables, is what the system counts as"
-        " resident. TorchRec's record of a row is a copy of what the lookup returned, as its tracker makes it; the"
-        " lookup itself counts for nobody. This library copies a row out of the table before its first change."
+        "Peak of memory: resident memory that recording and reading add to that of the tables. TorchRec records a row"
+        " as a copy of the lookup's output; the lookup itself is not counted. This library copies a row from the table"
+        " before its first change."
     ),
     (
-        "Bytes per row of the logs at their largest, while every reader stands elsewhere and one has an uncommitted"
-        " read, without the ids of the open batch; promised for bits is (1 + readers + uncommitted reads) / 8 and 1 %."
+        "Bytes per row: the largest size of the log, without the ids of the open batch, while all readers have"
+        " different positions and one has an uncommitted read. The promise for bits is (1 + readers + uncommitted"
+        " reads) / 8, plus 1 %."
     ),
 )
 
 
 class _Cycle:
-    """One store, and a cycle that is timed again and again.
+    """One store and its timed cycle.
 
     Args:
-        store: which.
-        batches: what is recorded.
-        found: where the last read goes, to be compared.
+        name: name of the store.
+        store: the store.
+        batches: batches to record in a cycle.
+        found: receives the last read, for the comparison of the stores.
     """
 
     def __init__(self, name: str, store: Store, batches: Sequence[KeyedJaggedTensor], found: dict[str, Found]) -> None:
@@ -79,7 +81,7 @@ class _Cycle:
 def _compare(
     batches: Sequence[KeyedJaggedTensor], stores: Mapping[str, Store], repeats: int
 ) -> dict[str, dict[str, Sample]]:
-    """All stores on the same batches; after each round they must agree."""
+    """Time all stores on the same batches, and check after each round that they agree."""
     found: dict[str, Found] = {}
 
     def check() -> None:
@@ -93,7 +95,7 @@ def _compare(
 
 
 def _ids_only(report: Report, tiny: bool, repeats: int) -> None:  # noqa: FBT001
-    """The three sets of tables."""
+    """Measure ID_ONLY on the sets of tables."""
     generator = torch.Generator().manual_seed(0)
     divide = 1000 if tiny else 1
     sizes = (
@@ -128,11 +130,11 @@ def _line(
 
 
 def _ratio(theirs: Sample, ours: Sample) -> str:
-    return f"{theirs.median / ours.median:.2f}x" if ours.median else ""  # a tiny run may fit into memory that was there
+    return f"{theirs.median / ours.median:.2f}x" if ours.median else ""  # a tiny run may allocate no new memory
 
 
 def _sweep(report: Report, tiny: bool, repeats: int) -> list[str]:  # noqa: FBT001
-    """Table sizes by touched fractions: how many times as long TorchRec's store takes."""
+    """Return a table of TorchRec's time relative to ours, by table size and touched fraction."""
     sizes = (1000, 10_000) if tiny else (10**5, 10**6, 10**7, 10**8)
     lines = [
         "",
@@ -147,7 +149,7 @@ def _sweep(report: Report, tiny: bool, repeats: int) -> list[str]:  # noqa: FBT0
         ratios = []
         for fraction in _FRACTIONS:
             generator = torch.Generator().manual_seed(1)
-            num_ids = max(1, round(-math.log1p(-fraction) * num_rows))  # so many draws touch this part
+            num_ids = max(1, round(-math.log1p(-fraction) * num_rows))  # number of draws that touch this fraction
             batches = [lookups({"t": ids}) for ids in uniform_ids(num_rows, num_ids, generator).chunk(_BATCHES)]
             found = _compare(batches, {_OURS: Ours({"t": num_rows}), _THEIRS: Theirs(["t"])}, repeats)
             for name, samples in found.items():
@@ -158,13 +160,13 @@ def _sweep(report: Report, tiny: bool, repeats: int) -> list[str]:  # noqa: FBT0
 
 
 class _Embeddings:
-    """EMBEDDING mode: rows are looked up, recorded and changed, batch by batch; only recording and reading count.
+    """EMBEDDING mode: looks up, records and changes rows batch by batch. Only recording and reading are timed.
 
     Args:
-        is_ours: this library's store, or TorchRec's.
-        num_rows: of the table.
-        batches: ids of each.
-        found: takes what was read.
+        num_rows: number of rows of the table.
+        batches: ids of each batch.
+        found: receives the rows that were read.
+        is_ours: True for this library's store, False for TorchRec's.
     """
 
     def __init__(self, num_rows: int, batches: Sequence[Tensor], found: dict[str, Found], *, is_ours: bool) -> None:
@@ -173,7 +175,7 @@ class _Embeddings:
         self._rows = torch.empty(num_rows, _DIM)
 
     def time(self) -> Figures:
-        """How long it takes, the second time of two, as :class:`_Cycle`."""
+        """Time the second of two cycles, as :class:`_Cycle` does."""
         self._cycle()
         return self._cycle()
 
@@ -190,11 +192,11 @@ class _Embeddings:
         return {**total, "record": record["seconds"], "read": read["seconds"]}
 
     def peak(self) -> Figures:
-        """How much memory it takes."""
+        """Measure the peak of memory of a cycle."""
         store, rows = self._start()
         MEMORY.give_back()
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _peak()
         for ids in self._batches:
             self._step(store, rows, ids)
@@ -216,7 +218,7 @@ class _Embeddings:
 
 
 def _peak() -> int:
-    """Most bytes that were resident since the peak started anew."""
+    """Return the peak of resident memory in bytes since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
 
@@ -246,7 +248,7 @@ def _embeddings(report: Report, tiny: bool, repeats: int) -> None:  # noqa: FBT0
 
 
 def _memory(report: Report, tiny: bool) -> list[str]:  # noqa: FBT001
-    """Bytes per row of each engine that the CPU has, by readers."""
+    """Return a table of bytes per row, by CPU engine and number of readers."""
     num_rows = 10_000 if tiny else 10_000_000
     lines = [
         "",
@@ -263,7 +265,7 @@ def _memory(report: Report, tiny: bool) -> list[str]:  # noqa: FBT001
 
 
 def _most_bytes(engine: str, num_rows: int, num_readers: int, num_open: int) -> int:
-    """The largest log while readers take turns, all rows changing between any two reads."""
+    """Return the largest log size while readers take turns and every 100th row changes between reads."""
     store = Ours({"t": num_rows}, engine)
     for number in range(1, num_readers):
         store.log.add(f"reader {number}")
@@ -280,7 +282,7 @@ def _most_bytes(engine: str, num_rows: int, num_readers: int, num_open: int) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and write the results; 0 if all stores agreed throughout."""
+    """Measure, check that all stores agree, and write the results."""
     settings = parser("bench_store", __doc__ or "").parse_args(argv)
     repeats = settings.repeats or (1 if settings.tiny else 5)
     report = Report(

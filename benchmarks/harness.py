@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved repeats, a record of where they ran, results as JSON and a Markdown table."""
+"""Shared tools of the benchmarks: interleaved repeats, the environment, results as JSON and a Markdown table."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "numpy", "numba", "obstore", "xxhash")
 
 Figures = Mapping[str, float]
-"""Name of a figure to its value, most often in seconds."""
+"""Name of a figure to its value, usually in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The repeats of one figure."""
+    """All repeats of one figure."""
 
     values: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """Median of the repeats."""
         return statistics.median(self.values)
 
     def text(self, scale: float = 1.0, digits: int = 1) -> str:
-        """Median and spread: ``12.3 (11.9-14.0)``, each times ``scale``."""
+        """Format median and range, each multiplied by ``scale``: ``12.3 (11.9-14.0)``."""
         low, middle, high = (f"{each * scale:.{digits}f}" for each in (min(self.values), self.median, max(self.values)))
         return f"{middle} ({low}-{high})"
 
@@ -48,17 +48,17 @@ def interleaved(
     before_round: Callable[[], object] = lambda: None,
     before_case: Callable[[], object] = lambda: None,
 ) -> dict[str, dict[str, Sample]]:
-    """Run all cases in turn, again and again, so that what disturbs the machine disturbs them alike.
+    """Run all cases in rounds, so that other load on the machine affects them equally.
 
-    Each round has an order of its own, because a case pays for what the one before it left: dirty pages, cold caches.
+    Each round has a random order, because a case is slowed down by the dirty pages and cold caches of the previous one.
 
     Args:
-        cases: name to what does the work once and gives its figures, the same ones each time. Whatever it prepares
-            and checks is not timed, because it times itself.
-        repeats: how often each is counted.
-        warmups: how often each is run before that.
-        before_round: called before the cases, each time.
-        before_case: called before each case, each time.
+        cases: name to a function that does the work once, times it, and returns the same figures each time. Its
+            preparations and checks are not timed.
+        repeats: number of counted rounds.
+        warmups: number of uncounted rounds before them.
+        before_round: called before each round.
+        before_case: called before each case of a round.
 
     Returns:
         Name to figure to sample.
@@ -80,11 +80,11 @@ def interleaved(
 
 
 def provide_pages(directory: Path, num_bytes: int) -> None:
-    """Write and remove a file, so that the system has memory at hand for files of so many bytes.
+    """Write and remove a file of ``num_bytes``, so that the system has free pages for files of that size.
 
-    The host of a virtual machine takes free memory back after a second or two, and gives it slowly: on the machine of
-    the committed results a plain write of 264 MB took 60 ms right after such a file was removed, and 345 to 548 five to
-    eight seconds later.
+    The host of a virtual machine reclaims free memory after a second or two and returns it slowly. On the machine of
+    the committed results, a plain write of 264 MB took 60 ms right after such a file was removed, and 345 to 548 ms
+    five to eight seconds later.
     """
     path, piece = directory / "pages", bytes(4 << 20)
     with path.open("wb", buffering=0) as file:
@@ -94,10 +94,10 @@ def provide_pages(directory: Path, num_bytes: int) -> None:
 
 
 def timed(work: Callable[[], object]) -> Figures:
-    """How long one call takes, and how much processor time of this process: other work on the machine adds less to it.
+    """Measure the elapsed time and the processor time of one call.
 
     Returns:
-        ``seconds`` and ``processor``, in seconds.
+        ``seconds``, and ``processor``, which other load on the machine affects less. Both are in seconds.
     """
     begin, processor = time.perf_counter(), time.process_time()
     work()
@@ -105,7 +105,7 @@ def timed(work: Callable[[], object]) -> Figures:
 
 
 def environment() -> dict[str, str | int | float]:
-    """Where and when the benchmark runs. The load says how far other work on the machine disturbed it."""
+    """Return date, hardware, versions and load. The load shows how much other work the machine had."""
     record: dict[str, str | int | float] = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "processor": _processor(),
@@ -131,17 +131,17 @@ def _processor() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What a benchmark found.
+    """Results of a benchmark.
 
     Args:
-        name: of the benchmark, and of its files.
-        settings: what it was asked to do.
-        columns: heads of the table; the first says what a line is about.
-        lines: of the table, a text for each column.
+        name: name of the benchmark and of its files.
+        settings: parameters of the run.
+        columns: column titles of the table; the first column names the case.
+        lines: rows of the table, a string per column.
         notes: sentences below the table.
         below: lines of further tables, below the notes.
-        figures: all that was measured, for JSON.
-        environment: where it ran; taken when this is made.
+        figures: all measured figures, for the JSON file.
+        environment: machine, versions and load, by default those at construction.
     """
 
     name: str
@@ -154,11 +154,11 @@ class Report:
     environment: dict[str, str | int | float] = field(default_factory=environment)
 
     def add(self, name: str, found: Mapping[str, Sample]) -> None:
-        """Keep all repeats of a case."""
+        """Store all repeats of a case."""
         self.figures[name] = {figure: sample.values for figure, sample in found.items()}
 
     def markdown(self) -> str:
-        """The table with its notes, the settings and the environment."""
+        """Return the table with its notes, settings and environment as Markdown."""
         settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         place = ", ".join(f"{name} {value}" for name, value in self.environment.items())
         return "\n".join(
@@ -178,7 +178,7 @@ class Report:
         )
 
     def finish(self, directory: Path | None) -> None:
-        """Print the table, and write it beside a JSON file of all repeats unless ``directory`` is None."""
+        """Print the table. Unless ``directory`` is None, write it and a JSON file of all repeats."""
         self.environment["load_after"] = round(os.getloadavg()[0], 1)
         sys.stdout.write(self.markdown())
         if directory is None:
@@ -194,10 +194,10 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Arguments that every benchmark has: ``--tiny``, ``--repeats``, ``--out`` and ``--work``."""
+    """Return a parser of the common options ``--tiny``, ``--repeats``, ``--out`` and ``--work``."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    made.add_argument("--tiny", action="store_true", help="a few rows, once: does it run and is its result right?")
-    made.add_argument("--repeats", type=int, help="how often each case is timed")
+    made.add_argument("--tiny", action="store_true", help="run once with few rows, to test the benchmark itself")
+    made.add_argument("--repeats", type=int, help="number of timed runs of each case")
     made.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    made.add_argument("--work", type=Path, help="directory for streams, on the disk to be measured; a temporary one")
+    made.add_argument("--work", type=Path, help="directory for streams, on the disk to measure; default: temporary")
     return made

@@ -1,6 +1,6 @@
-"""This library's log and TorchRec's store behind one face: record lookups, read what changed, forget it.
+"""Common interface to this library's change log and TorchRec's store: record lookups, and read and clear the changes.
 
-Letters: ``N`` ids, ``D`` columns.
+Shapes: ``N`` ids, ``D`` columns.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from delta_tracker.types import Delta, DeltaRows
 _READER = "reader"
 
 Found = dict[str, tuple[Tensor, Tensor | None]]
-"""Table to ids ``[N]`` and, in EMBEDDING mode, the rows ``[N, D]`` as they were before their first change."""
+"""Table to ids ``[N]`` and, in EMBEDDING mode, the rows ``[N, D]`` before their first change."""
 
 
 class Store(Protocol):
-    """What a benchmark asks of a store."""
+    """Interface of a store in the benchmarks."""
 
     def record(self, features: KeyedJaggedTensor, rows: Tensor | None = None) -> None:
-        """One batch.
+        """Record one batch.
 
         Args:
-            features: the ids that are looked up, a feature for each table, of its name.
-            rows: in EMBEDDING mode ``[N, D]``, what the lookup returned for the ids of all features.
+            features: the looked-up ids, one feature per table, with the table's name.
+            rows: in EMBEDDING mode ``[N, D]``, the rows that the lookup returned for the ids of all features.
         """
 
     def read(self) -> Found:
-        """What was recorded since the last read; it is forgotten then."""
+        """Return and clear the changes since the last read."""
 
 
 class Ours:
-    """The log of a tracker, as its hooks and its reads drive it.
+    """A tracker's change log, driven like by its hooks and reads.
 
     Args:
-        num_rows: table to rows.
-        engine: which kernels keep the rows.
+        num_rows: table to number of rows.
+        engine: kernels of the store, see :class:`~delta_tracker.tracker.store.segments.SegmentStore`.
         weights: table to its live rows, ``[R, D]``, for EMBEDDING mode.
-        device: where the ids are.
+        device: device of the ids.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Ours:
         self._keys = itertools.count()
 
     def record(self, features: KeyedJaggedTensor, rows: Tensor | None = None) -> None:
-        """One batch; it takes the rows from the table itself."""
+        """Record one batch. Old rows are copied from the table, not from ``rows``."""
         del rows
         ids = dict(zip(features.keys(), features.values().split_with_sizes(features.length_per_key()), strict=True))
         key = next(self._keys)
@@ -81,7 +81,7 @@ class Ours:
         self.log.step()
 
     def read(self, reader: str = _READER, *, commit: bool = True) -> Found:
-        """Cut, read, commit unless told otherwise, compact."""
+        """Cut, read, commit if ``commit``, and compact."""
         reading = self.log.read(reader)
         rows = {
             name: DeltaRows(changed.ids, changed.states, known=changed.known) for name, changed in reading.rows.items()
@@ -92,12 +92,12 @@ class Ours:
 
 
 class Theirs:
-    """TorchRec's tracker without a model, driven as its hooks do: its own batches, compaction and reads.
+    """TorchRec's tracker without a model, driven like by its hooks, with its own batches, compaction and reads.
 
     Args:
-        tables: their names.
-        auto_compact: compact at every batch, as it does while the lookup's output is on its way to other ranks.
-        is_embedding: EMBEDDING mode.
+        tables: names of the tables.
+        auto_compact: compact at every batch, as the tracker does during the output distribution.
+        is_embedding: use EMBEDDING mode.
     """
 
     def __init__(self, tables: Iterable[str], *, auto_compact: bool = False, is_embedding: bool = False) -> None:
@@ -107,8 +107,8 @@ class Theirs:
         self._auto_compact = auto_compact
 
     def record(self, features: KeyedJaggedTensor, rows: Tensor | None = None) -> None:
-        """One batch."""
-        self._tracker.step()  # the model does so before its lookups
+        """Record one batch."""
+        self._tracker.step()  # the model calls it before its lookups
         if rows is None:
             self._tracker.record_ids(features)
         else:
@@ -117,12 +117,12 @@ class Theirs:
             self._tracker.trigger_compaction()
 
     def read(self) -> Found:
-        """Its read compacts and forgets."""
+        """Return and clear the changes; TorchRec compacts in its read."""
         return {name: (rows.ids, rows.states) for name, rows in self._tracker.get_unique().items()}
 
 
 class _NoModel(nn.Module):
-    """What TorchRec's tracker looks for tables in."""
+    """Model without tables, for the constructor of TorchRec's tracker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,15 +130,15 @@ class _NoModel(nn.Module):
 
 
 def lookups(ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """One batch for :meth:`Store.record`: table to ids ``[N]``, each in a bag of its own."""
+    """Build a batch for :meth:`Store.record` from table to ids ``[N]``, each id in its own bag."""
     values = torch.cat(list(ids.values()))
     features = KeyedJaggedTensor(keys=list(ids), values=values, lengths=torch.ones_like(values, dtype=torch.int32))
-    features.length_per_key()  # the exchange of ids between ranks has computed it before any lookup
+    features.length_per_key()  # in training, the input distribution has computed it before the lookup
     return features
 
 
 def assert_same(found: Found, expected: Found) -> None:
-    """Both say the same, in whatever order."""
+    """Raise unless both hold the same rows; the order of ``expected`` does not matter."""
     assert found.keys() == expected.keys()
     for name, (ids, rows) in found.items():
         other_ids, order = expected[name][0].sort()

@@ -1,4 +1,4 @@
-"""What speed and memory are promised, and which figures of the results say whether it is kept."""
+"""Targets for speed and memory, and how they are computed from the results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _OURS, _THEIRS, _COMPACTING = "delta_tracker", "TorchRec", "TorchRec, auto-compa
 
 
 class Results:
-    """The figures of the benchmarks that were run.
+    """Figures of the benchmarks.
 
     Args:
-        directory: where each left its JSON file.
+        directory: folder of the JSON files of results.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -24,7 +24,7 @@ class Results:
         self._read = cache(self._load)
 
     def median(self, benchmark: str, case: str, figure: str = "seconds") -> float:
-        """Of all repeats.
+        """Return the median of all repeats of a figure.
 
         Raises:
             LookupError: if it was not measured.
@@ -32,10 +32,10 @@ class Results:
         return float(statistics.median(self._read(benchmark)[case][figure]))
 
     def cases(self, benchmark: str, start: str) -> Iterator[str]:
-        """Those whose names start so.
+        """Yield the cases whose names start with ``start``.
 
         Raises:
-            LookupError: if there is none.
+            LookupError: if there is no such case.
         """
         names = [name for name in self._read(benchmark) if name.startswith(start)]
         if not names:
@@ -52,14 +52,14 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One promise.
+    """One target.
 
     Args:
-        work: what is measured.
-        bound: the promised figure.
-        is_least: the figure must be this or more; otherwise this or less.
-        measure: takes the figure from the results.
-        text: formats figures.
+        work: description of the measurement.
+        bound: target figure.
+        is_least: True if the bound is a minimum, False if it is a maximum.
+        measure: computes the figure from the results.
+        text: format string of the figures.
     """
 
     work: str
@@ -69,7 +69,7 @@ class Target:
     text: str = "{:.2f}"
 
     def is_met(self, figure: float) -> bool:
-        """Whether a figure keeps the promise."""
+        """Return whether a figure meets the target."""
         return figure >= self.bound if self.is_least else figure <= self.bound
 
 
@@ -91,7 +91,7 @@ def _worst_of_sweep(results: Results) -> float:
 
 
 def _worst_memory(results: Results) -> float:
-    """The largest part of what is promised for bits."""
+    """Return the largest measured memory as a fraction of the target for bits."""
     parts = []
     for name in results.cases("bench_store", "memory numba "):
         num_readers, num_open = map(int, name.split()[2:])
@@ -100,7 +100,7 @@ def _worst_memory(results: Results) -> float:
 
 
 def _p99_beside_writes(results: Results) -> float:
-    """At the best chunk size that applies a million rows a second."""
+    """Return the ratio of p99 with and without writes, for the best chunk size with a million rows per second."""
     without = results.median("bench_predict", "nothing is applied", "p99")
     fast = [
         results.median("bench_predict", name, "p99") / without
@@ -111,7 +111,7 @@ def _p99_beside_writes(results: Results) -> float:
 
 
 def _bytes_for_quality(results: Results) -> float:
-    """The most that bytes fall, against snapshots, within 0.1 % of the fresh log loss."""
+    """Return the largest reduction of bytes, relative to snapshots, within 0.1 % of the fresh log loss."""
     return max(
         results.median("bench_quality", name, "times fewer")
         for name in results.cases("bench_quality", "")

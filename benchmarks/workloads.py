@@ -1,6 +1,6 @@
-"""What the benchmarks work on: ids as real lookups draw them, sets of tables, and a trainer of one rank.
+"""Workloads of the benchmarks: distributions of ids, sets of tables, and a trainer of one rank.
 
-Letters: ``N`` ids, ``R`` rows of a table.
+Shapes: ``N`` ids, ``R`` rows of a table.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from delta_tracker import ModelDeltaTracker
 
 
 def uniform_ids(num_rows: int, num_ids: int, generator: torch.Generator) -> Tensor:
-    """``[N]`` int64 ids, each row as likely as any other."""
+    """Return ``[N]`` int64 ids, uniformly distributed."""
     return torch.randint(num_rows, (num_ids,), generator=generator)
 
 
 def zipf_ids(num_rows: int, num_ids: int, generator: torch.Generator, exponent: float = 1.05) -> Tensor:
-    """``[N]`` int64 ids of which the k-th most frequent has a probability like ``k ** -exponent``; 0 is the first.
+    """Return ``[N]`` Zipf-distributed int64 ids: id ``k - 1`` has a probability proportional to ``k**-exponent``.
 
-    By inversion of the continuous law on ``[1, R + 1)``: its distribution function is
+    Drawn by inversion of the continuous distribution on ``[1, R + 1)``, whose distribution function is
     ``(1 - x ** (1 - exponent)) / (1 - (R + 1) ** (1 - exponent))``.
 
     Args:
         num_rows: ``R``.
         num_ids: ``N``.
-        generator: where the random numbers come from.
-        exponent: over 1.
+        generator: source of random numbers.
+        exponent: greater than 1.
     """
     uniform = torch.rand(num_ids, generator=generator, dtype=torch.float64)
     power = 1 - exponent
@@ -47,14 +47,14 @@ def zipf_ids(num_rows: int, num_ids: int, generator: torch.Generator, exponent: 
 
 
 def distinct_ids(num_rows: int, num_ids: int, generator: torch.Generator) -> Tensor:
-    """``[N]`` int64 ids, ascending, each once, every set of them as likely as any other."""
+    """Return ``[N]`` distinct int64 ids, ascending, drawn uniformly."""
     chosen: Tensor = torch.randperm(num_rows, generator=generator)[:num_ids]
     return chosen.sort()[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table, looked up by a feature of its name."""
+    """One table, looked up by a feature of the same name."""
 
     name: str
     num_rows: int
@@ -62,13 +62,13 @@ class Table:
 
 
 def tables(count: int, num_rows: int, dim: int = 64) -> tuple[Table, ...]:
-    """A set of equal tables."""
+    """Return ``count`` tables of the same size."""
     return tuple(Table(f"t{number}", num_rows, dim) for number in range(count))
 
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A gloo group of this process alone, without a port."""
+    """Initialise a gloo process group of one rank, without a port."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -78,7 +78,7 @@ def one_rank() -> Iterator[None]:
 
 
 def bags(table_set: Sequence[Table]) -> EmbeddingBagCollection:
-    """A collection of the tables, not made yet, with SGD to be fused into the backward pass."""
+    """Return a collection of the tables on the meta device, with SGD fused into the backward pass."""
     made = EmbeddingBagCollection(
         device=torch.device("meta"),
         tables=[
@@ -93,7 +93,7 @@ def bags(table_set: Sequence[Table]) -> EmbeddingBagCollection:
 
 
 def shard(model: nn.Module, table_set: Sequence[Table]) -> DistributedModelParallel:
-    """A model whose submodule ``ebc`` is the :func:`bags` of the tables, on this one rank. Needs :func:`one_rank`."""
+    """Shard a model whose submodule ``ebc`` is the :func:`bags` of the tables. Needs :func:`one_rank`."""
     sharder = EmbeddingBagCollectionSharder()
     plan = construct_module_sharding_plan(
         model.get_submodule("ebc"),
@@ -126,11 +126,11 @@ class Trainer:
 
     @staticmethod
     def fqn(table: Table) -> str:
-        """The table's name in the model and in a stream."""
+        """Return the table's name in the model and in a stream."""
         return f"ebc.embedding_bags.{table.name}"
 
     def train(self, ids: Tensor, tracker: ModelDeltaTracker) -> None:
-        """One batch, in which each of ``ids``, ``[N]`` int64, is looked up in the first table by a bag of its own."""
+        """Train one batch that looks up ``ids``, ``[N]`` int64, in the first table, each in its own bag."""
         features = KeyedJaggedTensor(
             keys=[table.name for table in self.tables],
             values=ids,
