@@ -1,4 +1,4 @@
-"""A reader's place in a stream: which entry comes next, and the way back when that one cannot be had."""
+"""Stream position of a reader: find the next entry, and the entries that lead past a fault."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class _SavedPlace(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An entry that a reader has applied: the stream's id, 32 hex digits, and the entry."""
+    """Stream position: the id of the stream, 32 hex digits, and the entry that a reader applied last."""
 
     stream: str
     link: Link
 
     def to_dict(self) -> dict[str, str | int]:
-        """The place as plain values, for JSON."""
+        """Return the stream position as plain values, for JSON."""
         return {"stream": self.stream, "version": self.link.version, "xxh3": self.link.xxh3}
 
     @classmethod
     def from_dict(cls, state: object) -> Place:
-        """What :meth:`to_dict` gave.
+        """Return the stream position that :meth:`to_dict` converted.
 
         Raises:
-            InvalidArgumentError: if it is something else.
+            InvalidArgumentError: if ``state`` is invalid.
         """
         try:
             fields = convert(state, _SavedPlace)
@@ -62,10 +62,12 @@ class Place:
 
 
 class StreamCursor:
-    """The place of one reader. It only reads; :meth:`moved` says that an entry was applied.
+    """Stream position of one reader, with methods to find the entries to apply.
+
+    The cursor reads only manifests. The reader calls :meth:`moved` after it applied an entry.
 
     Args:
-        log: the stream.
+        log: log of the stream.
     """
 
     def __init__(self, log: StreamLog) -> None:
@@ -74,21 +76,21 @@ class StreamCursor:
 
     @property
     def version(self) -> int | None:
-        """The last version that was applied, None before the first."""
+        """The last applied version, None before the first."""
         return None if self.place is None else self.place.link.version
 
     def moved(self, manifest: Manifest) -> None:
-        """``manifest`` was applied."""
+        """Advance to ``manifest`` after it was applied."""
         self.place = Place(manifest.stream, manifest.link)
 
     def next(self) -> Manifest | None:
-        """The entry to apply next, None if there is none yet; at the start the newest snapshot.
+        """Return the entry to apply next, None if there is none yet; at the start, the newest snapshot.
 
         Raises:
-            NoSnapshotError: if there is nothing to start from.
-            StreamReplacedError: if the next entry does not follow the one that was applied.
-            MissingVersionError: if it is a claim that is not part of the log, which continues above it.
-            MalformedError, StorageError: if it cannot be read.
+            NoSnapshotError: if there is no snapshot to start from.
+            StreamReplacedError: if the next entry does not follow the last applied one.
+            MissingVersionError: if the next entry is a claim that is not part of the log.
+            MalformedError, StorageError: if the entry cannot be read.
         """
         if self.place is None:
             return next(self.starts())
@@ -101,14 +103,14 @@ class StreamCursor:
         return manifest
 
     def check_for_gap(self) -> None:
-        """The next entry is not there: it was not made yet, or is missing, or the whole stream is another one.
+        """Check why the next entry does not exist; return if it was not created yet.
 
         Lists the log.
 
         Raises:
-            MissingVersionError: if the log goes on behind the next entry.
-            StreamReplacedError: if it does not reach the entry that was applied.
-            MalformedError, StorageError: if it cannot be read.
+            MissingVersionError: if the log has versions after the missing entry.
+            StreamReplacedError: if the log does not have the last applied entry.
+            MalformedError, StorageError: if the log cannot be read.
         """
         if self.place is None:
             return
@@ -118,22 +120,22 @@ class StreamCursor:
         present = self.log.read(held.version) if held.version in versions[-1:] else None
         if head < held.version or (present is not None and present.xxh3 != held.xxh3):
             raise StreamReplacedError(self.log.storage.url, held.version)
-        # A version that was committed between the probe and the listing is no gap.
+        # A version committed between the probe and the listing is not a gap.
         if head > held.version and self.log.read(held.version + 1) is None:
             raise MissingVersionError(held.version + 1, head)
 
     def heads(self) -> list[Manifest]:
-        """Return what a reader needs to get to the head: the newest snapshot, if it is ahead of it, and the head.
+        """Return the newest snapshot and the head, each only if it is newer than the last applied version.
 
         Raises:
-            MalformedError, StorageError: if they cannot be read.
+            MalformedError, StorageError: if the log cannot be read.
         """
         found = [self.log.newest_snapshot(), self.log.head()]
         after = -1 if self.version is None else self.version
         return [manifest for manifest in found if manifest is not None and manifest.version > after]
 
     def starts(self) -> Iterator[Manifest]:
-        """The snapshots that a reader could start from, the newest first.
+        """Yield the snapshots that a reader can start from, newest first.
 
         Raises:
             NoSnapshotError: if there is none.
@@ -149,7 +151,7 @@ class StreamCursor:
             manifest = self.log.read(before.snapshot) if has_older else None  # type: ignore[union-attr, arg-type]
 
     def _readable_starts(self) -> Iterator[Manifest]:
-        """Yield what :meth:`starts` does, without the entries that cannot be read; nothing if there is none.
+        """Yield the snapshots that a reader can start from, newest first, without unreadable ones.
 
         Raises:
             StorageError: if the log cannot be listed.
@@ -168,10 +170,10 @@ class StreamCursor:
             yield from in_log
 
     def _readable_snapshots(self, head: int) -> Iterator[Manifest]:
-        """Yield the snapshots in the log, the newest first.
+        """Yield the snapshots in the log, newest first.
 
-        Ends after a few entries that cannot be read: each may take until the store's timeout, and an outage is waited
-        out.
+        Stops after a few unreadable entries, because each may take until the store's timeout. During an outage, the
+        caller should wait instead.
         """
         version, num_unreadable = head, 0
         while version >= 0 and num_unreadable < _MAX_UNREADABLE:
@@ -183,17 +185,17 @@ class StreamCursor:
                 continue
             else:
                 num_unreadable += 1
-            version -= 1  # it names the snapshot before
+            version -= 1  # the entry below names the preceding snapshot
 
     def way_back(self, fault: StreamError, *, skips_unreadable: bool = False) -> Iterator[Manifest]:
-        """The entries that lead past a fault, the best first: a merged delta over it, then newer snapshots.
+        """Yield the entries that lead past a fault, best first: a merged delta that spans it, then newer snapshots.
 
-        Past a version that is held only snapshots lead: a merged delta has its rows too. A model that cannot receive
-        the newest snapshot does not start from an older one: it would serve rows of that age unnoticed.
+        Only snapshots lead past a held version, because a merged delta has its rows too. A model that cannot receive
+        the newest snapshot does not start from an older one, because it would serve old rows unnoticed.
 
         Args:
-            fault: what is wrong with the next entry.
-            skips_unreadable: pass over entries that the store does not give.
+            fault: error of the next entry.
+            skips_unreadable: skip entries that the store cannot read.
 
         Raises:
             MalformedError, StorageError: if the log cannot be read.
@@ -208,8 +210,8 @@ class StreamCursor:
         try:
             for snapshot in self._readable_starts() if skips_unreadable else self.starts():
                 is_older = place is not None and snapshot.version <= place.link.version
-                # It is of use only where the log is another one up to this place, not just behind it. Asked last:
-                # where the entry of this place cannot be read, a newer snapshot still leads on.
+                # An older snapshot is useful only if the log was replaced up to this stream position, not just after
+                # it. Checked last, so that an unreadable entry at this position does not prevent a newer snapshot.
                 if is_older and not (isinstance(fault, StreamReplacedError) and not self._is_in_log()):
                     return
                 yield snapshot
@@ -217,7 +219,7 @@ class StreamCursor:
             return
 
     def _is_in_log(self) -> bool:
-        """Whether the entry that was applied last still stands where it stood."""
+        """Return True if the last applied entry is still in the log."""
         if self.place is None:
             return False
         entry = self.log.read(self.place.link.version)
@@ -227,28 +229,28 @@ class StreamCursor:
         try:
             return self.log.newest_snapshot()
         except MalformedError as error:
-            _logger.warning("merged snapshots are passed over: %s", error)
+            _logger.warning("ignored the merged snapshots: %s", error)
         head = self.log.head()
         return None if head is None or head.snapshot is None else self.log.read(head.snapshot)
 
     def _longest_merged(self, version: int, *, skips_unreadable: bool) -> Manifest | None:
-        """A merged entry says nothing new: one that is damaged holds nobody up."""
+        """Return the merged delta that leads furthest. Ignore unreadable ones, because they add no information."""
         try:
             return self.log.longest_merged(version)
         except (MalformedError, StorageError) as error:
             if isinstance(error, StorageError) and not skips_unreadable:
                 raise
-            _logger.warning("merged versions are passed over: %s", error)
+            _logger.warning("ignored the merged versions: %s", error)
             return None
 
     def path_to(self, version: int) -> list[Manifest]:
-        """The entries that make a version, from a snapshot on, in order, each the parent of the next.
+        """Return the entries to apply for a version, in order: a snapshot and its successors up to the version.
 
         Raises:
-            MissingVersionError: if an entry that it takes is gone, or another one stands in its place.
-            NoSnapshotError: if there is no snapshot below it.
-            InvalidArgumentError: for a version that the stream does not have yet.
-            StreamReplacedError: if the stream is not the one of this place.
+            MissingVersionError: if a required entry is missing or was replaced.
+            NoSnapshotError: if there is no snapshot at or below the version.
+            InvalidArgumentError: if the version is invalid or not committed yet.
+            StreamReplacedError: if the stream is not that of the last applied entry.
             MalformedError, StorageError: if the log cannot be read.
         """
         head = self.log.head()
@@ -275,7 +277,7 @@ class StreamCursor:
         return path[::-1]
 
     def _entry(self, version: int, link: Link | None) -> Manifest | None:
-        """The entry that ends at a version, with this link if one is given: of the log, or merged, best a snapshot."""
+        """Return the entry of a version with ``link``, or any link if None: from the log, else a merged one."""
         manifest = self.log.read(version)
         if manifest is not None and link in (None, manifest.link):
             return manifest
@@ -287,7 +289,7 @@ class StreamCursor:
         return None
 
     def lag(self) -> tuple[int, float]:
-        """How many versions are committed and not applied, and when the oldest of them was, in unix seconds; 0 if none.
+        """Return the number of committed versions not yet applied, and the oldest one's commit time (Unix), or 0.
 
         Lists the log.
 
@@ -303,9 +305,9 @@ _T = TypeVar("_T")
 
 
 def _readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None:
-    """Return an entry; None if there is none, or it cannot be read or understood."""
+    """Return an entry; None if it does not exist, cannot be read, or is malformed."""
     try:
         return read(what)
     except (MalformedError, StorageError) as error:
-        _logger.warning("an entry is passed over: %s", error)
+        _logger.warning("skipped an unreadable entry: %s", error)
         return None
