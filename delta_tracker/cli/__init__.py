@@ -1,5 +1,5 @@
-"""The command line, ``delta-tracker``.
+"""Command line ``delta-tracker``.
 
-Open ``commands.py`` first: it has the group of commands. Each command has a file of the same name; ``main.py`` turns
-errors into exit codes.
+Read ``commands.py`` first: it defines the group of commands. Each command has a file of the same name. ``main.py``
+converts errors to exit codes.
 """

@@ -1,4 +1,4 @@
-"""``python -m delta_tracker.cli`` is ``delta-tracker``."""
+"""Run ``delta-tracker`` as ``python -m delta_tracker.cli``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The list of commands. A command's own file is imported when it is called or its help is asked for."""
+"""List of commands. A command's file is imported when the command or its help is requested."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ import importlib
 
 import click
 
-# A command's name, which is that of its file, and what the list of commands says of it.
+# Name of each command, which is also the name of its file, and its summary in the list of commands.
 _SUMMARIES = {
-    "demo": "Train, publish and follow a small model; leaves a stream to try the others on.",
-    "inspect": "What a stream holds, what a new predictor reads, and who follows it.",
+    "demo": "Train, publish and follow a small model; creates a stream to try other commands on.",
+    "inspect": "Show the contents of a stream, what a new predictor reads, and its followers.",
     "tail": "Print versions as they are committed.",
-    "top": "A live screen: rates, rows and bytes per table, lag of each predictor.",
+    "top": "Show a live screen: rates, rows and bytes per table, lag of each predictor.",
     "verify": "Check every hash and every link of the chain.",
-    "diff": "Which rows of a table differ between two versions, and how far they moved.",
+    "diff": "Show the rows of a table that differ between two versions, and by how much.",
     "compact": "Merge versions, so that a new predictor has less to read.",
     "export": "Write the tables of a version to safetensors files or a torch state dict.",
-    "report": "Write one self-contained page about a stream.",
+    "report": "Write a self-contained HTML report about a stream.",
 }
 
-_HELP = """Look at streams of embedding deltas, check them, and take versions out of them.
+_HELP = """Inspect and verify streams of embedding deltas, and export versions.
 
-A URL is file:///directory, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; a plain path names a
-directory. Credentials and the endpoint of a remote store come from the usual environment variables
-(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT, AWS_REGION, GOOGLE_..., AZURE_...), other settings from
---option name=value; an endpoint without TLS needs --option allow_http=true.
+A URL is file:///directory, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; a plain path is a
+directory. Set the credentials and the endpoint of a remote store with the usual environment variables
+(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT, AWS_REGION, GOOGLE_..., AZURE_...), and other options with
+--option name=value. An endpoint without TLS needs --option allow_http=true.
 
 \b
 Exit codes:
-  0    done; nothing is wrong
-  1    the stream is damaged or cannot serve, or a check found something
-  2    the call is wrong, or the store cannot be reached
-  130  interrupted by Ctrl-C; nothing is left half done
-  141  nobody reads the output any more
+  0    success
+  1    the stream is damaged or has no snapshot, or a check has findings
+  2    the call is invalid, or the store cannot be reached
+  130  interrupted by Ctrl-C; nothing partial is left
+  141  the output pipe was closed
 """
 
 
 class _Commands(click.Group):
-    """A group whose commands are ``command`` in the file of their name."""
+    """Group that imports each command as ``command`` from the file of its name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's interface
         return list(_SUMMARIES)

@@ -1,4 +1,4 @@
-"""Where ``delta-tracker`` begins and ends: the commands, each imported when it is called, and the exit codes."""
+"""Entry point and exit codes of ``delta-tracker``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNUSABLE = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
-# What a stream itself is to blame for, as against the call or the way to the store.
+# Errors of the stream itself, not of the call or of the connection to the store.
 _FINDINGS = (
     CorruptPartError,
     MalformedError,
@@ -41,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: as in a shell; by default those of this process.
+        arguments: command-line arguments; None for those of this process.
 
     Returns:
-        The exit code: 0 done; 1 the stream is damaged, or a check found something; 2 the call is wrong, or the store
-        cannot be reached; 130 interrupted; 141 nobody reads the output any more.
+        The exit code: 0 success; 1 the stream is damaged, or a check has findings; 2 invalid call, or the store cannot
+        be reached; 130 interrupted; 141 the output pipe was closed.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_Plain("%(levelname)s: %(message)s"))
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has nowhere to go; without this the interpreter would complain at its end.
+        # Discard buffered output. Otherwise the interpreter reports an error when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     finally:
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Plain(logging.Formatter):
-    """Warnings of the library quote names and errors that anybody may have written."""
+    """Formatter that escapes control characters, because warnings quote untrusted names and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
@@ -79,14 +79,14 @@ def _run(arguments: Sequence[str] | None) -> int:
             raise MissingExtraError(package, "cli")
     import click  # noqa: PLC0415  optional
 
-    from delta_tracker.cli.commands import commands  # noqa: PLC0415  it needs click
+    from delta_tracker.cli.commands import commands  # noqa: PLC0415  requires click
 
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        # Not commands.main(), which has exit codes of its own: 1 for a closed pipe would read as a damaged stream.
+        # Not commands.main(), whose exit code for a closed pipe is 1, which here means a damaged stream.
         with commands.make_context("delta-tracker", words) as context:
             code = commands.invoke(context)
-    except click.exceptions.Exit as ended:  # help was asked for
+    except click.exceptions.Exit as ended:  # raised by --help
         code = ended.exit_code
     except click.ClickException as error:
         error.show()

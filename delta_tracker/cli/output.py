@@ -1,4 +1,4 @@
-"""What a command shows: tables for people or JSON for machines on stdout, progress on stderr."""
+"""Output of a command: tables or JSON on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _WIDTH_OF_FILES = 160
 
 
 class Output:
-    """Where a command's result goes.
+    """Writer of a command's result.
 
-    All text is shown as it is: what looks like markup is no markup, and what a terminal would obey is escaped.
+    Text is not interpreted as markup, and control characters are escaped.
 
     Args:
-        is_json: one JSON object a line instead of tables.
+        is_json: print one JSON object per line instead of tables.
     """
 
     def __init__(self, *, is_json: bool) -> None:
         self.is_json = is_json
-        # A file, or the next command of a pipe, has no width.
+        # Files and pipes have no width.
         width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_FILES
         self.console = Console(highlight=False, markup=False, emoji=False, width=width)
         self._errors = Console(highlight=False, markup=False, emoji=False, stderr=True)
@@ -41,24 +41,24 @@ class Output:
         sys.stdout.flush()
 
     def line(self, text: object = "", style: str = "") -> None:
-        """Print a line for people."""
+        """Print a line of text."""
         self.console.print(cell(text, style), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
-        """Print anything of rich's whose text has gone through :func:`cell`."""
+        """Print a rich renderable. Its text must be escaped with :func:`cell`."""
         self.console.print(renderable)
 
     def note(self, text: object) -> None:
-        """Say something beside the result, on stderr."""
+        """Print a note on stderr."""
         self._errors.print(cell(text, "dim"), soft_wrap=True)
 
     @contextmanager
     def progress(self, doing: str, total: float | None) -> Iterator[Progressing]:
-        """A bar on stderr while the block runs; nothing where that is no terminal.
+        """Show a progress bar on stderr while the block runs; nothing if stderr is not a terminal.
 
         Args:
-            doing: what is being done.
-            total: how much there is of it; None if nobody knows.
+            doing: description of the work.
+            total: amount of work, None if unknown.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         is_shown = self._errors.is_terminal
@@ -67,28 +67,28 @@ class Output:
 
 
 class Progressing:
-    """A bar that is on its way."""
+    """Running progress bar."""
 
     def __init__(self, bar: Progress, doing: str, total: float | None) -> None:
         self._bar = bar
         self._task = bar.add_task(plain(doing), total=total)
 
     def advance(self, amount: float = 1) -> None:
-        """So much more of it is done."""
+        """Advance the bar by ``amount``."""
         self._bar.advance(self._task, amount)
 
 
 def cell(value: object, style: str = "") -> Text:
-    """Text that shows exactly what it says."""
+    """Return escaped text for a table cell."""
     return Text(plain(value), style=style)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object | Text]]) -> Table:
-    """A table. A column whose name begins with ``>`` is set to the right. Only the first one is folded if need be.
+    """Return a table. A column whose name begins with ``>`` is right-aligned. Only the first column wraps.
 
     Args:
-        columns: their heads.
-        rows: the cells; a :class:`rich.text.Text` made by :func:`cell` keeps its style.
+        columns: column names.
+        rows: cells of each row; a :class:`rich.text.Text` made by :func:`cell` keeps its style.
     """
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
     for number, name in enumerate(columns):

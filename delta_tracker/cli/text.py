@@ -1,4 +1,4 @@
-"""Values as people read them, and text of others made harmless for a terminal. Needs nothing but Python."""
+"""Formatting of values for people, and escaping of untrusted text. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MAX_TEXT = 400
 
 
 def plain(text: object) -> str:
-    r"""Text of a stream, or of an error that quotes one: without what a terminal would obey.
+    r"""Escape control characters in text of a stream, or of an error that quotes it.
 
-    Names of tables and errors in heartbeats are anybody's. Escape codes, line breaks and marks that turn the direction
-    of writing come out as Python would write them.
+    Table names and errors in heartbeats are untrusted. Escape codes, line breaks and bidirectional marks are replaced
+    by Python escape sequences.
 
     Example:
         >>> plain("red \x1b[31m and\nmore")
@@ -28,12 +28,12 @@ def plain(text: object) -> str:
 
 
 def error_text(error: DeltaTrackerError) -> str:
-    """An error as one paragraph: what went wrong and what to do."""
+    """Return problem and remedy of an error as one paragraph."""
     return plain(f"error: {_cut(error.problem)}. {error.remedy}.")
 
 
 def count(number: int) -> str:
-    """A number with its thousands apart.
+    """Format a number with thousands separators.
 
     Example:
         >>> count(1234567)
@@ -43,7 +43,7 @@ def count(number: int) -> str:
 
 
 def several(number: int, one: str, many: str = "") -> str:
-    """A number of things.
+    """Format a number with a noun in the singular or plural.
 
     Example:
         >>> several(1, "entry", "entries"), several(2000, "part")
@@ -53,7 +53,7 @@ def several(number: int, one: str, many: str = "") -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in powers of a thousand.
+    """Format a number of bytes with a decimal unit.
 
     Example:
         >>> size(999), size(1500), size(20_000_000)
@@ -67,7 +67,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span in the one unit that says enough.
+    """Format a time span with one unit.
 
     Example:
         >>> duration(0.0123), duration(4.25), duration(600), duration(100_000)
@@ -85,7 +85,7 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A time in Unix seconds, in this host's zone. Any number of a manifest will do.
+    """Format a Unix time in this host's time zone. Accepts any number that a manifest may hold.
 
     Example:
         >>> moment(1e15)

@@ -1,4 +1,4 @@
 """Adapters for other libraries.
 
-Open the file of the library first: ``dcp.py`` for torch.distributed.checkpoint, ``lightning.py`` for Lightning.
+Read the library's file first: ``dcp.py`` for torch.distributed.checkpoint, ``lightning.py`` for Lightning.
 """

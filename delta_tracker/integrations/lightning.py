@@ -1,6 +1,6 @@
-"""A callback that tracks, checkpoints and publishes under a PyTorch Lightning ``Trainer``.
+"""Callback to track, checkpoint and publish with a PyTorch Lightning ``Trainer``.
 
-Import it where Lightning is installed: ``from delta_tracker.integrations.lightning import TrackerCallback``.
+Requires Lightning: ``from delta_tracker.integrations.lightning import TrackerCallback``.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _KEY = "delta_tracker"
 
 
 class TrackerCallback(Callback):
-    """Builds the tracker when ``fit`` starts, steps it after each batch, and puts its state into every checkpoint.
+    """Builds the tracker when ``fit`` starts, steps it after each batch, and adds its state to every checkpoint.
 
-    Lightning writes rank 0's checkpoint alone, so the parts of all ranks are gathered on rank 0 for it. At a restore
-    every rank takes the rows of its own shards out of it, at any world size; the model is restored before. From a
-    checkpoint without tracker state every row counts as changed.
+    Lightning writes only rank 0's checkpoint, so the parts of all ranks are gathered on rank 0. On a restore, after the
+    model is restored, each rank loads the rows of its own shards, at any world size. Without tracker state in the
+    checkpoint, every row is marked as changed.
 
-    Whoever trains with TorchRec under Lightning has to keep its ``DistributedDataParallel`` away from the sharded
-    model, and to save and restore the sharded tensors: the callback does neither.
+    The callback does not keep Lightning's ``DistributedDataParallel`` away from the sharded model, and does not save or
+    restore sharded tensors. The training code must do both.
 
     Args:
-        build: makes the tracker, once the module's sharded model stands.
-        publish: makes the publisher of a tracker, whose :meth:`~delta_tracker.publisher.publisher.Publisher.step` is
-            then called after each batch: give it a cadence. None to publish nothing.
+        build: builds the tracker from the module, whose model must be sharded by then.
+        publish: builds the publisher of a tracker. Its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is
+            called after each batch, so pass it a cadence. None disables publishing.
 
     Raises:
-        MissingExtraError: at the import, if ``pytorch_lightning`` is not installed.
+        MissingExtraError: on import, if ``pytorch_lightning`` is not installed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TrackerCallback(Callback):
         """The tracker.
 
         Raises:
-            DetachedError: before ``fit`` has started and after it has ended.
+            DetachedError: before ``fit`` starts and after it ends.
         """
         if self._tracker is None:
             raise DetachedError
@@ -69,12 +69,12 @@ class TrackerCallback(Callback):
         return self._publisher
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep what :meth:`on_fit_start` restores: the tracker is not built yet."""
+        """Keep the tracker state for :meth:`on_fit_start`, because the tracker does not exist yet."""
         del trainer, pl_module
         self._saved = checkpoint.get(_KEY, {})
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build tracker and publisher, and restore the tracker between the two."""
+        """Build the tracker, restore its state, then build the publisher."""
         del trainer
         self._tracker = self._build(pl_module)
         if self._saved is not None:
@@ -91,19 +91,19 @@ class TrackerCallback(Callback):
         batch: Any,  # noqa: ANN401
         batch_idx: int,
     ) -> None:
-        """Count the batch, and publish if it is time."""
+        """Step the tracker, then the publisher."""
         del trainer, pl_module, outputs, batch, batch_idx
         self.tracker.step()
         if self._publisher is not None:
             self._publisher.step()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Gather the state on rank 0. A collective, as Lightning's saving of a checkpoint is."""
+        """Gather the tracker state on rank 0. A collective, like Lightning's saving of a checkpoint."""
         del trainer, pl_module
         checkpoint[_KEY] = self.tracker.state_dict(strategy="gather")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the publisher and detach the tracker, whatever ended ``fit``."""
+        """Close the publisher and detach the tracker, also after an error in ``fit``."""
         del trainer, pl_module, stage
         if self._publisher is not None:
             self._publisher.close()

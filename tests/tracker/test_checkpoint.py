@@ -202,7 +202,7 @@ def test_a_counter_that_cannot_be_restored_is_refused(one_rank: RankPool) -> Non
 
 def test_a_name_that_none_of_several_trackers_has_is_refused(one_rank: RankPool, tmp_path: Path) -> None:
     (message,) = one_rank.run(f"{_CASES}:two_trackers", path=str(tmp_path))
-    assert "Name one of the trackers in the checkpoint: ['left', 'right']" in message
+    assert "Pass one of the trackers in the checkpoint: ['left', 'right']" in message
 
 
 def test_a_publisher_that_resumes_misses_no_row_that_was_read_before_it(one_rank: RankPool, tmp_path: Path) -> None:
