@@ -1,4 +1,4 @@
-"""``compact``: versions merged into larger ones."""
+"""``compact``: merge versions into larger ones."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Merged
 from delta_tracker.stream.maintenance.compaction import DEFAULT_MAX_BYTES, compact
 
-_HELP = """Merge the deltas behind the newest snapshot into larger ones, or with it into a newer snapshot.
+_HELP = """Merge the deltas after the newest snapshot into larger ones, or with it into a newer snapshot.
 
-A new predictor, or one that comes back after a pause, then has less to read. Nothing is taken away: merged entries
-stand beside the log, and only retention, which the publisher runs, removes what they make superfluous.
+A new predictor, or one that resumes after a pause, then has less to read. Nothing is deleted: merged entries are stored
+in addition to the log, and only the publisher's retention deletes superseded versions.
 
-Safe at any time, beside a live publisher, its own compactions and readers: a merged entry is created only if it is
-absent, after its parts are written. One that is interrupted leaves at most parts that nothing names, which retention
-removes after an hour. The memory it takes is about --max-bytes and 40 bytes for each row.
+Safe to run concurrently with a publisher, its compactions and readers: a merged entry is created only if it is absent,
+after its parts are written. If interrupted, it leaves at most parts that no entry names, which retention deletes after
+an hour. Needs about --max-bytes of memory plus 40 bytes per row.
 
 \b
 Examples:
@@ -34,20 +34,24 @@ Examples:
     default=0.5,
     show_default=True,
     type=float,
-    help="Make a snapshot once the deltas behind the newest one have this part of its bytes.",
+    help="Create a snapshot once the deltas after the newest one have this fraction of its bytes.",
 )
 @click.option(
     "--max-bytes",
     default=DEFAULT_MAX_BYTES,
     show_default=True,
     type=int,
-    help="How much of the deltas to hold in memory at once.",
+    help="Maximum bytes of deltas held in memory.",
 )
 @click.option(
-    "--min-versions", default=2, show_default=True, type=int, help="Merge only if so many deltas are not merged yet."
+    "--min-versions",
+    default=2,
+    show_default=True,
+    type=int,
+    help="Merge only if at least this many deltas are not merged yet.",
 )
 def command(stream: Stream, fold: float, max_bytes: int, min_versions: int) -> int:
-    """Merge until there is nothing left that was there at the start."""
+    """Merge until all versions that existed at the start are merged."""
     head = stream.head()
     made: list[Manifest] = []
     with stream.out.progress("merging", None):
@@ -67,5 +71,5 @@ def command(stream: Stream, fold: float, max_bytes: int, min_versions: int) -> i
             f"{size(each.num_bytes)}"
         )
     if not made:
-        stream.out.line(f"nothing to merge: fewer than {min_versions} new deltas, or none that fit")
+        stream.out.line(f"nothing to merge: fewer than {min_versions} new deltas, or all exceed --max-bytes")
     return 0

@@ -1,4 +1,4 @@
-"""The entries of a log, read many at a time and kept as a few numbers each: a log may be long."""
+"""Concurrent reads of a log's entries, and a summary of each entry, because a log may be long."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TypeVar
 from delta_tracker.errors import MalformedError
 from delta_tracker.stream.format.manifest import Manifest
 
-_READS = 16  # of a remote store at once
+_READS = 16  # concurrent requests to a remote store
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Rows of one table in a version, and the bytes of their values as they are stored, without ids."""
+    """Number of rows of one table in a version, and bytes of their stored values, without ids."""
 
     rows: int = 0
     num_bytes: int = 0
@@ -30,20 +30,20 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is kept of a manifest.
+    """Summary of a manifest.
 
     Args:
-        version: place in the log.
+        version: index in the log.
         kind: claim, snapshot or delta.
-        generation: of its publisher.
-        cut: Unix seconds.
-        created: Unix seconds.
+        generation: generation of the publisher.
+        cut: time of the cut, in Unix seconds.
+        created: time of the commit, in Unix seconds.
         batches: half-open range of the trainer's step counts.
-        pending_rows: changed rows that it leaves for later.
-        num_rows: rows in all its parts.
-        num_bytes: bytes of all its parts, ids and dense tensors included.
-        num_parts: objects that it names.
-        tables: amount by FQN, of those that have rows in it.
+        pending_rows: changed rows left for later versions.
+        num_rows: number of rows in all parts.
+        num_bytes: bytes of all parts, including ids and dense tensors.
+        num_parts: number of parts.
+        tables: FQN to amount, for the tables of all blocks.
     """
 
     version: int
@@ -60,7 +60,7 @@ class Entry:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Entry:
-        """The numbers of a manifest."""
+        """Summarise a manifest."""
         return cls(
             manifest.version,
             manifest.kind,
@@ -76,7 +76,7 @@ class Entry:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the summary for JSON."""
         return {
             "version": self.version,
             "kind": self.kind,
@@ -93,7 +93,7 @@ class Entry:
 
 
 def amounts(manifest: Manifest) -> dict[str, Amount]:
-    """Rows and bytes by table. A row in several column shards counts once for each."""
+    """Return rows and bytes by table. A row in several column shards counts once for each."""
     found: dict[str, Amount] = {}
     for part in manifest.parts:
         for block in part.blocks:
@@ -105,15 +105,15 @@ def amounts(manifest: Manifest) -> dict[str, Amount]:
 def read_all(
     names: Sequence[_T], read: Callable[[_T], Manifest | None], keep: Callable[[Manifest], _R]
 ) -> Iterator[tuple[_T, _R | MalformedError | None]]:
-    """Read entries in order, several at once.
+    """Read entries concurrently and yield them in order.
 
     Args:
-        names: what ``read`` takes.
-        read: gives an entry, None if there is none.
-        keep: makes of each entry what is kept of it.
+        names: arguments for ``read``.
+        read: returns an entry, None if it does not exist.
+        keep: converts an entry to the yielded value.
 
     Yields:
-        Each name with what is kept of its entry; with the error, if it does not follow the format; None if it is gone.
+        Each name with the value of ``keep``, the error if the entry is malformed, or None if it does not exist.
 
     Raises:
         StorageError: if the store cannot be read.

@@ -1,4 +1,4 @@
-"""The predictors that are known to follow a stream, from the heartbeats that they leave beside it."""
+"""Predictors that follow a stream, from their heartbeats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import Heartbeat, read_heartbeats
 from delta_tracker.stream.storage.storage import Storage
 
-# A predictor leaves one every five seconds while it applies versions or waits for them.
+# A predictor writes a heartbeat every five seconds while it applies versions or waits for them.
 SILENT_SECONDS = 30.0
 GONE_SECONDS = 3600.0
 
@@ -18,13 +18,13 @@ State = Literal["live", "silent"]
 
 @dataclass(frozen=True, slots=True)
 class FollowerView:
-    """A predictor, as its last heartbeat and the head of the log show it.
+    """State of a predictor, from its last heartbeat and the head of the log.
 
     Args:
-        beat: its last heartbeat.
-        state: ``live``, or ``silent`` if nothing was heard of it for half a minute.
-        seconds_ago: age of the heartbeat, by the clocks of its host and of this one.
-        lag_versions: versions of the log that it had not applied; None if it follows another stream, or holds none.
+        beat: last heartbeat.
+        state: ``live``, or ``silent`` if the last heartbeat is more than 30 seconds old.
+        seconds_ago: age of the heartbeat, by the clocks of the predictor's host and of this one.
+        lag_versions: number of versions not yet applied; None if it follows another stream or has no version.
     """
 
     beat: Heartbeat
@@ -34,16 +34,17 @@ class FollowerView:
 
     @property
     def behind(self) -> int | None:
-        """Versions that it had not applied: by its own word while it lives, which is seconds old, as the log's is not.
+        """Number of versions not yet applied: as the heartbeat reports it for a live predictor, otherwise by the log.
 
-        A publisher that commits ten versions a second is always some heartbeats' worth ahead of the last word.
+        The heartbeat is seconds old. A publisher that commits ten versions per second has since added versions, which
+        would count as lag.
         """
         if self.lag_versions is None or self.state != "live" or self.beat.lag_versions is None:
             return self.lag_versions
         return self.beat.lag_versions
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the state for JSON."""
         return {
             "name": self.beat.name,
             "state": self.state,
@@ -58,12 +59,12 @@ class FollowerView:
 
 
 def read_followers(storage: Storage, head: Manifest, now: float) -> tuple[list[FollowerView], int]:
-    """The predictors that were heard of within the last hour, by name, and how many others once left a heartbeat.
+    """Return the predictors with a heartbeat in the last hour, by name, and the number of other predictors.
 
     Args:
-        storage: where the stream lies.
-        head: its newest entry.
-        now: Unix seconds.
+        storage: store of the stream.
+        head: newest entry of the stream.
+        now: Unix time in seconds.
 
     Raises:
         StorageError: if the store cannot be read.

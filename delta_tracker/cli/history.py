@@ -1,4 +1,4 @@
-"""What the entries of a stream tell of its past, in bounded memory: sizes, cadence, bytes against full snapshots."""
+"""History of a stream from its entries, in bounded memory: sizes, cadence, bytes compared with full snapshots."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _SUMS = (
 
 @dataclass(slots=True)
 class Bin:
-    """Neighbouring versions, claims left out; times in unix seconds.
+    """Statistics of consecutive versions without claims; times in Unix seconds.
 
     Args:
-        first: the first of them.
-        last: the last of them.
-        begin: when the first was committed.
-        end: when the last was committed.
-        deltas: how many of them are deltas.
-        snapshots: how many of them are snapshots.
-        restarts: how many times a publisher took over before one of them.
-        delta_bytes: of the deltas' parts.
-        snapshot_bytes: of the snapshots' parts.
-        full_bytes: what they would have taken as full snapshots.
-        pending_rows: the most that one of them left for later.
-        gaps: of how many of them the version before is known.
-        gap_seconds: the time from those before to them, added up.
-        max_gap: the longest such time in seconds.
-        tables: what the deltas hold of each table.
+        first: first version.
+        last: last version.
+        begin: commit time of the first version.
+        end: commit time of the last version.
+        deltas: number of deltas.
+        snapshots: number of snapshots.
+        restarts: number of claims before one of the versions.
+        delta_bytes: bytes of the deltas' parts.
+        snapshot_bytes: bytes of the snapshots' parts.
+        full_bytes: bytes of the versions if each were a full snapshot.
+        pending_rows: maximum of the versions' pending rows.
+        gaps: number of versions whose predecessor's commit time is known.
+        gap_seconds: sum of the times between their commits and their predecessors'.
+        max_gap: maximum of these times, in seconds.
+        tables: amount of each table in the deltas.
     """
 
     first: int
@@ -64,11 +64,11 @@ class Bin:
 
     @property
     def count(self) -> int:
-        """How many versions it holds."""
+        """Number of versions."""
         return self.deltas + self.snapshots
 
     def merge(self, later: Bin) -> None:
-        """Take in the versions of the bin that follows."""
+        """Merge the next bin into this one."""
         self.last, self.end = later.last, later.end
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(later, name))
@@ -79,24 +79,24 @@ class Bin:
 
 
 class History:
-    """Versions one after another, folded into bins as they come.
+    """Statistics of a stream's versions, in a bounded number of bins.
 
-    Memory: an :class:`Amount` for each table in each bin, of which there are at most ``2 * max_bins``.
+    Memory: one :class:`Amount` per table and bin, with at most ``2 * max_bins`` bins.
 
     Args:
-        max_bins: from twice as many on, neighbours are merged.
+        max_bins: half the maximum number of bins. Neighbouring bins are merged when it is exceeded.
 
     Attributes:
-        bins: ascending by version.
+        bins: bins in ascending order of versions.
         tables: FQN to table, as of the newest version that has it.
-        totals: what all deltas hold of each table.
+        totals: amount of each table in all deltas.
         sizes: bytes of each delta.
         gaps: seconds from each version to the next.
         delays: seconds from each version's cut to its commit.
         newest: the newest entry, None before the first.
-        missing: versions that are gone between two that are there. Behind a claim they are not counted: retention
-            keeps the claim and removes what follows it.
-        full_bytes: what the newest version would take as a full snapshot.
+        missing: number of versions missing between two existing ones. Versions missing after a claim are not counted,
+            because retention keeps the claim and deletes the entries after it.
+        full_bytes: bytes of the newest version as a full snapshot.
     """
 
     def __init__(self, max_bins: int = MAX_BINS) -> None:
@@ -116,7 +116,7 @@ class History:
         self._restarts = 0
 
     def add(self, manifest: Manifest) -> None:
-        """Take in the next entry of the log."""
+        """Add the next entry of the log."""
         if self.newest is not None and self.newest.kind != "claim":
             self.missing += manifest.version - self.newest.version - 1
         self.newest = manifest

@@ -1,4 +1,4 @@
-"""``tail``: versions as they are committed."""
+"""``tail``: print versions as they are committed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 
 _STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
-# The log is listed, to tell a gap from the head, once in so many looks.
+# Number of polls per listing of the log, which distinguishes a gap from the head.
 _LOOKS_PER_LISTING = 10
 _COLUMNS = "{:<19}  {:>9}  {:<8}  {:>4}  {:>11}  {:>7}  {:>7}  {:>9}"
 
-_HELP = """Print versions as they are committed, until Ctrl-C. Waits for a stream that is not there yet.
+_HELP = """Print versions as they are committed, until Ctrl-C. Waits for a stream that does not exist yet.
 
-"took" is the time from a version's cut, at which its rows were read, to its commit; "pending" counts changed rows that
-it leaves for later versions. With --json each line is an object. Exit code 1 if the log breaks off, or another stream
-takes its place.
+"took" is the time from a version's cut, when its rows were read, to its commit. "pending" is the number of changed rows
+left for later versions. With --json, each line is an object. Exit code 1 if a version is missing, or if the stream was
+replaced.
 
 \b
 Examples:
@@ -34,14 +34,19 @@ Examples:
 @click.command("tail", help=_HELP)
 @stream_command
 @click.option(
-    "--lines", "-n", default=10, show_default=True, type=click.IntRange(0), help="Begin so many versions back."
+    "--lines",
+    "-n",
+    default=10,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Number of old versions to print first.",
 )
-@click.option("--count", "-c", "limit", type=click.IntRange(1), help="End after so many lines.")
+@click.option("--count", "-c", "limit", type=click.IntRange(1), help="Exit after this many lines.")
 @click.option(
-    "--every", default=1.0, show_default=True, type=click.FloatRange(0.01), metavar="SECONDS", help="How often to look."
+    "--every", default=1.0, show_default=True, type=click.FloatRange(0.01), metavar="SECONDS", help="Polling interval."
 )
 def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
-    """Print until told to stop."""
+    """Print versions until the limit or Ctrl-C."""
     head = _await_head(stream, every)
     if not stream.out.is_json:
         stream.out.line(
@@ -55,8 +60,8 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
             num_shown += _show(stream, manifest)
             if num_shown == limit:
                 return 0
-        elif num_shown > 0:  # below the first line it is retention that took them
-            stream.out.note(f"version {version} is missing: delta-tracker verify says what it means for readers")
+        elif num_shown > 0:  # before the first line, retention deleted them
+            stream.out.note(f"version {version} is missing. Run delta-tracker verify to see if readers are affected")
     cursor.moved(head)
     num_looks = 0
     while num_shown != limit:
@@ -76,7 +81,7 @@ def _await_head(stream: Stream, every: float) -> Manifest:
     is_told = False
     while (head := stream.log.head()) is None:
         if not is_told:
-            stream.out.note(f"no stream is at {stream.storage.url} yet: waiting for its first version")
+            stream.out.note(f"there is no stream at {stream.storage.url} yet: waiting for its first version")
             is_told = True
         time.sleep(every)
     return head

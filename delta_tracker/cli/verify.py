@@ -1,4 +1,4 @@
-"""``verify``: every hash and every link of a stream."""
+"""``verify``: check every hash and every link of a stream."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from delta_tracker.stream.format.manifest import Link, Manifest, Part
 from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.log import entry_name
 
-# A part up to this size is read at once, a larger one in pieces of 8 MiB.
+# Parts up to this size are read as a whole, larger ones in pieces of 8 MiB.
 _MEMORY_BYTES = 32 << 20
 
-_HELP = """Check everything that a reader of the stream could come across.
+_HELP = """Check everything that a reader of the stream may read.
 
-That each entry of the log follows the format, names the one before it by its hash, and never falls back in generation;
-that each part has the bytes, the hash, the tensors and the ids that its entry says; the same for merged entries, which
-must stand for entries of this log. Reads every byte, in bounded memory, and changes nothing. Entries that retention
-takes away meanwhile are passed over.
+Each entry of the log must follow the format, name its predecessor by hash, and not decrease the generation. Each part
+must have the size, the hash, the tensors and the ids of its record. The same holds for merged entries, which must
+replace entries of this log. Reads every byte, in bounded memory, and changes nothing. Skips entries that retention
+deletes during the check.
 
-Exit code 0 if all is well, 1 if anything is damaged.
+Exit code 0 if nothing is damaged, 1 otherwise.
 
 \b
 Examples:
@@ -41,7 +41,7 @@ Examples:
 @stream_command
 @click.option("--quick", is_flag=True, help="Compare the sizes of parts only, without reading their bytes.")
 def command(stream: Stream, *, quick: bool) -> int:
-    """Check, and say what was found."""
+    """Check the stream and print the findings."""
     check = _Check(stream, is_quick=quick)
     check.run()
     if stream.out.is_json:
@@ -67,12 +67,12 @@ def command(stream: Stream, *, quick: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is not as it should be.
+    """Damaged entry or part.
 
     Args:
-        where: the entry's or part's name.
-        problem: what is wrong with it.
-        is_in_the_way: whether a predictor that starts now reads it.
+        where: name of the entry or part.
+        problem: description of the damage.
+        is_in_the_way: True if a predictor that starts now reads it.
     """
 
     where: str
@@ -82,7 +82,7 @@ class Finding:
 
 @dataclass
 class _Check:
-    """One pass over a stream."""
+    """Check of one stream."""
 
     stream: Stream
     is_quick: bool
@@ -96,7 +96,7 @@ class _Check:
     _sizes: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the result for JSON."""
         return {
             "url": self.stream.storage.url,
             "ok": not self.findings,
@@ -111,16 +111,16 @@ class _Check:
         }
 
     def run(self) -> None:
-        """Check the log, then what is merged of it."""
+        """Check the log, then the merged entries."""
         storage, log = self.stream.storage, self.stream.log
         head = self.stream.head()
         self._start = self._newest_snapshot(head)
-        # Listed before the entries are read: what they name was there before.
+        # List parts before entries: a part is written before the entry that names it.
         self._sizes = {each.name: each.num_bytes for each in storage.objects("parts")}
         versions = [version for version in log.versions() if version <= head.version]
         versions = versions[contiguous(versions) :]
         if self._start + 1 < versions[0] and head.snapshot is not None:
-            self._find(entry_name(versions[0] - 1), "it is missing, and the newest snapshot lies below it", self._start)
+            self._find(entry_name(versions[0] - 1), "it is missing, and the newest snapshot is below it", self._start)
         with self.stream.reading("verifying", 0 if self.is_quick else sum(self._sizes.values())):
             self._check_log(versions, head)
             self._check_merged(head)
@@ -154,7 +154,7 @@ class _Check:
     def _newest_snapshot(self, head: Manifest) -> int:
         try:
             snapshot = self.stream.log.newest_snapshot()
-        except MalformedError:  # found again when it is its turn
+        except MalformedError:  # reported when the entry is checked
             return -1 if head.snapshot is None else head.snapshot
         return -1 if snapshot is None else snapshot.version
 
@@ -165,7 +165,7 @@ class _Check:
             except CorruptPartError as error:
                 there = again()
                 if there is None or there.xxh3 != manifest.xxh3:
-                    return  # retention took the version meanwhile
+                    return  # retention deleted the version
                 if self._is_without_parts(manifest, part):
                     return
                 self._find(error.path, error.reason, manifest.version)
@@ -173,7 +173,7 @@ class _Check:
             self.num_bytes += part.num_bytes
 
     def _is_without_parts(self, manifest: Manifest, part: Part) -> bool:
-        """Whether it is an entry that retention keeps for the claim behind it, without its parts."""
+        """Return True for an entry that retention keeps without parts, because the next entry is a claim."""
         log = self.stream.log
         return manifest.version < self._start and log.storage.size(part.name) is None and log.precedes_claim(manifest)
 
@@ -191,22 +191,22 @@ class _Check:
     def _merged_problems(self, manifest: Manifest, head: Manifest) -> Iterator[str]:
         if manifest.stream != head.stream:
             yield f"it is of stream {manifest.stream}"
-        for link, role in ((manifest.parent, "it follows"), (manifest.merges, "it stands for")):
+        for link, role in ((manifest.parent, "it follows"), (manifest.merges, "it replaces")):
             if link is not None and self._links.get(link.version, link) != link:
-                yield f"{role} another version {link.version} than the log has"
+                yield f"{role} a version {link.version} that is not the log's"
 
     def _find(self, where: str, problem: str, version: int) -> None:
         self.findings.append(Finding(plain(where), plain(problem), version >= self._start))
 
 
 def _chain_problems(manifest: Manifest, before: Manifest | None, head: Manifest) -> Iterator[str]:
-    """Where an entry does not follow the one before it."""
+    """Yield the ways in which an entry does not follow its predecessor."""
     if manifest.stream != head.stream:
         yield f"it is of stream {manifest.stream}, the head of {head.stream}"
     if before is None:
         return
     if manifest.parent != before.link:
-        yield f"it follows {manifest.parent}, and before it stands {before.link}"
+        yield f"its parent is {manifest.parent}, and its predecessor {before.link}"
     if manifest.generation < before.generation:
         yield f"its generation {manifest.generation} is below {before.generation}, that of the version before it"
     if manifest.kind != "snapshot" and manifest.snapshot != before.snapshot:

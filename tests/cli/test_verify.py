@@ -64,7 +64,7 @@ def test_verify_names_each_damage(cli: Cli, writer: Writer) -> None:
         (f"parts/{parts[1].name}", "it does not exist"),
         (f"parts/{parts[2].name}", f"it has {parts[2].stat().st_size} bytes instead of"),
         (f"merged/{merged.name}", "it follows another version"),
-        (f"merged/{merged.name}", "it stands for another version"),
+        (f"merged/{merged.name}", "it replaces a version"),
     ]
     for each, (where, problem) in zip(found, expected, strict=True):
         assert each["where"] == where
