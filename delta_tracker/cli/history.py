@@ -162,7 +162,7 @@ class History:
         )
 
     def _learn_full_bytes(self, manifest: Manifest) -> None:
-        """All rows in the encodings of the newest snapshot, or in the tables' dtypes before the first one."""
+        """Compute the bytes of all rows in the newest snapshot's encodings, or in the tables' dtypes before it."""
         dense = sum(spec.num_bytes for spec in manifest.dense.values())
         if manifest.kind == "snapshot":
             rows = sum(block.num_rows * block.row_bytes for block in _blocks(manifest) if block.ids == "all")

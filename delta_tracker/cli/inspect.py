@@ -1,4 +1,4 @@
-"""``inspect``: what a stream holds, what a new predictor reads, and who follows it."""
+"""``inspect``: show the contents of a stream, what a new predictor reads, and the followers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from delta_tracker.stream.format.manifest import DTYPE_NAMES
 
 _STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
 
-_HELP = """What a stream holds, what a new predictor would have to read, and who follows it.
+_HELP = """Show the contents of a stream, what a new predictor reads, and the predictors that follow it.
 
-Reads every entry of the log, and no rows. Predictors are known by their heartbeats: one is "silent" after 30 seconds
-without, and left out after an hour. Exit code 1 if an entry is malformed, or a new predictor could not come to the
+Reads every entry of the log, but no rows. Predictors are listed by their heartbeats: "silent" after 30 seconds without
+a heartbeat, and omitted after an hour. Exit code 1 if an entry is malformed, or if a new predictor cannot reach the
 newest version.
 
 \b
@@ -38,7 +38,7 @@ Examples:
     "--last", default=10, show_default=True, metavar="N", type=click.IntRange(0), help="List the newest N versions."
 )
 def command(stream: Stream, last: int) -> int:
-    """Print one screen, or one object."""
+    """Print the summary as tables or as one JSON object."""
     found = survey(stream)
     newest = found.entries[max(0, len(found.entries) - last) :]
     if stream.out.is_json:
@@ -51,10 +51,10 @@ def command(stream: Stream, last: int) -> int:
             stream.out.show(each)
             stream.out.line()
         if found.num_gone:
-            stream.out.line(f"{several(found.num_gone, 'predictor')} not heard of for an hour", "dim")
+            stream.out.line(f"{several(found.num_gone, 'predictor')} without a heartbeat for an hour", "dim")
         for follower in found.followers:
             if follower.beat.error is not None:
-                stream.out.line(f"{follower.beat.name} is held up: {follower.beat.error}", "red")
+                stream.out.line(f"{follower.beat.name} has an error: {follower.beat.error}", "red")
         for finding in found.findings:
             stream.out.line(f"damaged: {finding}", "bold red")
     return 1 if found.findings else 0
@@ -74,13 +74,13 @@ def _facts(url: str, found: Survey) -> Table:
         "pending": f"{several(head.pending_rows, 'changed row')} left for later versions",
         "log": f"versions {first} to {head.version}: {several(kinds['snapshot'], 'snapshot')}, "
         f"{several(kinds['delta'], 'delta')}, {several(kinds['claim'], 'claim')}; "
-        f"{several(found.num_merged, 'merged entry', 'merged entries')} beside them",
+        f"and {several(found.num_merged, 'merged entry', 'merged entries')}",
         "size": f"{size(found.part_bytes)} in {several(found.num_parts, 'part')}, {size(found.entry_bytes)} of entries",
         "new predictor": _start(found),
     }
     if found.num_strays:
         lines["below a gap"] = (
-            f"{several(found.num_strays, 'entry', 'entries')}: claims and the entries before them stay"
+            f"{several(found.num_strays, 'entry', 'entries')}: retention keeps claims and the entries before them"
         )
     for name, line in lines.items():
         facts.add_row(name, cell(line))
@@ -89,7 +89,7 @@ def _facts(url: str, found: Survey) -> Table:
 
 def _start(found: Survey) -> str:
     if found.start is None:
-        return "has nothing to start from"
+        return "has no snapshot to start from"
     snapshot, behind = found.start.snapshot, len(found.start.entries) - 1
     return (
         f"reads {size(found.start.num_bytes)} in {several(found.start.num_parts, 'part')}: "
@@ -142,14 +142,14 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
 
 def _predictors(found: Survey) -> Table | Text:
     if not found.followers:
-        return cell("no predictor has left a heartbeat within the hour", "dim")
+        return cell("no predictor has written a heartbeat in the last hour", "dim")
     heads = ("predictor", "state", ">heard", ">version", ">behind", ">since", ">resyncs")
     return table(heads, (_predictor(found, follower) for follower in found.followers))
 
 
 def _predictor(found: Survey, follower: FollowerView) -> tuple[object, ...]:
     beat, seconds = follower.beat, found.behind_seconds(follower)
-    behind = "elsewhere" if follower.behind is None else count(follower.behind)
+    behind = "unknown" if follower.behind is None else count(follower.behind)
     return (
         beat.name,
         cell(follower.state, "green" if follower.state == "live" else "red"),

@@ -1,4 +1,4 @@
-"""The decorator of commands on a stream, and what they have in common: the URL, the store's options and ``--json``."""
+"""Decorator of commands on a stream, which adds the URL, the store's options and ``--json``."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _OPTION = click.Option(
     ["--option", "-o", "options"],
     multiple=True,
     metavar="NAME=VALUE",
-    help="A setting of the remote store by obstore's name, such as endpoint, region, allow_http or timeout. "
-    "Keep secrets in the environment: other users see a command line.",
+    help="Option of the remote store by obstore's name, such as endpoint, region, allow_http or timeout. "
+    "Pass secrets in the environment: other users can see the command line.",
 )
-_JSON = click.Option(["--json", "is_json"], is_flag=True, help="For machines: JSON on stdout instead of tables.")
+_JSON = click.Option(["--json", "is_json"], is_flag=True, help="Print JSON on stdout instead of tables.")
 
 
 class MeteredStorage(Storage):
-    """A storage that tells ``on_read``, if it is set, how many bytes each read has brought."""
+    """Storage that calls ``on_read``, if set, with the number of bytes of each read."""
 
     on_read: Callable[[int], None] | None = None
 
@@ -64,12 +64,12 @@ class MeteredStorage(Storage):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The stream that a command is about.
+    """Stream and output of a command.
 
     Args:
-        storage: where it lies.
-        log: its log.
-        out: where the result goes.
+        storage: store of the stream.
+        log: log of the stream.
+        out: output of the command.
     """
 
     storage: MeteredStorage
@@ -78,11 +78,11 @@ class Stream:
 
     @contextmanager
     def reading(self, doing: str, num_bytes: int) -> Iterator[None]:
-        """A progress bar that goes on as bytes are read from the store.
+        """Show a progress bar of the bytes read from the store.
 
         Args:
-            doing: what is being done.
-            num_bytes: how many will be read, about.
+            doing: description of the work.
+            num_bytes: approximate number of bytes to read.
         """
         with self.out.progress(doing, num_bytes) as progress:
             self.storage.on_read = progress.advance
@@ -92,27 +92,27 @@ class Stream:
                 self.storage.on_read = None
 
     def head(self) -> Manifest:
-        """Its newest entry.
+        """Return the newest entry.
 
         Raises:
             InvalidArgumentError: if there is no stream.
-            MalformedError, StorageError: if it cannot be read.
+            MalformedError, StorageError: if the entry cannot be read.
         """
         head = self.log.head()
         if head is None:
             raise InvalidArgumentError(
-                "URL", self.storage.url, "No stream is there: check the URL, or start its publisher"
+                "URL", self.storage.url, "There is no stream. Check the URL, or start the publisher"
             )
         return head
 
 
 def stream_command(function: Callable[..., int]) -> Callable[..., int]:
-    """Give a click command the argument ``URL`` and the options ``--option`` and ``--json``.
+    """Add the argument ``URL`` and the options ``--option`` and ``--json`` to a click command.
 
-    It stands directly below ``click.command``, above the command's own arguments and options.
+    Place it directly below ``click.command``, above the command's own arguments and options.
 
     Args:
-        function: takes a :class:`Stream`, then the command's own parameters; gives the exit code.
+        function: takes a :class:`Stream`, then the command's own parameters; returns the exit code.
     """
 
     @functools.wraps(function)
@@ -120,22 +120,22 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
         storage = MeteredStorage(store_url(url), options=store_options(options))
         return function(Stream(storage, StreamLog(storage), Output(is_json=is_json)), **own)
 
-    # As decorators leave them, the last one first: the url comes before the command's own, the options after them.
+    # In click's reverse order: the URL precedes the command's own parameters, the options follow them.
     own_params = list(getattr(function, "__click_params__", ()))
     wrapped.__click_params__ = [_JSON, _OPTION, *own_params, _URL]  # type: ignore[attr-defined]
     return wrapped
 
 
 def store_url(url: str) -> str:
-    """The url of a store; a plain path names a directory."""
+    """Return the URL of a store; convert a plain path to a ``file://`` URL."""
     return url if _SCHEME.match(url) else Path(url).absolute().as_uri()
 
 
 def store_options(options: Sequence[str]) -> dict[str, str] | None:
-    """The settings that ``--option name=value`` gives; None without any.
+    """Parse the values of ``--option name=value``; return None if there are none.
 
     Raises:
-        InvalidArgumentError: for one without ``=``. It shows the name alone: the value may be a secret.
+        InvalidArgumentError: for an option without ``=``. The error shows only the name: the value may be secret.
     """
     pairs = [option.partition("=") for option in options]
     for name, equals, _ in pairs:

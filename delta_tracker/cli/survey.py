@@ -1,4 +1,4 @@
-"""Everything that the entries of a stream say, read once: for screens and reports."""
+"""Summary of a stream from one read of its entries, for screens and reports."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NONE = Amount()
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a new predictor reads.
+    """Entries that a new predictor reads.
 
     Args:
-        snapshot: what it begins with.
-        entries: that, and the versions behind it up to the head, or to the first that it cannot read.
+        snapshot: snapshot to start from.
+        entries: the snapshot and the versions after it, up to the head or to the first unreadable one.
     """
 
     snapshot: Manifest
@@ -34,12 +34,12 @@ class Start:
 
     @property
     def num_bytes(self) -> int:
-        """Of all parts."""
+        """Size in bytes of all parts."""
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
     def num_parts(self) -> int:
-        """Objects of rows."""
+        """Number of parts."""
         return sum(entry.num_parts for entry in self.entries)
 
     def to_dict(self) -> dict[str, object]:
@@ -56,22 +56,23 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What was found.
+    """Summary of a stream.
 
     Args:
-        head: the newest entry.
-        now: Unix seconds.
-        tables: those of the newest version that has any, by FQN.
-        entries: from the first to the head, without gap; those that cannot be read are left out.
-        num_strays: entries below a gap. New predictors do not read them; claims and the entries before them stay there.
-        num_merged: merged entries.
-        entry_bytes: bytes of the entries, merged ones too.
-        num_parts: objects below ``parts``, named by an entry or not.
-        part_bytes: their bytes.
-        start: what a new predictor reads; None if it has nothing to begin with.
-        followers: the predictors that were heard of within the hour.
-        num_gone: how many others there once were.
-        findings: what is wrong, in words.
+        head: newest entry.
+        now: Unix time of the summary, in seconds.
+        tables: FQN to table, as of the newest version that is not a claim.
+        entries: contiguous entries up to the head, without unreadable ones.
+        num_strays: number of entries below a gap. New predictors do not read them. Retention keeps claims and the
+            entries before them.
+        num_merged: number of merged entries.
+        entry_bytes: bytes of all entries, including merged ones.
+        num_parts: number of objects below ``parts``, with or without an entry.
+        part_bytes: bytes of these objects.
+        start: entries that a new predictor reads; None if there is no snapshot to start from.
+        followers: predictors with a heartbeat in the last hour.
+        num_gone: number of other predictors.
+        findings: descriptions of damage.
     """
 
     head: Manifest
@@ -89,21 +90,21 @@ class Survey:
     findings: Sequence[str]
 
     def in_snapshot(self, fqn: str) -> Amount:
-        """What the newest snapshot has of a table."""
+        """Return the amount of a table in the snapshot that a new predictor starts from."""
         return _NONE if self.start is None else self.start.entries[0].tables.get(fqn, _NONE)
 
     def in_deltas(self, fqn: str) -> Amount:
-        """What all deltas together have of a table."""
+        """Return the amount of a table in all deltas."""
         deltas = (entry for entry in self.entries if entry.kind == "delta")
         return sum((entry.tables.get(fqn, _NONE) for entry in deltas), start=_NONE)
 
     def generations(self) -> Iterator[tuple[int, list[Entry]]]:
-        """The entries of each generation."""
+        """Yield each generation with its entries."""
         for generation, entries in groupby(self.entries, key=lambda entry: entry.generation):
             yield generation, list(entries)
 
     def behind_seconds(self, follower: FollowerView) -> float | None:
-        """Age of the oldest version that a predictor has not applied, 0 if there is none; None if nobody can tell."""
+        """Return the age of the oldest version that a predictor has not applied; 0 for none, None if unknown."""
         held = follower.beat.version
         if follower.lag_versions is None or held is None:
             return None
@@ -113,7 +114,7 @@ class Survey:
         return self.now - waiting[0].created if waiting[0].version == held + 1 else None
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON. Times are Unix seconds."""
+        """Return the summary for JSON. Times are Unix seconds."""
         head = self.head
         return {
             "stream": head.stream,
@@ -150,11 +151,11 @@ class Survey:
 
 
 def survey(stream: Stream) -> Survey:
-    """Read every entry of the log, and the names and sizes of everything else.
+    """Read every entry of the log, and list all other objects.
 
     Raises:
         InvalidArgumentError: if there is no stream.
-        MalformedError: if the head is no entry.
+        MalformedError: if the head is malformed.
         StorageError: if the store cannot be read.
     """
     head = stream.head()
@@ -164,7 +165,7 @@ def survey(stream: Stream) -> Survey:
     with stream.out.progress("reading the log", len(listed)) as progress:
         for version, entry in read_all(listed, log.read, Entry.of):
             progress.advance()
-            if entry is not None:  # retention may have taken it meanwhile
+            if entry is not None:  # None if retention deleted it
                 found.append((version, entry))
     first = contiguous([version for version, _ in found])
     entries = [entry for _, entry in found[first:] if isinstance(entry, Entry)]
@@ -190,7 +191,7 @@ def survey(stream: Stream) -> Survey:
 
 
 def contiguous(versions: Sequence[int]) -> int:
-    """Index of the first version of those that go without gap up to the last one. What is below no reader meets.
+    """Return the index of the first version of the contiguous range that ends at the last one. Readers use no others.
 
     Example:
         >>> contiguous([0, 1, 5, 6, 7])
@@ -203,12 +204,12 @@ def contiguous(versions: Sequence[int]) -> int:
 
 
 def count_kinds(entries: Sequence[Entry]) -> Counter[str]:
-    """How many entries there are of each kind."""
+    """Count the entries of each kind."""
     return Counter(entry.kind for entry in entries)
 
 
 def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[Start | None, list[str]]:
-    """What a new predictor reads, and what keeps it from coming to the head."""
+    """Return the entries that a new predictor reads, and the problems that keep it from the head."""
     try:
         snapshot = next(StreamCursor(stream.log).starts())
     except (MalformedError, NoSnapshotError) as error:

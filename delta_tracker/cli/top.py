@@ -1,4 +1,4 @@
-"""``top``: a live screen of a stream and its predictors."""
+"""``top``: show a live screen of a stream and its predictors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from delta_tracker.errors import MalformedError, StorageError
 
 _ANSWER_TO_TERMINATE = 128 + signal.SIGTERM
 
-_HELP = """A live screen of a stream: how much is published, what of each table, and how far behind each predictor is.
+_HELP = """Show a live screen of a stream: publish rates, rates of each table, and the lag of each predictor.
 
-Rates are those of the last minute (--window). Each refresh reads only what was committed since the last one.
-Predictors are known by their heartbeats: one is "silent" after 30 seconds without, and left out after an hour. A live
-one says itself how far it is behind. End it with Ctrl-C.
+Rates are averages over the last minute (--window). Each refresh reads only the versions committed since the last one.
+Predictors are listed by their heartbeats: "silent" after 30 seconds without a heartbeat, and omitted after an hour. The
+lag of a live predictor is the one in its heartbeat. Exit with Ctrl-C.
 
 \b
 Examples:
@@ -41,7 +41,7 @@ Examples:
     show_default=True,
     metavar="SECONDS",
     type=click.FloatRange(0.1, 3600),
-    help="Time between two refreshes.",
+    help="Time between refreshes.",
 )
 @click.option(
     "--window",
@@ -49,12 +49,12 @@ Examples:
     show_default=True,
     metavar="SECONDS",
     type=click.FloatRange(1, 86_400),
-    help="The time that rates are taken over.",
+    help="Time span of the rates.",
 )
-@click.option("--once", is_flag=True, help="Show it once and end.")
+@click.option("--once", is_flag=True, help="Show the screen once and exit.")
 @stream_command
 def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
-    """Show, wait, show again; with ``--json`` a line each time."""
+    """Show the screen repeatedly, or with ``--json`` print one line per refresh."""
     views = _views(stream, window)
     console = stream.out.console
     if once or stream.out.is_json or not console.is_terminal:
@@ -75,7 +75,7 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
 
 
 def _views(stream: Stream, window: float) -> Iterator[View]:
-    """One view after another. What cannot be read at the first is raised; later it is shown, and tried again."""
+    """Yield one view per refresh. An error in the first read is raised, a later one is shown and the read retried."""
     stream.head()
     watch = Watch(stream.log, window)
     view = View(stream.storage.url, time.time(), watch)
@@ -96,12 +96,12 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
 
 
 class _Notes(logging.Handler):
-    """The last warning of the library, for the screen: written to the terminal it would tear the screen apart."""
+    """Handler that keeps the last warning for the screen, because writing it to the terminal would break the screen."""
 
     last: str | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
+        """Keep the message."""
         self.last = record.getMessage()
 
 
@@ -117,7 +117,7 @@ def _notes() -> Iterator[_Notes]:
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """While the block runs, a request to terminate unwinds, so that the terminal is left as it was."""
+    """Convert SIGTERM inside the block to ``SystemExit``, so that the terminal is restored."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ANSWER_TO_TERMINATE))
     try:
         yield

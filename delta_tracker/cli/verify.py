@@ -193,7 +193,7 @@ class _Check:
             yield f"it is of stream {manifest.stream}"
         for link, role in ((manifest.parent, "it follows"), (manifest.merges, "it replaces")):
             if link is not None and self._links.get(link.version, link) != link:
-                yield f"{role} a version {link.version} that is not the log's"
+                yield f"{role} another version {link.version} than the log's"
 
     def _find(self, where: str, problem: str, version: int) -> None:
         self.findings.append(Finding(plain(where), plain(problem), version >= self._start))

@@ -1,4 +1,4 @@
-"""The newest versions of a stream as they are committed: what is known already is not read again."""
+"""Incremental reads of a stream's newest versions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.types import TableSpec
 
-_MAX_READS = 500  # per refresh: a screen must not stand still until a long log is read
+_MAX_READS = 500  # per refresh, so that a long log does not block the screen
 _MIN_KEPT, _MAX_KEPT = 100, 5000
 _CHECK_SECONDS = 10.0
 _NUM_LISTED = 20
 
 
 class Watch:
-    """The versions of the last seconds, and the newest ones before them.
+    """Versions of a time window, and the newest ones before it.
 
     Args:
-        log: the stream.
-        window_seconds: how far back figures reach.
+        log: log of the stream.
+        window_seconds: length of the window.
 
     Attributes:
-        head: the newest entry that was read, None before the first.
-        entries: the versions and claims that are kept, ascending; at least one from before the window if there is one.
-        tables: FQN to table, as of the newest version that has any.
-        changed: FQN to the newest delta that had rows of it.
-        starts: how often it began anew, because the stream was replaced or had gone on without it.
+        head: the newest entry read, None before the first.
+        entries: kept versions and claims, ascending; at least one from before the window if there is one.
+        tables: FQN to table, as of the newest version that has tables.
+        changed: FQN to the newest delta with rows of that table.
+        starts: number of full reads, because the stream was replaced or had a gap.
     """
 
     def __init__(self, log: StreamLog, window_seconds: float) -> None:
@@ -46,13 +46,13 @@ class Watch:
         self._next_check = 0.0
 
     def refresh(self, now: float) -> None:
-        """Read what was committed since the last call; at first the window, from the head down.
+        """Read the versions committed since the last call; in the first call, the window from the head down.
 
         Args:
-            now: Unix seconds.
+            now: Unix time in seconds.
 
         Raises:
-            MalformedError: for an entry that is none.
+            MalformedError: if an entry is malformed.
             StorageError: if the store cannot be read.
         """
         if self.head is None or not self._go_on(self.head):
@@ -61,20 +61,20 @@ class Watch:
             self.entries.popleft()
 
     def recent(self, now: float) -> list[Entry]:
-        """The snapshots and deltas of the window."""
+        """Return the snapshots and deltas of the window."""
         return [entry for entry in self.entries if entry.kind != "claim" and entry.created > now - self._window_seconds]
 
     def newest(self, count: int) -> list[Entry]:
-        """The newest ``count`` entries, the newest first."""
+        """Return the newest ``count`` entries, newest first."""
         return list(islice(reversed(self.entries), count))
 
     def seconds(self, now: float) -> float:
-        """How much of the window is known: less than all of it for a stream that began within it."""
+        """Return the length of the known part of the window, which is shorter for a stream that began within it."""
         oldest = self.entries[0].created if self.entries else now
         return min(self._window_seconds, max(1.0, now - oldest))
 
     def amounts(self, now: float) -> dict[str, Amount]:
-        """What the deltas of the window hold of each table."""
+        """Return the amount of each table in the window's deltas."""
         found = {fqn: Amount() for fqn in self.tables}
         for entry in self.recent(now):
             if entry.kind == "delta":
@@ -83,16 +83,16 @@ class Watch:
         return found
 
     def pulse(self, now: float, count: int) -> list[int]:
-        """Bytes of deltas in ``count`` equal spans of :meth:`seconds`, the oldest first."""
+        """Return the bytes of deltas in ``count`` equal spans of :meth:`seconds`, oldest first."""
         found = Counter[int]()
         for entry in self.recent(now):
             ago = max(0.0, now - entry.created) / self.seconds(now)
-            if entry.kind == "delta":  # beside a snapshot they would all look like nothing
+            if entry.kind == "delta":  # a snapshot would dwarf all deltas
                 found[count - 1 - min(count - 1, int(ago * count))] += entry.num_bytes
         return [found[index] for index in range(count)]
 
     def _go_on(self, head: Manifest) -> bool:
-        """Read on behind the head; False if the stream does not go on there."""
+        """Read the versions after the head; return False if the stream does not continue there."""
         for _ in range(_MAX_READS):
             manifest = self._log.read(head.version + 1)
             if manifest is None:
@@ -104,14 +104,14 @@ class Watch:
         return True
 
     def _is_elsewhere(self, head: Manifest) -> bool:
-        """Whether another stream stands there now, or the log goes on behind a gap. Lists the log: not every time."""
+        """Return True if the stream was replaced, or has a gap. Lists the log, so it checks only from time to time."""
         if time.monotonic() < self._next_check:
             return False
         self._next_check = time.monotonic() + _CHECK_SECONDS
         there = self._log.read(head.version)
         if there is None or there.xxh3 != head.xxh3:
             return True
-        # What was committed between the probe and the listing is no gap.
+        # A version committed between the probe and the listing is not a gap.
         return bool(self._log.versions(after=head.version)) and self._log.read(head.version + 1) is None
 
     def _begin(self, now: float) -> None:
@@ -143,15 +143,15 @@ class Watch:
 
 @dataclass(slots=True)
 class View:
-    """What one refresh shows.
+    """Data of one refresh.
 
     Args:
-        url: the stream's.
-        now: Unix seconds.
+        url: URL of the stream.
+        now: Unix time in seconds.
         watch: the newest versions.
-        followers: the predictors.
-        num_gone: predictors that are not heard of any more.
-        problem: what kept it from reading, None if nothing did.
+        followers: predictors with a heartbeat in the last hour.
+        num_gone: number of other predictors.
+        problem: error of the last read, None if it succeeded.
     """
 
     url: str
@@ -162,7 +162,7 @@ class View:
     problem: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON: one refresh. Times are Unix seconds, rates those of ``window_seconds``."""
+        """Return one refresh for JSON. Times are Unix seconds, rates are averages over ``window_seconds``."""
         watch, now, head = self.watch, self.now, self.watch.head
         seconds, recent = watch.seconds(now), watch.recent(now)
         return {

@@ -45,7 +45,7 @@ def test_inspect_counts_what_is_there(cli: Cli, writer: Writer) -> None:
     assert [each["version"] for each in cli.json("inspect", url_of(writer), "--last", 2)["versions"]] == [4, 5]
     assert cli.json("inspect", url_of(writer), "--last", 0)["versions"] == []
     screen = cli("inspect", url_of(writer))
-    for shown in ("version 5, a claim", "50 x 4 F32", "1 snapshot, 3 deltas, 2 claims", "no predictor has left"):
+    for shown in ("version 5, a claim", "50 x 4 F32", "1 snapshot, 3 deltas, 2 claims", "no predictor has written"):
         assert shown in screen
 
 
@@ -88,7 +88,7 @@ def test_inspect_shows_predictors_until_they_are_long_gone(cli: Cli, writer: Wri
     assert found["predictors_gone"] == 1
     screen = cli("inspect", url)
     assert "silent" in screen
-    assert "1 predictor not heard of for an hour" in screen
+    assert "1 predictor without a heartbeat for an hour" in screen
 
 
 def test_inspect_finds_what_keeps_a_new_predictor_away(cli: Cli, writer: Writer) -> None:
@@ -106,4 +106,4 @@ def test_inspect_finds_what_keeps_a_new_predictor_away(cli: Cli, writer: Writer)
 def test_inspect_of_a_stream_without_snapshot(cli: Cli, tmp_path: Path) -> None:
     writer = Writer(Storage((tmp_path / "s").as_uri(), create=True))
     assert "has no snapshot yet" in cli.json("inspect", url_of(writer), code=1)["findings"][0]
-    assert "has nothing to start from" in cli("inspect", url_of(writer), code=1)
+    assert "has no snapshot to start from" in cli("inspect", url_of(writer), code=1)

@@ -70,7 +70,7 @@ def test_a_wrong_call_exits_with_2_and_says_what_to_do(cli: Cli, arguments: list
 def test_a_typed_error_is_one_paragraph(cli: Cli) -> None:
     cli("inspect", "/nowhere/at/all", code=2)
     (line,) = cli.err.splitlines()
-    assert line.startswith("error: URL='file:///nowhere/at/all' cannot be used. No stream is there")
+    assert line.startswith("error: URL='file:///nowhere/at/all' cannot be used. There is no stream")
 
 
 def test_a_missing_package_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

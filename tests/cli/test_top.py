@@ -88,4 +88,4 @@ def test_lines_of_json_go_on_until_it_is_interrupted(storage: Storage, capsys, m
 
 def test_what_is_no_stream_is_said_at_once(tmp_path: Path, capsys) -> None:
     assert main(["top", str(tmp_path / "none")]) == 2
-    assert "No stream is there" in capsys.readouterr().err
+    assert "There is no stream" in capsys.readouterr().err

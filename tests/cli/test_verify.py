@@ -64,7 +64,7 @@ def test_verify_names_each_damage(cli: Cli, writer: Writer) -> None:
         (f"parts/{parts[1].name}", "it does not exist"),
         (f"parts/{parts[2].name}", f"it has {parts[2].stat().st_size} bytes instead of"),
         (f"merged/{merged.name}", "it follows another version"),
-        (f"merged/{merged.name}", "it replaces a version"),
+        (f"merged/{merged.name}", "it replaces another version"),
     ]
     for each, (where, problem) in zip(found, expected, strict=True):
         assert each["where"] == where
@@ -82,7 +82,7 @@ def test_verify_follows_the_chain(cli: Cli, writer: Writer) -> None:
     path = path_of(writer, entry_name(3))
     fields = json.loads(path.read_text())
     for change, problem in (
-        ({"created": 1.0}, "it follows"),  # as the next entry notices
+        ({"created": 1.0}, "its parent is"),  # as the next entry notices
         ({"stream": "0" * 32}, "it is of stream"),
         ({"snapshot": None}, "as the newest snapshot"),
         ({"generation": 0}, "its generation 0 is below 1"),
@@ -121,6 +121,6 @@ def test_claims_that_retention_keeps_are_no_damage(cli: Cli, writer: Writer) -> 
     assert cli.json("verify", url, "--quick")["findings"] == []
     found = cli.json("inspect", url)
     assert (found["findings"], found["log"]["strays"]) == ([], 1)
-    assert "1 entry: claims and the entries before them stay" in cli("inspect", url)
+    assert "1 entry: retention keeps claims" in cli("inspect", url)
     report = cli.json("report", url)
     assert (report["faults"], report["versions"]["missing"]) == ([], 0)
