@@ -25,8 +25,9 @@ PROMISES = {
     "fenced": "A second publisher fences the first, whose next publish raises `FencedError` and publishes nothing",
     "independent": "Consumers are independent. A consumer that exceeds `max_bytes` is dropped, so memory is bounded, "
     "and its next read raises `NeedsSnapshotError`",
-    "restored": "After a restore, at any world size and under any plan, each consumer has the same pending rows, with "
-    "their old values and ages. A checkpoint without tracker state makes every row pending",
+    "restored": "After a restore, at any world size and under any plan (in `MOMENTUM_DIFF` with the same column cuts), "
+    "each consumer has the same pending rows, with their old values and ages. A checkpoint without tracker state makes "
+    "every row pending",
     "contained": "An error inside a hook never reaches the training step. It is counted, and all rows of the table "
     "become pending",
     "refused": "Invalid input is rejected whole, with a typed error that names the offender and the next step",

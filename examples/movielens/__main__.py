@@ -57,10 +57,10 @@ def parse(arguments: Sequence[str] | None) -> Settings:
 
 
 def renew(settings: Settings) -> None:
-    """Replace the output folder, unless it has files that are not the demo's.
+    """Replace the output folder by an empty one.
 
     Raises:
-        ValueError: if the folder has other content.
+        ValueError: if the folder has content that is not from an earlier run of the demo.
     """
     out = settings.out
     if out.exists():

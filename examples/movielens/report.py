@@ -35,12 +35,12 @@ class Predictions:
     """``[M]``."""
 
     def losses(self, reader: str) -> Values:
-        """``[M]`` log loss of each rating."""
+        """Return the ``[M]`` log losses of the ratings."""
         loss: Values = np.logaddexp(0, self.logits[reader]) - self.labels * self.logits[reader]
         return loss
 
     def auc(self, reader: str) -> float:
-        """Area under the ROC curve over all ratings."""
+        """Return the area under the ROC curve over all ratings."""
         return float(binary_auroc(torch.from_numpy(self.logits[reader]), torch.from_numpy(self.labels).int()))
 
 

@@ -33,7 +33,7 @@ class Settings:
     learning_rate: float = 0.05
     """Learning rate of the row-wise Adagrad."""
     patience_seconds: float = 60.0
-    """How long a process waits for another one before it raises."""
+    """Seconds that a process waits for another one before it raises."""
 
     def __post_init__(self) -> None:
         if self.batch < WORLD_SIZE or self.batch % WORLD_SIZE:
