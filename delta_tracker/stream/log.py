@@ -1,16 +1,18 @@
-"""The log of a stream, in an object store: dense entries, each created once and naming the one before it by its hash.
+"""Log of a stream: consecutive entries, each created exactly once and linked to its predecessor by hash.
 
 The protocol, for each publisher:
 
-1. ``claim`` once. The claim is the next entry of the log and names a higher generation.
+1. ``claim`` once. The claim is the next entry of the log and has a higher generation.
 2. ``commit`` each version after its parts are written. The version's entry is created if absent.
-3. Who finds the name taken reads the entry back. Its own bytes: the earlier answer was lost, and it had won. An
-   earlier attempt of its own: that one had won, go on behind it. Anyone else's: it is fenced, for good.
+3. If the name is taken, read the entry back. If it has the publisher's own bytes, the response was lost, and the entry
+   is committed. If it is another attempt of the same publisher, that attempt succeeded: continue after it. If it is
+   another publisher's, this publisher is fenced permanently.
 
-So two publishers can race, die or sleep at any step, and the log has one history. What no entry names does not exist.
+Publishers may therefore race, be killed or be suspended at any step, and the log has one history. Readers ignore
+objects that no entry names.
 
-Beside the log stand merged entries, which a compaction makes of several versions. They say nothing new: a reader may
-take one in place of the versions that it stands for.
+A compaction also creates merged entries, outside the log. They add no information: a reader may apply one instead of
+the versions that it replaces.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.storage.storage import Storage, back_off
 
 _DIGITS = 20  # names sort as the versions do, up to 2**63
-_CLAIM_ATTEMPTS = 100  # of which each but the last ones was lost to another publisher
-_REFUSALS = 5  # of one name that no listing shows
+_CLAIM_ATTEMPTS = 100  # all but the last few were lost to other publishers
+_REFUSALS = 5  # refused attempts to claim one name although no listing shows it
 _MAX_ENTRY_BYTES = 64 << 20  # a manifest has some 300 bytes per rank and table
 _ENTRY_NAME = re.compile(rf"log/([0-9]{{{_DIGITS}}})\.json")
 _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(delta|snapshot)\.json")
@@ -37,7 +39,7 @@ _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(d
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A merged entry, by its name: it stands for the versions ``first`` to ``last``, or for all up to ``last``."""
+    """Reference to a merged entry, which replaces the versions ``first`` to ``last``, or all up to ``last``."""
 
     last: int
     first: int
@@ -45,40 +47,40 @@ class Merged:
 
     @property
     def name(self) -> str:
-        """Its name in the store; names sort by ``last``."""
+        """Name of the entry in the store; names sort by ``last``."""
         return f"merged/{self.last:0{_DIGITS}d}-{self.first:0{_DIGITS}d}-{self.kind}.json"
 
     @classmethod
     def of(cls, manifest: Manifest) -> Merged:
-        """The name that a merged entry has."""
+        """Return the reference to a merged entry."""
         first = 0 if manifest.parent is None else manifest.parent.version + 1
         return cls(manifest.version, first, manifest.kind)
 
 
 class StreamLog:
-    """Entries of the stream in ``storage``, for reading and, once claimed, for writing."""
+    """Log of the stream in ``storage``, to read entries and to claim the stream for writing."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._parsed: tuple[str, Manifest] | None = None  # the entry that was read last, with its name
 
     def read(self, version: int) -> Manifest | None:
-        """The entry of a version, None if there is none.
+        """Return the entry of a version, None if it does not exist.
 
         Raises:
-            MalformedError: if it does not follow the format, or is another version's.
+            MalformedError: if the entry does not follow the format, or is that of another version.
             StorageError: if the store cannot be read.
         """
         name = entry_name(version)
         manifest = self._read(name)
         if manifest is not None and (manifest.version != version or manifest.merges is not None):
-            raise MalformedError(name, f"it says that it is version {manifest.version}, merged: {manifest.merges}")
+            raise MalformedError(name, f"it is the entry of version {manifest.version}, merged: {manifest.merges}")
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
-        """The versions above ``after`` that the store holds, ascending. Lists the store: slow where it is remote.
+        """Return the versions above ``after``, ascending. Lists the store, which is slow if it is remote.
 
-        Names that are no version's are passed over: whatever else lies there does not exist.
+        Ignores names that are not those of a version.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -87,7 +89,7 @@ class StreamLog:
         return [int(match[1]) for match in map(_ENTRY_NAME.fullmatch, names) if match is not None]
 
     def head(self) -> Manifest | None:
-        """The newest entry, None in an empty store.
+        """Return the newest entry, None in an empty store.
 
         Raises:
             MalformedError, StorageError: as :meth:`read`.
@@ -96,11 +98,11 @@ class StreamLog:
             head = self.read(versions[-1])
             if head is not None:
                 return head
-            # The head is never taken away: it was one when it was listed, long ago.
+            # The head is never deleted, so the listing is old: list again.
         return None
 
     def merged(self, *, after: int = -1) -> list[Merged]:
-        """The merged entries that end above ``after``, by their end. Lists the store.
+        """Return the merged entries that end above ``after``, sorted by their end. Lists the store.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -110,30 +112,30 @@ class StreamLog:
         return [Merged(int(match[1]), int(match[2]), match[3]) for match in matches]
 
     def read_merged(self, merged: Merged) -> Manifest | None:
-        """A merged entry, None if there is none.
+        """Return a merged entry, None if it does not exist.
 
         Raises:
-            MalformedError: if it does not follow the format, or stands for other versions than its name says.
+            MalformedError: if the entry does not follow the format, or replaces other versions than those of its name.
             StorageError: if the store cannot be read.
         """
         manifest = self._read(merged.name)
         if manifest is not None and (manifest.merges is None or Merged.of(manifest) != merged):
-            raise MalformedError(merged.name, f"it stands for {manifest.parent} to {manifest.merges}")
+            raise MalformedError(merged.name, f"it replaces versions after {manifest.parent} up to {manifest.merges}")
         return manifest
 
     def create_merged(self, manifest: Manifest) -> bool:
-        """Create a merged entry; False if there is one for these versions.
+        """Create a merged entry; return False if another one exists for these versions.
 
         Raises:
-            MalformedError: if no reader would accept the entry.
-            StorageError: if the store fails and the entry is not seen in it.
+            MalformedError: if the entry does not follow the format.
+            StorageError: if the store fails, and the entry is not in the store.
         """
         name = Merged.of(manifest).name
         parse_manifest(name, manifest.to_json())
         return self._create(name, manifest.to_json())
 
     def newest_snapshot(self) -> Manifest | None:
-        """The newest snapshot that a reader can start from, in the log or merged; None if there is none.
+        """Return the newest snapshot that a reader can start from, in the log or merged, None if there is none.
 
         Raises:
             MalformedError, StorageError: as :meth:`read`.
@@ -150,7 +152,7 @@ class StreamLog:
         return self.read(in_log) if in_log >= 0 else None
 
     def longest_merged(self, version: int) -> Manifest | None:
-        """The merged delta that takes a reader of ``version`` furthest, None if there is none.
+        """Return the merged delta that takes a reader of ``version`` furthest, None if there is none.
 
         Raises:
             MalformedError, StorageError: as :meth:`read`.
@@ -163,24 +165,24 @@ class StreamLog:
         return None
 
     def is_committed(self, entry: Manifest) -> bool:
-        """Return whether an entry that was read is part of the log. Lists the log.
+        """Return True if an entry that was read is part of the log. Lists the log.
 
         Use it for claims. A publisher that read the head long ago may have created its claim at a name that retention
-        has freed since. The log then continues above the claim, and no entry names it. Entries of other kinds need no
-        check: retention does not free the names at which they could be created late.
+        has freed since. The log then continues above the claim, and no entry names the claim as its parent. Entries of
+        other kinds need no check: retention does not free the names at which they could be created late.
 
         Raises:
             MalformedError: if the next entry does not follow the format.
             StorageError: if the store cannot be read.
         """
-        # Listed first: an entry that is committed in between must not look like a gap.
+        # List first, so that an entry committed between the two calls does not look like a gap.
         if not self.versions(after=entry.version):
             return True
         following = self.read(entry.version + 1)
         return following is not None and following.parent == entry.link
 
     def precedes_claim(self, entry: Manifest) -> bool:
-        """Return whether the next entry is a claim. Retention then keeps ``entry``, but not its parts.
+        """Return True if the next entry is a claim. Retention then keeps ``entry``, but not its parts.
 
         Raises:
             MalformedError, StorageError: as :meth:`read`.
@@ -189,10 +191,10 @@ class StreamLog:
         return following is not None and following.kind == "claim"
 
     def claim(self) -> Claim:
-        """Take the stream over, or start it: the next entry names a generation above the head's.
+        """Claim the stream with a generation above the head's; start the stream if the store is empty.
 
         Raises:
-            NameConflictError: if the name of the next entry is refused, though no entry of that name is listed.
+            NameConflictError: if the store refuses the name of the next entry, but does not list such an entry.
             MalformedError, StorageError: as :meth:`read`. If the store failed, the claim may have been created.
         """
         writer = secrets.token_hex(16)
@@ -217,13 +219,13 @@ class StreamLog:
             if claimed is not None:
                 return Claim(self, *claimed)
             back_off(refused + 1)
-        raise StorageError(self.storage.url, f"others took {name}, the last of {_CLAIM_ATTEMPTS} names to claim")
+        raise StorageError(self.storage.url, f"lost {_CLAIM_ATTEMPTS} claims to other publishers, the last for {name}")
 
     def _append(self, draft: Manifest) -> tuple[Manifest, bytes] | None:
-        """Make ``draft`` the entry of its version. Return the entry and its bytes; None if another one is, or was.
+        """Append ``draft`` to the log. Return the entry and its bytes, None if its version has or had another entry.
 
         Raises:
-            MalformedError: if no reader would accept it, so that it would end the stream; nothing was created.
+            MalformedError: if the entry does not follow the format, and would end the stream; nothing was created.
             StorageError: if the store fails; the entry may have been created.
         """
         name, data = entry_name(draft.version), draft.to_json()
@@ -233,13 +235,13 @@ class StreamLog:
         return (entry, data) if self._confirm(entry) else None
 
     def _confirm(self, entry: Manifest) -> bool:
-        """Return whether an entry that was just seen to be there is part of the log. Delete it if it is not.
+        """Return True if an entry that exists is part of the log; otherwise delete it.
 
         The log may have continued long ago, and retention may have freed the name at which this entry was created.
-        The head is never deleted, so an entry of the log is the head or the next entry names it. Other entries than
-        claims are compared with their parent first, which needs no listing: it is the publisher's own last entry, and
-        retention removes it before it frees the name of this one. A claim's parent proves nothing, because it may be
-        an entry that retention keeps.
+        The head is never deleted, so an entry of the log is the head, or the next entry names it. For entries other
+        than claims, check first that the parent exists, which needs no listing: the parent is the publisher's own last
+        entry, and retention deletes it before it frees the name of this one. The parent of a claim proves nothing,
+        because retention may keep it.
         """
         if entry.kind != "claim" and entry.parent is not None:
             parent = self.storage.read(entry_name(entry.parent.version), max_bytes=_MAX_ENTRY_BYTES)
@@ -261,7 +263,7 @@ class StreamLog:
         return parsed[1]
 
     def _create(self, name: str, data: bytes) -> bool:
-        """Create an entry; False if its name is taken by another one, also where the store's answer was lost."""
+        """Create an entry; return False if another one has its name. After a lost response, read the entry back."""
         try:
             if self.storage.create(name, data):
                 return True
@@ -277,12 +279,12 @@ class StreamLog:
 
 
 class Claim:
-    """The right to write to a stream, until a newer generation takes it.
+    """Right to append to a stream, until a newer generation claims it.
 
     Args:
-        log: the stream.
-        entry: the claim.
-        data: its bytes.
+        log: log of the stream.
+        entry: entry of the claim.
+        data: bytes of the entry.
     """
 
     def __init__(self, log: StreamLog, entry: Manifest, data: bytes) -> None:
@@ -293,26 +295,26 @@ class Claim:
 
     @property
     def head(self) -> Manifest:
-        """The newest entry that this claim has written."""
+        """The newest entry of this generation."""
         return self._head
 
     @property
     def data(self) -> bytes:
-        """The bytes of what :meth:`commit` returned last, or of the claim, as they are in the log."""
+        """Bytes of the last entry that :meth:`commit` returned, or of the claim, as stored in the log."""
         return self._data
 
     def commit(self, entry: Manifest) -> Manifest:
-        """Append a version. Its place in the stream, and the time of its creation, are filled in.
+        """Append a version. Fills in its position in the log and its creation time.
 
         Returns:
-            The entry as committed.
+            The committed entry.
 
         Raises:
-            FencedError: if a newer generation has the stream; nothing was committed, now or ever after.
-            NameConflictError: if the store refuses the name of the entry and shows no entry; nothing was committed.
-            MalformedError: if no reader would accept the entry; nothing was committed.
-            StorageError: if the store fails. If it failed after the entry was created, readers may have it; the next
-                commit continues behind it.
+            FencedError: if a newer generation has claimed the stream; nothing was committed, and no later call commits.
+            NameConflictError: if the store refuses the name of the entry, but has no such entry; nothing was committed.
+            MalformedError: if the entry does not follow the format; nothing was committed.
+            StorageError: if the store fails. If it failed after the entry was created, readers may have applied it, and
+                the next commit continues after it.
         """
         if self._fenced is not None:
             raise self._fenced
@@ -337,7 +339,7 @@ class Claim:
             if taken is None or taken.writer != head.writer or not self._log._confirm(taken):  # noqa: SLF001  as above
                 is_other = taken is not None and taken.writer != head.writer
                 newest = (taken if is_other else self._log.head()) or head
-                if taken is None and newest.link == head.link:  # it was refused, and now nothing is there
+                if taken is None and newest.link == head.link:  # refused, but there is no entry
                     raise NameConflictError(self._log.storage.url, entry_name(version), 1)
                 self._fenced = FencedError(head.generation, newest.generation, newest.version)
                 raise self._fenced
@@ -345,16 +347,16 @@ class Claim:
 
 
 def entry_name(version: int) -> str:
-    """Name of a version's entry in the store."""
+    """Return the name of a version's entry in the store."""
     return f"log/{version:0{_DIGITS}d}.json"
 
 
 def part_name(version: int, generation: int, author: str) -> str:
-    """A new name for a part of a version, which nothing else ever has.
+    """Return a new, unique name for a part of a version.
 
     Args:
-        version: the version, or one below the one that will name it.
-        generation: of the publisher.
-        author: who writes it, such as ``r3`` for rank 3.
+        version: the version, or a lower one than that of the entry that will name the part.
+        generation: generation of the publisher.
+        author: writer of the part, such as ``r3`` for rank 3.
     """
     return f"parts/{version:0{_DIGITS}d}-g{generation}-{author}-{secrets.token_hex(8)}.safetensors"

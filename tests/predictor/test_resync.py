@@ -53,7 +53,7 @@ def _malformed(root: Path, history: History) -> str:
 
 def _duplicate(root: Path, history: History) -> str:
     shutil.copy(root / entry_name(2), root / entry_name(3))
-    return f"MalformedError: {entry_name(3)} is malformed: it says that it is version 2"
+    return f"MalformedError: {entry_name(3)} is malformed: it is the entry of version 2"
 
 
 def _stale(root: Path, history: History) -> str:

@@ -242,7 +242,7 @@ def test_a_merged_entry_under_another_name_or_in_the_log_is_refused() -> None:
     data = _merge(log, "delta", 2, 3).to_json()
     other = Merged(3, 1, "delta")
     storage.create(other.name, data)
-    with pytest.raises(MalformedError, match="stands for"):
+    with pytest.raises(MalformedError, match="replaces versions"):
         log.read_merged(other)
     storage.delete(entry_name(3))
     storage.create(entry_name(3), data)

@@ -1,4 +1,4 @@
-"""Entries of a log from their bytes, which nobody vouches for: what ``FORMAT.md`` does not allow is refused."""
+"""Parser of manifests from untrusted bytes. It rejects everything that ``FORMAT.md`` does not allow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from delta_tracker.stream.format.manifest import (
 from delta_tracker.types import TableSpec
 
 _TABLE_DTYPES = {name: DENSE_DTYPES[name] for name in ("F32", "F16", "BF16")}
-# Edges of rows times edges of columns of one table's blocks: ten thousand ranks by a hundred column ranges fit.
+# Maximum of row edges times column edges of one table's blocks; allows 10,000 ranks by 100 column ranges.
 _MAX_CELLS = 4_000_000
 _MAX_REASON = 1000
 
@@ -44,7 +44,7 @@ class _Dense(Struct):
 
 
 class _Entry(Struct):
-    """An entry's JSON object, behind its ``format``. Fields that are not named here are ignored."""
+    """JSON object of an entry, except its ``format``. Other fields are ignored."""
 
     stream: Hex
     generation: Count
@@ -64,14 +64,14 @@ class _Entry(Struct):
 
 
 def parse_manifest(name: str, data: bytes) -> Manifest:
-    """Read and check an entry.
+    """Parse and check an entry.
 
     Args:
-        name: the entry's name, for the error.
-        data: its bytes.
+        name: name of the entry, for the error.
+        data: bytes of the entry.
 
     Raises:
-        MalformedError: if anything in it does not follow the format.
+        MalformedError: if the entry does not follow the format.
     """
     try:
         return _manifest(load_json(data), xxhash.xxh3_128_hexdigest(data))
@@ -80,21 +80,21 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
-    """Any JSON, in UTF-8, in which no object has one name twice: readers would differ in which of them counts.
+    """Parse JSON in UTF-8. Rejects objects with a duplicate name, for which readers would use different values.
 
     Raises:
-        ValueError, RecursionError: if it is not that.
+        ValueError, RecursionError: if the JSON is invalid.
     """
     return json.loads(data.decode(), object_pairs_hook=_object)
 
 
 def reason_of(error: Exception) -> str:
-    """What a fault says, cut: it may quote whole files."""
+    """Return the error text, truncated, because it may quote whole files."""
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
 
 
 def parse_part(entry: object) -> Part:
-    """Return a part's record, from its JSON object.
+    """Parse the record of a part from its JSON object.
 
     Raises:
         ValueError: if a field is missing or out of its range.
@@ -104,7 +104,7 @@ def parse_part(entry: object) -> Part:
 
 def _manifest(found: Any, xxh3: str) -> Manifest:  # noqa: ANN401  untrusted JSON
     if type(found["format"]) is not int or found["format"] != FORMAT:
-        raise ValueError(f"its format is {found['format']!r}, this library reads format {FORMAT}")
+        raise ValueError(f"its format is {found['format']!r}; this library reads format {FORMAT}")
     entry = convert(found, _Entry)
     tables = {
         fqn: TableSpec(fqn, table.num_rows, table.dim, _TABLE_DTYPES[table.dtype])
@@ -121,19 +121,19 @@ def _manifest(found: Any, xxh3: str) -> Manifest:  # noqa: ANN401  untrusted JSO
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("one name stands twice in an object")
+        raise ValueError("an object has a name twice")
     return found
 
 
 def _dense(spec: _Dense) -> DenseSpec:
     # torch has strides for empty tensors too
     if math.prod(max(1, size) for size in spec.shape) * 8 > MAX_COUNT:
-        raise ValueError(f"no tensor has the shape {spec.shape}")
+        raise ValueError(f"the shape {spec.shape} is too large for a tensor")
     return DenseSpec(DENSE_DTYPES[spec.dtype], spec.shape)
 
 
 def _check_place(manifest: Manifest) -> None:
-    """An entry of the log follows the one before it; a merged one stands for several."""
+    """Check that an entry of the log follows its predecessor, and that a merged entry spans its versions."""
     version, parent, snapshot = manifest.version, manifest.parent, manifest.snapshot
     if manifest.batches[0] > manifest.batches[1]:
         raise ValueError(f"its batches are {manifest.batches}")
@@ -143,15 +143,15 @@ def _check_place(manifest: Manifest) -> None:
     if before >= version or (manifest.merges is None and before != version - 1):
         raise ValueError(f"its parent is version {before}")
     if manifest.merges is not None and manifest.merges.version != version:
-        raise ValueError(f"it stands for version {manifest.merges.version}")
+        raise ValueError(f"it merges up to version {manifest.merges.version}")
     if manifest.kind == "snapshot" and snapshot != version:
-        raise ValueError(f"it is a snapshot, but names {snapshot} as the newest one")
+        raise ValueError(f"it is a snapshot, but its newest snapshot is {snapshot}")
     if snapshot is not None and snapshot > version:
         raise ValueError(f"its newest snapshot is version {snapshot}")
 
 
 def _check_blocks(manifest: Manifest) -> None:
-    """Blocks lie inside their tables, those of a kind do not overlap, and a snapshot's cover the tables."""
+    """Check that blocks are inside their tables, do not overlap within a kind, and in a snapshot cover the tables."""
     listed: dict[str, list[Block]] = {fqn: [] for fqn in manifest.tables}
     whole: dict[str, list[Block]] = {fqn: [] for fqn in manifest.tables}
     for part in manifest.parts:
@@ -178,19 +178,19 @@ def _check_blocks(manifest: Manifest) -> None:
 
 
 def _check_dense(manifest: Manifest) -> None:
-    """Every dense tensor stands in one part."""
+    """Check that every dense tensor is in exactly one part."""
     held = [name for part in manifest.parts for name in part.dense]
     if sorted(held) != sorted(manifest.dense):
         raise ValueError(f"its parts hold the dense tensors {sorted(held)} instead of {sorted(manifest.dense)}")
 
 
 def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """How many blocks cover each cell of the grid that the blocks' edges cut the table into."""
+    """Return the number of blocks that cover each cell of the grid of the blocks' edges."""
     rows = np.unique([0, table.num_rows, *(edge for block in blocks for edge in block.rows)])
     columns = np.unique([0, table.dim, *(edge for block in blocks for edge in block.columns)])
     if len(rows) * len(columns) > _MAX_CELLS:
         raise ValueError(f"its {len(blocks)} blocks of table {table.fqn!r} are too many")
-    # Each block counts at its corners alone, and the sums spread it: else many large blocks would take hours.
+    # A 2-D prefix sum over block corners: filling the cells of each block would take hours for many large blocks.
     cover = np.zeros((len(rows), len(columns)), dtype=np.int64)
     corners = np.array([(*block.rows, *block.columns) for block in blocks], dtype=np.int64).reshape(-1, 4)
     top, bottom = np.searchsorted(rows, corners[:, 0]), np.searchsorted(rows, corners[:, 1])
