@@ -218,7 +218,7 @@ class ChangeLog:
     def reserve(self, consumer: str | None, holder: str) -> str:
         """Reserve a consumer for ``holder`` until :meth:`release`, and return its name.
 
-        Meanwhile, :meth:`resolve` raises an error that names ``holder``.
+        While it is reserved, :meth:`resolve` raises an error that names ``holder``.
 
         Raises: the errors of :meth:`resolve`.
         """
@@ -306,7 +306,10 @@ class ChangeLog:
                 self._stores[fqn].acknowledge_writes()
 
     def replace(self, stores: Mapping[str, SegmentStore]) -> None:
-        """Replace the stores of some tables and mark all their rows, with unknown old states. Aborts open reads."""
+        """Replace the stores of some tables and mark all their rows, with unknown old states.
+
+        Aborts uncommitted reads.
+        """
         with self.lock:
             if stores:
                 self._consumers.forget_tables(stores)

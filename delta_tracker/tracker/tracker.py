@@ -355,7 +355,7 @@ class ModelDeltaTracker:
     # Memory
 
     def memory(self) -> Memory:
-        """Return the bytes that the tracker holds now."""
+        """Return the number of bytes that the tracker holds."""
         return self._log.memory()
 
     @property

@@ -94,13 +94,13 @@ class TrackerCheckpoint:
             raise InvalidArgumentError("note", note, "Pass dicts, lists, strings and finite numbers") from error
 
     def register_counter(self, name: str, counter: object) -> None:
-        """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
+        """Register a counter, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
         if not name or "/" in name or name in self._counters:
             raise InvalidArgumentError("name", name, f"Pass a name without slash, not in {sorted(self._counters)}")
         self._counters[name] = as_mergeable(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
-        """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
+        """Return the saved state, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
         if strategy not in get_args(Strategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
         rank, world_size = _place()
@@ -127,7 +127,7 @@ class TrackerCheckpoint:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
+        """Load a saved state, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
         for name in self._log.consumers:
             self._log.resolve(name)  # raises if the consumer is reserved
         if not state:
@@ -154,7 +154,7 @@ class TrackerCheckpoint:
         self._annotations, self._restored = dict(plan.annotations), Restored.STATE
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
+        """Plan a load of saved parts, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
         check_alike(parts)
         first = parts[0]
         for what, saved, found in (
