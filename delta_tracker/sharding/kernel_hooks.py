@@ -228,28 +228,28 @@ class _Deaf:
     """Listener of a removed hook."""
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     def ended(self, key: int) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     def output_launched(self) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore it."""
+        """Do nothing."""
 
 
 class _BackwardToken:

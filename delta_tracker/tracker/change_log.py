@@ -588,7 +588,7 @@ class ChangeLog:
             self.notice_writes([fqn for fqn in fqns if self._stores[fqn].keeps_states])
 
     def _reading_shards(self) -> AbstractContextManager[None]:
-        """Return :func:`one_cut` if a store reads its shard. Without it a record takes 2 microseconds less."""
+        """Return :func:`one_cut` if a store reads its shard. Otherwise skip it, which saves 2 microseconds."""
         return one_cut() if self._reads_shards else _NOTHING_IS_READ
 
     def _cut(self) -> None:

@@ -76,7 +76,7 @@ class LagClock:
             self._left_out[consumer] = since
 
     def given_up(self, consumer: str, position: int) -> None:
-        """Record that a consumer was dropped and moved to a position. Its age continues to grow."""
+        """Record that a consumer was dropped and moved to a position. Keeps the age of its oldest pending row."""
         since = self._pending_since(consumer)
         self._positions[consumer] = position
         if since is not None:

@@ -119,7 +119,7 @@ class ConsumerPositions:
         return self._consumers[name].is_transient
 
     def place(self, name: str, position: int, batch: int, *, is_behind: bool = False) -> None:
-        """Add or move consumer ``name`` at ``position``, with nothing pending from before it."""
+        """Add consumer ``name`` at ``position``, or move it there, with nothing pending from before it."""
         placed = _Consumer(position=position, batch=batch, is_behind=is_behind)
         known = self._consumers.get(name)
         if known is not None:

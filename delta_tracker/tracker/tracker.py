@@ -176,7 +176,7 @@ class ModelDeltaTracker:
 
     @property
     def num_hook_errors(self) -> int:
-        """Number of errors in hooks since the start. Each was caught, and all rows of its tables were marked."""
+        """Number of errors caught in hooks since the start. A hook that cannot record changes marks all rows."""
         return self._num_past_errors + sum(hook.num_errors for hook in self._hooks)
 
     @property

@@ -47,7 +47,7 @@ class TorchRows(RowSet):
 
     @property
     def num_bytes(self) -> int:
-        """``R`` bytes."""
+        """Bytes of the marks, ``R``."""
         return self._marks.nbytes
 
     def _mark(self, ids: Tensor) -> None:

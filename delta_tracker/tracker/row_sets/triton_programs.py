@@ -42,7 +42,7 @@ def mark(
     size: tl.constexpr,
     wants_fresh: tl.constexpr,
 ) -> None:
-    """Set the bit of each id. With ``wants_fresh``, write each id to ``fresh``, ``[N]``, or R if its bit was set."""
+    """Set each id's bit. With ``wants_fresh``, write the id to ``fresh``, ``[N]``, or R if the bit was already set."""
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = at < num_ids
     row = _within(tl.load(ids + at, mask=here, other=0), num_rows)

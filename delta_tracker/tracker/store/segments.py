@@ -43,7 +43,7 @@ class _Segment:
         self.states = [(ids[ids >= 0], states[ids >= 0]) for ids, states in self.states]
 
     def absorb(self, newer: _Segment) -> None:
-        """Add the rows of a newer segment, which may lose them. For rows in both, keep this segment's states."""
+        """Move the rows of a newer segment into this one. For rows in both, keep this segment's states."""
         if newer.rows is None:
             return
         if self.rows is None:
@@ -168,7 +168,7 @@ class SegmentStore:
 
     @property
     def reads_shard(self) -> bool:
-        """Whether marking rows or :meth:`cut` reads the shard's rows."""
+        """True if marking rows or :meth:`cut` reads the shard's rows."""
         return self.keeps_states
 
     def catch_up(self) -> None:

@@ -70,7 +70,7 @@ class ShadowStore(SegmentStore):
 
     @property
     def reads_shard(self) -> bool:
-        """True: each cut compares the shard with the copy."""
+        """Always True, because each cut compares the shard with the copy."""
         return True
 
     @property
