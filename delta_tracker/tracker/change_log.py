@@ -97,7 +97,7 @@ class ChangeLog:
         self._consumers = ConsumerPositions(consumers)
         self._delete_on_read = delete_on_read
         self._auto_compact = auto_compact
-        self._is_compact = True  # the log was not cut since the last compaction
+        self._is_compact = True  # no cut, commit or abort since the last compaction
         self._is_reading = False  # no cursor pins the cut between read() and seal()
         self._max_bytes = max_bytes
         self._received = received
@@ -393,7 +393,8 @@ class ChangeLog:
     def output_launched(self) -> None:
         """Compact after an output distribution was launched, if ``auto_compact`` is set. Does not block.
 
-        Does nothing if the log was not cut since the last compaction, or if another thread holds the lock.
+        Does nothing if there was no cut, commit or abort since the last compaction, during a read, or if another thread
+        holds the lock.
         """
         if self._auto_compact and not self._is_compact and self.lock.acquire(blocking=False):
             try:

@@ -104,11 +104,11 @@ class ModelDeltaTracker:
 
     DEFAULT_CONSUMER = "default"
 
-    def __init__(  # noqa: PLR0913  the seed interface's, and three
+    def __init__(  # noqa: PLR0913  the arguments of TorchRec's tracker, and five more
         self,
         model: nn.Module,
         consumers: Sequence[str] | None = None,
-        delete_on_read: bool = True,  # noqa: FBT001, FBT002  positional as in the seed interface
+        delete_on_read: bool = True,  # noqa: FBT001, FBT002  positional as in TorchRec's tracker
         auto_compact: bool = False,  # noqa: FBT001, FBT002
         mode: TrackingMode = TrackingMode.ID_ONLY,
         fqns_to_skip: Iterable[str] = (),

@@ -41,7 +41,7 @@ class TorchRows(RowSet):
             self._marks = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     @classmethod
-    def serves(cls, device: torch.device) -> bool:  # noqa: ARG003  every device will do
+    def serves(cls, device: torch.device) -> bool:  # noqa: ARG003  torch supports every device
         """Return True, because torch supports every device."""
         return True
 
