@@ -1,6 +1,6 @@
-"""Charts as numbers and SVG paths, in a box of 1000 by 100 that the page stretches; text stands beside it.
+"""Charts as numbers and SVG paths in a box of 1000 by 100 units, which the page stretches to its width.
 
-So one drawing serves a phone and a wide screen, and letters are never stretched.
+Text is not part of the box, so that letters are not stretched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ Labels = Callable[[float], str]
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A label at a place along an axis, in percent from the left or the bottom; ``more`` is set below it, smaller."""
+    """Label of an axis.
+
+    Args:
+        place: percent from the left or the bottom.
+        label: the text.
+        more: second line in smaller type.
+    """
 
     place: float
     label: str
@@ -27,7 +33,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A path in the colour ``series``: filled, or a line."""
+    """SVG path in the colour of ``series``, filled or stroked."""
 
     path: str
     series: str
@@ -36,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What the pointer finds between ``left`` and ``left + width`` (percent): a title, and a value for each series."""
+    """Tooltip for ``left`` to ``left + width`` (percent): a title and one value per series."""
 
     left: float
     width: float
@@ -46,7 +52,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line at a place in percent, of a kind that the page knows how to draw."""
+    """Vertical marker at ``place`` percent; ``kind`` is its CSS class: snapshot, restart or median."""
 
     place: float
     kind: str
@@ -54,16 +60,16 @@ class Mark:
 
 @dataclass(slots=True, kw_only=True)
 class Chart:
-    """A drawing.
+    """A chart.
 
     Args:
-        about: what it shows, for who cannot see it.
-        legend: series to name, in the order of the values of the hits.
-        shapes: from the back to the front.
-        y_ticks: of the vertical axis.
-        x_ticks: of the horizontal axis.
-        hits: from left to right.
-        marks: vertical lines.
+        about: alternative text for screen readers.
+        legend: series to label, in the order of the values of the hits.
+        shapes: paths, from back to front.
+        y_ticks: labels of the vertical axis.
+        x_ticks: labels of the horizontal axis.
+        hits: tooltips, from left to right.
+        marks: vertical markers.
     """
 
     about: str
@@ -77,12 +83,12 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From values to places between 0 and 100.
+    """Map from values to percent, 0 to 100.
 
     Args:
         low: the value at 0.
         high: the value at 100, above ``low``.
-        is_log: by their logarithms; both are above 0 then.
+        is_log: logarithmic scale; ``low`` and ``high`` must be above 0.
     """
 
     low: float
@@ -90,14 +96,14 @@ class Scale:
     is_log: bool = False
 
     def __call__(self, value: float) -> float:
-        """The place of a value; those beyond the ends stand at the ends."""
+        """Return the percent for a value, clamped to the range of the scale."""
         value = min(max(value, self.low), self.high)
         if self.is_log:
             return HEIGHT * math.log(value / self.low) / math.log(self.high / self.low)
         return HEIGHT * (value - self.low) / (self.high - self.low)
 
     def ticks(self, labels: Labels) -> list[Tick]:
-        """A few round values."""
+        """Return ticks at a few round values."""
         return [Tick(round(self(value), 2), labels(value)) for value in self._round()]
 
     def _round(self) -> list[float]:
@@ -109,7 +115,7 @@ class Scale:
 
 
 def linear(highest: float) -> Scale:
-    """From 0 to a round value that is not below ``highest``.
+    """Return a linear scale from 0 to the first round value at or above ``highest``.
 
     Example:
         >>> linear(37.0)
@@ -122,19 +128,19 @@ def linear(highest: float) -> Scale:
 
 
 def logarithmic(values: Sequence[float]) -> Scale:
-    """Between powers of ten around those of ``values`` that are above 0."""
+    """Return a logarithmic scale between powers of ten that covers the positive ``values``."""
     above = [value for value in values if value > 0] or [1.0]
     low, high = math.floor(math.log10(min(above))), math.ceil(math.log10(max(above)))
     return Scale(10.0**low, 10.0 ** max(high, low + 1), is_log=True)
 
 
 def bars(heights: Sequence[float], below: Sequence[float] | None = None, gap: float = 0.0) -> str:
-    """The path of bars side by side over the whole width.
+    """Return the path of adjacent bars over the whole width.
 
     Args:
         heights: in percent.
-        below: where each begins, in percent; on the ground if not given.
-        gap: between two bars, as a share of a bar's place.
+        below: bottom of each bar in percent; default 0.
+        gap: gap between two bars, as a fraction of a bar's slot.
     """
     slot = WIDTH / max(1, len(heights))
     steps = []
@@ -150,7 +156,7 @@ def bars(heights: Sequence[float], below: Sequence[float] | None = None, gap: fl
 
 
 def line(places: Sequence[tuple[float, float]], *, is_area: bool = False) -> str:
-    """The path through points, in percent from the left and the bottom; or of the area under it."""
+    """Return the path through points, in percent from the left and the bottom, or of the area below it."""
     points = "L".join(f"{_number(x * WIDTH / 100)} {_number(HEIGHT - y)}" for x, y in places)
     if not is_area:
         return f"M{points}"
@@ -159,14 +165,14 @@ def line(places: Sequence[tuple[float, float]], *, is_area: bool = False) -> str
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Which of ``count`` places side by side get a label, if ``most`` of them fit."""
+    """Return the indices, of ``count`` adjacent places, that get one of at most ``most`` labels."""
     if count <= most:
         return list(range(count))
     return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
 def _step(span: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that has at most so many steps in a span."""
+    """Return the smallest 1, 2 or 5 times a power of ten that divides ``span`` into at most ``_MAX_TICKS`` steps."""
     rough = span / _MAX_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * step for step in _STEPS if power * step >= rough * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""The figures of a report on a stream, as plain values: what ``--json`` prints, and what the page shows."""
+"""Figures of a report as plain values, for ``--json`` and for the page."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MAX_FAULTS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much of a stream is read, from its newest version down.
+    """Limits on what a report reads, counted from the newest version backwards.
 
     Args:
-        versions: entries of the log.
-        num_bytes: bytes of parts.
+        versions: maximum number of log entries.
+        num_bytes: maximum bytes of parts.
     """
 
     versions: int
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Reading:
-    """What was read of the rows."""
+    """Versions and bytes of which the rows were read."""
 
     first: int | None = None
     last: int | None = None
@@ -51,7 +51,7 @@ class _Reading:
 
 
 def gather(stream: Stream, limits: Limits) -> Figures:
-    """Read a stream for a report.
+    """Read a stream and return the figures of its report.
 
     Raises:
         InvalidArgumentError: if there is no stream.
@@ -90,7 +90,12 @@ def gather(stream: Stream, limits: Limits) -> Figures:
 
 
 def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, list[str], list[tuple[int, int]], int]:
-    """The history, what is wrong, version and bytes of what has rows worth reading, and how many are left out."""
+    """Read the newest entries of the log.
+
+    Returns:
+        The history; the faults; version and bytes of the newest entries that fit into ``limits.num_bytes``; the number
+        of older entries that were not read.
+    """
     listed = [version for version in stream.log.versions() if version <= head.version]
     chosen = listed[-limits.versions :]
     history, faults = History(), _gap(stream, listed)
@@ -101,7 +106,7 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
             progress.advance()
             if isinstance(entry, MalformedError):
                 faults.append(entry.problem)
-            elif entry is not None:  # retention may have taken it meanwhile
+            elif entry is not None:  # None if retention deleted it after the listing
                 history.add(entry)
                 sizes.append((entry.version, entry.num_bytes))
                 total += entry.num_bytes
@@ -111,14 +116,17 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
 
 
 def _gap(stream: Stream, listed: list[int]) -> list[str]:
-    """The entry whose absence keeps a new predictor from the head, as a fault; what retention took is none."""
+    """Return a fault if a missing entry after the newest snapshot keeps a new predictor from the head.
+
+    Missing entries before the snapshot are no fault: retention deletes them.
+    """
     try:
         snapshot = stream.log.newest_snapshot()
-    except MalformedError:  # a fault of its own, when it is read
+    except MalformedError:  # reported when the entry itself is read
         return []
     if snapshot is None or not listed or (first := listed[contiguous(listed)]) <= snapshot.version + 1:
         return []
-    return [f"{entry_name(first - 1)}: it is missing, and the newest snapshot lies below it"]
+    return [f"{entry_name(first - 1)}: it is missing, and the newest snapshot is below it"]
 
 
 def _read_rows(stream: Stream, movement: Movement, sizes: list[tuple[int, int]], faults: list[str]) -> _Reading:
@@ -135,7 +143,7 @@ def _read_rows(stream: Stream, movement: Movement, sizes: list[tuple[int, int]],
                 movement.add(Contents(stream.storage, manifest))
             except (CorruptPartError, MalformedError) as error:
                 there = stream.log.read(version)
-                # Retention takes the parts of a version with its entry, or alone if the entry precedes a claim.
+                # Not a fault if retention deleted the parts: with their entry, or without it if the next is a claim.
                 if there is not None and not stream.log.precedes_claim(there):
                     faults.append(f"version {version}: {error.problem}")
                 continue
@@ -194,14 +202,17 @@ def _table(history: History, moved: TableMovement) -> dict[str, Any]:
 
 
 def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
-    """With the relative error of the buckets, 1.1 %."""
+    """Return the count, quantiles and maximum, with the relative error of the buckets, 1.1 %."""
     names = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     found = {name: buckets.quantile(fraction) if buckets.count else None for name, fraction in names.items()}
     return {"count": buckets.count} | found
 
 
 def _histogram(buckets: LogBuckets) -> list[dict[str, float]]:
-    """Bars of equal width on a logarithmic scale: the narrowest of powers of two of the buckets that are few enough."""
+    """Return bars of equal width on a logarithmic scale.
+
+    The width is the smallest power of two of buckets that gives at most ``_MAX_BARS`` bars.
+    """
     if not buckets.positive:
         return []
     low, high, width = min(buckets.positive), max(buckets.positive), 1

@@ -1,7 +1,7 @@
-"""A report as one HTML file that needs nothing else: no network, no fonts, no scripts of others.
+"""Renders a report as one self-contained HTML file, without network access, fonts or third-party scripts.
 
-Names and errors come from a stream, which is anybody's. All of them pass through the template's automatic escaping, a
-policy in the page forbids every script but its own, and that one reads no markup.
+Names and errors from a stream are untrusted. The template escapes all of them, the page's content security policy
+allows only its own script, and that script sets text only, no markup.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _DAY = 86_400.0
 
 
 def render(figures: Figures) -> str:
-    """The page.
+    """Return the HTML page of a report.
 
     Args:
-        figures: as :func:`delta_tracker.cli.figures.gather` gives them.
+        figures: from :func:`delta_tracker.cli.figures.gather`.
 
     Raises:
         MissingExtraError: if jinja2 is not installed.
@@ -59,7 +59,7 @@ def render(figures: Figures) -> str:
 
 
 def number(value: float) -> str:
-    """A small or large number in three digits.
+    """Format a number with three significant digits.
 
     Example:
         >>> number(0.02283), number(1234.5), number(1e-07)
@@ -70,7 +70,7 @@ def number(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share in percent, with digits where they matter.
+    """Format a fraction in percent, with more digits close to 0 % and 100 %.
 
     Example:
         >>> share(0.8776), share(0.00042), share(0.9996), share(1.0)
@@ -84,20 +84,20 @@ def share(value: float) -> str:
 
 
 def short(name: str) -> str:
-    """A name that fits: the end says most."""
+    """Shorten a long name in the middle, keeping more of its end."""
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME // 3]}…{name[-2 * _MAX_NAME // 3 :]}"
 
 
 def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """A time in Unix seconds, in UTC. Any number of a manifest will do."""
+    """Format Unix seconds in UTC; ``unknown date`` if ``datetime`` cannot represent them."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime(form)
     except (OverflowError, ValueError, OSError):
-        return "in no year known"
+        return "unknown date"
 
 
 def _harmless(value: object) -> object:
-    """What every expression of the template passes through: control characters and the like are spelled out."""
+    """Escape control characters in every string that the template prints."""
     return plain(value) if type(value) is str else value
 
 
@@ -107,7 +107,7 @@ def _charts(figures: Figures) -> dict[str, Chart]:
 
 
 def _sizes(figures: Figures) -> Chart:
-    """Mean bytes of a delta, by table."""
+    """Return the chart of the mean bytes of a delta, by table."""
     bins, tables = figures["bins"], figures["tables"]
     named = tables[:_NUM_SERIES]
     layers = {f"s{index}": table["bin_bytes"] for index, table in enumerate(named)}
@@ -140,9 +140,9 @@ def _sizes(figures: Figures) -> Chart:
 
 
 def _saved(bins: Sequence[dict[str, Any]]) -> Chart:
-    """Bytes from the first version on, added up."""
+    """Return the chart of the cumulative bytes since the first version."""
     legend = {"full": "as full snapshots", "s0": "this stream"}
-    chart = _over_versions("Bytes from the first version on", bins, legend)
+    chart = _over_versions("Cumulative bytes since the first version", bins, legend)
     full = sent = 0
     curves: dict[str, list[tuple[float, float]]] = {"full": [(0.0, 0.0)], "s0": [(0.0, 0.0)]}
     slot = 100 / len(bins)
@@ -162,7 +162,7 @@ def _saved(bins: Sequence[dict[str, Any]]) -> Chart:
 
 
 def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
-    """Seconds from version to version."""
+    """Return the chart of the seconds between versions."""
     chart = _over_versions("Time between versions", bins, {"s0": "longest", "s1": "mean"})
     known = [each for each in bins if each["gaps"]]
     means = [each["gap_seconds"] / each["gaps"] if each["gaps"] else 0.0 for each in bins]
@@ -173,7 +173,7 @@ def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
         above = [scale(each["max_gap"]) - scale(mean) for each, mean in zip(bins, means, strict=True)]
         chart.shapes.append(Shape(bars(above, [scale(mean) for mean in means]), "s0"))
     else:
-        chart.legend = {"s1": "seconds since the version before"}
+        chart.legend = {"s1": "seconds since the previous version"}
     places = [
         (slot * (i + 0.5), scale(mean)) for i, (each, mean) in enumerate(zip(bins, means, strict=True)) if each["gaps"]
     ]
@@ -186,7 +186,7 @@ def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
 
 
 def _over_versions(about: str, bins: Sequence[dict[str, Any]], legend: dict[str, str]) -> Chart:
-    """A chart with the versions along it, and marks where snapshots and new publishers are."""
+    """Return a chart with versions along the x axis and markers at snapshots and new publishers."""
     chart = Chart(about=about, legend=legend)
     slot = 100 / len(bins)
     is_long = bins[-1]["end"] - bins[0]["begin"] > _DAY
@@ -207,7 +207,7 @@ def _moved(figures: Figures) -> list[dict[str, Any]]:
 
 
 def _card(table: dict[str, Any]) -> dict[str, Any]:
-    """How far the rows of one table moved."""
+    """Return the card with the histogram of distances of one table."""
     histogram, moves = table["histogram"], table["moves"]
     scale = linear(max(bar["count"] for bar in histogram) / moves["count"])
     shares = [bar["count"] / moves["count"] for bar in histogram]
@@ -225,7 +225,7 @@ def _card(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _distances(across: Scale) -> list[Tick]:
-    """Round distances: powers of ten; 2 and 5 times those where there are few; the ends where there is none."""
+    """Return ticks at powers of ten, or at 1, 2 and 5 times those, or at the ends, whichever first gives two ticks."""
     low, high = math.floor(math.log10(across.low)), math.ceil(math.log10(across.high))
     tens = [10.0**power for power in range(low, high + 1)]
     fine = [power * step for power in tens for step in (1, 2, 5)]
@@ -237,7 +237,7 @@ def _distances(across: Scale) -> list[Tick]:
 
 
 def _line(num_bytes: Sequence[int], bins: Sequence[dict[str, Any]]) -> str:
-    """The path of a small line without axes: mean bytes of a delta."""
+    """Return the path of a sparkline: mean bytes of a delta."""
     means = [total / each["deltas"] for total, each in zip(num_bytes, bins, strict=True) if each["deltas"]]
     scale = linear(max(means, default=0.0))
     slot = 100 / max(1, len(means) - 1)
@@ -266,5 +266,5 @@ def _several(amount: int, one: str) -> str:
 
 
 def _gap(num_bars: int) -> float:
-    """Few bars stand apart, many touch."""
+    """Return the gap between bars: 0 for many bars."""
     return 0.15 if num_bars <= 60 else 0.0  # noqa: PLR2004  about what a phone can show

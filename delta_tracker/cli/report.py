@@ -1,4 +1,4 @@
-"""``report``: one self-contained page about a stream."""
+"""``report``: write one self-contained HTML page about a stream."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import size
 from delta_tracker.errors import InvalidArgumentError
 
-_HELP = """Write one self-contained page about a stream: delta size over time, hottest rows, how far rows move,
+_HELP = """Write one self-contained HTML page about a stream: delta size over time, hottest rows, how far rows move,
 freshness, bytes saved.
 
-The page needs no network and runs no scripts of others. It says what was read: by default the newest 10,000 versions,
-and of the newest GB of them the rows. Memory stays below 1 GB whatever the stream's size. Exit code 1 if the
-stream is damaged; the page is written all the same, and says so.
+The page needs no network and loads no third-party scripts. By default the report reads the newest 10,000 versions, and
+the rows of the newest 1 GB of them; the page states these ranges. Memory stays below 1 GB for a stream of any size.
+Exit code 1 if the stream is damaged; the page is still written and lists the faults.
 
 \b
 Examples:
@@ -29,14 +29,16 @@ Examples:
 
 
 @click.command("report", help=_HELP)
-@click.option("--out", "path", type=click.Path(dir_okay=False, path_type=Path), help="The page. [default: report.html]")
+@click.option(
+    "--out", "path", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: report.html]"
+)
 @click.option(
     "--versions",
     default=10_000,
     show_default=True,
     metavar="N",
     type=click.IntRange(1),
-    help="Look at the newest N versions.",
+    help="Number of newest versions to read.",
 )
 @click.option(
     "--read",
@@ -45,12 +47,12 @@ Examples:
     show_default=True,
     metavar="MB",
     type=click.IntRange(0),
-    help="Read the rows of the newest of them, up to so many MB.",
+    help="Read the rows of the newest of them, up to this size.",
 )
 @stream_command
 def command(stream: Stream, path: Path | None, versions: int, megabytes: int) -> int:
-    """Write the page, or print its figures; with ``--json`` a page only if ``--out`` is given."""
-    if path is not None and not path.absolute().parent.is_dir():  # said before hours of reading, not after
+    """Write the page; with ``--json``, print the figures and write a page only if ``--out`` is given."""
+    if path is not None and not path.absolute().parent.is_dir():  # check before reading, which may take hours
         raise InvalidArgumentError("--out", str(path), "Name a file in a directory that exists")
     figures = gather(stream, Limits(versions=versions, num_bytes=megabytes * 1_000_000))
     if stream.out.is_json:
@@ -64,12 +66,12 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
 
 
 def _write(page: Path, text: str) -> None:
-    """Write the page under another name, then rename it: whoever looks sees the old page or the new one."""
+    """Write the page to a temporary file and rename it, so that readers see the old page or the new one."""
     draft = page.with_name(f".{page.name}.{secrets.token_hex(8)}")
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(page)
     except OSError as error:
-        raise InvalidArgumentError("--out", str(page), f"It cannot be written: {error.strerror}") from error
+        raise InvalidArgumentError("--out", str(page), f"Choose another path: {error.strerror}") from error
     finally:
         draft.unlink(missing_ok=True)

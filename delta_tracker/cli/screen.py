@@ -1,4 +1,4 @@
-"""The screen of ``top``, made to fit: what is most worth seeing stays when there is little room."""
+"""Screen of ``top``, fitted to the terminal: the most important rows are kept."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _KINDS = {"snapshot": "cyan", "claim": "yellow"}
 
 
 def screen(view: View, width: int, height: int | None = None) -> RenderableType:
-    """The screen.
+    """Return the screen.
 
     Args:
-        view: what there is to show.
-        width: of the terminal, in characters.
-        height: of the terminal, in lines; None where nothing limits it.
+        view: the data.
+        width: width of the terminal in characters.
+        height: height of the terminal in lines; None for no limit.
     """
     tables, versions = _tables(view, width), view.watch.newest(_UNLIMITED)
     room = (height or _UNLIMITED) - _FIXED_LINES
@@ -38,14 +38,14 @@ def screen(view: View, width: int, height: int | None = None) -> RenderableType:
     lines += [_predictors(view, for_predictors), Text()]
     lines += [_table_of_tables(tables, for_tables), Text()]
     lines.append(_versions(versions[:for_versions], view.now))
-    held = [f"{each.beat.name} is held up: {each.beat.error}" for each in view.followers if _is_held(each)]
+    held = [f"{each.beat.name} has an error: {each.beat.error}" for each in view.followers if _is_held(each)]
     if view.problem is not None or held:
         lines.append(_one_line(view.problem or held[0], "bold red"))
     return Group(*lines)
 
 
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
-    """Lines for each part: a few for everyone, then by turns until nobody wants more."""
+    """Distribute ``room`` lines: a few for each part, then one at a time in turn, up to the wanted numbers."""
     least = max(1, min(_LEAST, room // len(wanted)))
     given = [min(least, want) for want in wanted]
     while sum(given) < room and given != list(wanted):
@@ -60,7 +60,7 @@ def _head(view: View, width: int) -> list[Text]:
     title = _one_line("delta-tracker top  ", "bold")
     title.append_text(cell(view.url, "cyan"))
     if head is None:
-        return [title, _one_line("the stream is gone", "bold red"), Text()]
+        return [title, _one_line("the stream no longer exists", "bold red"), Text()]
     state = _one_line("")
     state.append_text(cell(f"version {head.version}", "bold"))
     state.append(f" {head.kind}, {duration(max(0.0, now - head.created))} old  generation {head.generation}")
@@ -83,10 +83,10 @@ def _head(view: View, width: int) -> list[Text]:
 
 
 def _predictors(view: View, lines: int) -> Table:
-    made = _table("predictor", "state", ">heard", ">version", ">behind", ">for", ">resyncs", "held up by")
+    made = _table("predictor", "state", ">heartbeat", ">version", ">behind", ">for", ">resyncs", "error")
     ranked = sorted(view.followers, key=_urgency, reverse=True)
     if not ranked:
-        made.add_row(cell("none is known", "dim"))
+        made.add_row(cell("no predictors", "dim"))
     for each in _fitting(made, ranked, lines, view.num_gone):
         beat, is_live = each.beat, each.state == "live"
         is_behind = each.behind is None or each.behind > 0
@@ -104,7 +104,7 @@ def _predictors(view: View, lines: int) -> Table:
 
 
 def _tables(view: View, width: int) -> list[tuple[Text, ...]]:
-    """A row for each table, those with the most bytes first."""
+    """Return a row for each table, by descending bytes."""
     watch, seconds = view.watch, view.watch.seconds(view.now)
     amounts = sorted(watch.amounts(view.now).items(), key=lambda each: (-each[1].num_bytes, each[0]))
     found: list[tuple[Text, ...]] = []
@@ -147,7 +147,7 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
 
 
 def _fitting(made: Table, rows: Sequence[_T], lines: int, num_gone: int = 0) -> Sequence[_T]:
-    """The rows for which there are lines; how many others there are stands in the heading."""
+    """Return the first ``lines`` rows; the heading gets the number of the others."""
     left = len(rows) - lines
     if left > 0:
         made.columns[0].header = _one_line(f"{made.columns[0].header} (and {count(left)} more)")
@@ -157,7 +157,7 @@ def _fitting(made: Table, rows: Sequence[_T], lines: int, num_gone: int = 0) -> 
 
 
 def _table(*columns: str) -> Table:
-    """A table whose last column gives way if all are too wide."""
+    """Return a table whose last column is narrowed first if the table is too wide."""
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold blue")
     for name in columns:
         made.add_column(
@@ -184,7 +184,7 @@ def _one_line(text: str, style: str = "") -> Text:
 
 
 def _short(name: str, width: int) -> str:
-    """A name that fits: its end says most."""
+    """Shorten a name to ``width`` characters, keeping its end."""
     return name if len(name) <= width else f"…{name[1 - width :]}"
 
 
