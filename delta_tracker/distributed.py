@@ -49,6 +49,7 @@ class RankGroup:
         self.rank, self.world_size = 0, 1
         self._gloo: Any = None  # the type stubs lack its methods
         self._lost: RankLostError | None = None
+        self._is_starting = False  # True after an interrupt: a collective may have been started
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return
         self.rank = dist.get_rank()
@@ -72,9 +73,13 @@ class RankGroup:
         every = [torch.empty_like(tensor) for _ in range(self.world_size)]
         try:
             with self._typed_errors():
-                return Gathering(self, every, self._group.allgather([every], [tensor]))
+                group = self._group
+                self._is_starting = True
+                gathering = Gathering(self, every, group.allgather([every], [tensor]))
         except RankLostError:  # kept in self._lost
-            return Gathering(self, every)
+            gathering = Gathering(self, every)
+        self._is_starting = False
+        return gathering
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, by rank; all of one shape and dtype.
@@ -93,7 +98,10 @@ class RankGroup:
         if self.world_size == 1:
             return
         with self._typed_errors():
-            work = self._group.allreduce([tensor], dist.ReduceOp.SUM)
+            group = self._group
+            self._is_starting = True
+            work = group.allreduce([tensor], dist.ReduceOp.SUM)
+        self._is_starting = False
         self.wait(work)
 
     def send(self, tensor: Tensor, rank: int) -> None:
@@ -140,8 +148,15 @@ class RankGroup:
         """Leave the group, after this rank's running collectives have ended."""
         self._gloo = None
 
+    def leave(self, reason: str) -> None:
+        """Let every later call raise, because this rank is out of step with the others. No collective."""
+        if self._lost is None:
+            self._lost = RankLostError(reason)
+
     @property
     def _group(self) -> Any:  # noqa: ANN401  as above
+        if self._is_starting:  # whether the other ranks count on that collective cannot be known
+            self.leave("this one was interrupted while it started a collective")
         if self._lost is not None:
             raise self._lost
         assert self._gloo is not None, "the group is closed"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from delta_tracker.distributed import Gathering, RankGroup
-from delta_tracker.errors import FencedError, PublishError
+from delta_tracker.errors import FencedError, PublishError, RankLostError
 
 _CALL = "Publisher(...)"
 
@@ -42,6 +42,8 @@ class Phase(IntEnum):
     """Write the rows of the read."""
     COMMITTING = auto()
     """Create the manifest on rank 0."""
+    FAILED = auto()
+    """The version failed on this rank, perhaps on this one alone."""
 
 
 class Vote(NamedTuple):
@@ -118,9 +120,17 @@ class Exchange:
     def __init__(self, timeout: timedelta) -> None:
         self.group = RankGroup("publisher", _CALL, timeout)
         self.rank = self.group.rank
+        self._exchanged: Gathering | None = None  # votes of exchange(), not counted yet
+        self._num_owed_bytes = 0  # length of the message that the other ranks wait for
 
     def start_votes(self, vote: Vote) -> Gathering:
-        """Send this rank's vote without waiting for the others. Never raises."""
+        """Send this rank's vote without waiting for the others.
+
+        If this rank failed or was interrupted before it sent a message that the others wait for, send a blank message
+        first: the others would receive the vote in place of the message.
+        """
+        if self._exchanged is not None or self._num_owed_bytes:
+            self.send_owed_message()
         return self.group.start_all_gather(torch.tensor(vote, dtype=torch.int64))
 
     def count(self, gathering: Gathering) -> Count:
@@ -134,6 +144,7 @@ class Exchange:
         least, most = Vote(*votes.amin(0).tolist()), Vote(*votes.amax(0).tolist())
         if least.phase != most.phase:
             check_alike([{"phase": f"the phase {Phase(int(phase)).name.lower()}"} for phase in votes[:, 0]], "phase")
+        self._num_owed_bytes = 0 if most.is_working else most.num_bytes
         return Count(most, is_alike=least[:3] == most[:3])
 
     def gather(self, own: Message, num_bytes: int) -> list[dict[str, Any]]:
@@ -150,12 +161,17 @@ class Exchange:
             RankLostError: if a rank died or did not answer in time.
         """
         data = bytearray(own.data.ljust(num_bytes))  # JSON may end in spaces
-        tensors = self.group.all_gather(torch.frombuffer(data, dtype=torch.uint8))
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        self._num_owed_bytes = 0
+        tensors = self.group.all_gather(tensor)
         if own.failure is not None:
             raise own.failure
         messages = []
-        for rank, tensor in enumerate(tensors):
-            message = json.loads(tensor.numpy().tobytes())
+        for rank, each in enumerate(tensors):
+            text = each.numpy().tobytes()
+            if text.isspace():
+                raise PublishError(rank, "an interrupt")
+            message = json.loads(text)
             if "fenced" in message:
                 raise FencedError(*message["fenced"])
             if "error" in message:
@@ -172,12 +188,31 @@ class Exchange:
 
         Raises: as :meth:`count` and :meth:`gather`.
         """
-        count = self.count(self.start_votes(Vote(phase, num_bytes=len(own.data))))
+        self._exchanged = self.start_votes(Vote(phase, num_bytes=len(own.data)))
+        try:
+            count = self.count(self._exchanged)
+        except (PublishError, RankLostError):
+            self._exchanged = None
+            raise
+        self._exchanged = None
         return self.gather(own, count.most.num_bytes)
 
     def close(self) -> None:
         """Leave the group. No collective."""
         self.group.close()
+
+    def send_owed_message(self) -> None:
+        """Send a blank message if the other ranks wait for one; they raise PublishError."""
+        try:
+            if self._exchanged is not None:
+                self.count(self._exchanged)
+        except (PublishError, RankLostError):  # then no rank sends a message
+            self._num_owed_bytes = 0
+        self._exchanged = None
+        if self._num_owed_bytes:
+            blank = torch.full((self._num_owed_bytes,), ord(" "), dtype=torch.uint8)
+            self._num_owed_bytes = 0
+            self.group.start_all_gather(blank)
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str) -> None:

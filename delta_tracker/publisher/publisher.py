@@ -110,6 +110,7 @@ class Publisher:
         self._votes: Gathering | None = None  # started, not counted yet
         self._error: Exception | None = None
         self._num_versions = 0
+        self._owes_vote = False  # step() failed or was interrupted before it voted
         self._is_open = False
 
         def prepare() -> dict[str, Any]:
@@ -193,10 +194,13 @@ class Publisher:
         self._checked_source()
         if self._pace is None:
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
-        is_in_step = self._count_votes()
-        if is_in_step and not isinstance(self._error, FencedError | RankLostError):
-            vote = self._step_vote(self._pace) if self._flight is None else self._flight.vote()
-            self._votes = self._exchange.start_votes(vote)
+        try:
+            if self._owes_vote:  # the other ranks are one vote ahead
+                self._count_and_vote()
+            self._owes_vote = True
+            self._count_and_vote()
+        except Exception as error:  # noqa: BLE001  it must not reach training
+            self._fail(error)
 
     def publish(self) -> Manifest:
         """Publish the rows that changed since the last version, or a snapshot if one is needed.
@@ -279,25 +283,50 @@ class Publisher:
         vote = self._writer.vote(Phase.PUBLISHING, self._tracker.num_batches, self._tracker.tables)
         vote = vote._replace(is_due=True, wants_snapshot=source.needs_snapshot or kind == "snapshot")
         self._votes = self._exchange.start_votes(vote)
-        self._count_votes()
-        self._land()
+        self._complete()
         if self._error is not None:
             raise self._error
         return self._writer.head
 
     def _land(self) -> None:
         """Finish the current version, if there is one."""
-        if self._flight is None and self._votes is not None:
+        if self._owes_vote:
+            self._count_and_vote()
+        if self._flight is None:
             self._drop_votes()
-        while (flight := self._flight) is not None:
-            if self._votes is None:
+        self._complete()
+
+    def _complete(self) -> None:
+        """Vote and count votes until no version is being published."""
+        while (flight := self._flight) is not None or self._votes is not None:
+            if self._votes is None and flight is not None:
                 wait([flight.job])
                 self._votes = self._exchange.start_votes(flight.vote())
-            self._count_votes()
+            if self._count_votes():
+                continue
+            # If it failed on this rank only, the other ranks wait for its next message or vote.
+            if isinstance(flight, Committing):
+                self._exchange.send_owed_message()
+            else:
+                self._votes = self._exchange.start_votes(Vote(Phase.FAILED))
+                self._drop_votes()
 
-    def _step_vote(self, pace: Pace) -> Vote:
+    def _count_and_vote(self) -> None:
+        """Count the votes of the previous call, and vote."""
+        self._count_votes()
+        if isinstance(self._error, FencedError | RankLostError):
+            self._owes_vote = False
+            return
+        vote = self._step_vote() if self._flight is None else self._flight.vote()
+        # One statement, so that an interrupt cannot come between the two assignments.
+        self._votes, self._owes_vote = self._exchange.start_votes(vote), False
+
+    def _step_vote(self) -> Vote:
         """Return this rank's vote while no version is being published."""
         vote = self._writer.vote(Phase.STEPPING, self._tracker.num_batches, self._tracker.tables)
+        pace = self._pace
+        if pace is None:
+            return vote
         try:
             assert self._cadence is not None, "there is a pace"
             every = self._cadence.snapshot_every
@@ -323,9 +352,7 @@ class Publisher:
 
         After an interrupt the state is unchanged.
 
-        Returns:
-            False if the ranks called different methods. All ranks detect that at the same count and must not vote
-            before their next call: they are then in step again.
+        Returns: as :meth:`_advance`; True also if the ranks called different methods, which fails on all of them.
         """
         if self._votes is None:
             return True
@@ -334,16 +361,19 @@ class Publisher:
         except (PublishError, RankLostError) as error:
             self._votes = None
             self._fail(error)
-            return False
+            return True
         self._votes = None
-        self._advance(count)
-        return True
+        return self._advance(count)
 
-    def _advance(self, count: Count) -> None:
-        """Enter the next state, according to the votes of all ranks."""
+    def _advance(self, count: Count) -> bool:
+        """Enter the next state, according to the votes of all ranks.
+
+        Returns:
+            False if the version failed, perhaps on this rank only.
+        """
         flight = self._flight
         if count.most.is_working:
-            return
+            return True
         try:
             match flight:
                 case None if count.most.is_due:
@@ -360,13 +390,19 @@ class Publisher:
                     self._finish(flight.read, self._writer.accept(flight.job.result(), count.most.num_bytes))
         except Exception as error:  # noqa: BLE001  kept: publish() raises it, step() must not
             self._fail(error)
+            return False
+        return True
 
     def _begin(self, kind: Kind) -> None:
+        if kind == "delta":
+            self._cut(kind, None)  # at once: top_k makes it a collective, which the other ranks have begun
+        else:
+            self._copy(kind)
         if self._pace is not None:
             self._pace.restart()
-        if kind == "delta":
-            self._cut(kind, None)
-            return
+
+    def _copy(self, kind: Kind) -> None:
+        """Let the worker copy and write all rows."""
         job: Future[Part | None]
         try:
             rows = self._checked_source().copy()
@@ -413,9 +449,12 @@ class Publisher:
     def _fail(self, error: Exception) -> None:
         """Record an error, and abort the current version, if there is one: its rows stay pending."""
         flight, self._flight = self._flight, None
-        if flight is not None:
-            self._checked_source().end(flight.read, None)
-        self._gauges.failed(error)
-        if str(error) != str(self._error):
+        former, self._error = self._error, error
+        if str(error) != str(former):
             _logger.warning("version %d was not published: %s", self.version + 1, error)
-        self._error = error
+        self._gauges.failed(error)
+        if flight is not None:
+            try:
+                self._checked_source().end(flight.read, None)
+            except Exception:
+                _logger.exception("the read of a version that failed could not be aborted: the next one replaces it")

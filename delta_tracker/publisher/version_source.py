@@ -114,6 +114,8 @@ class VersionSource:
             self._has_snapshot = False
             self.handle.annotate(None)
             self.handle.clear()
+        if self._meanwhile is not None:  # of a version that was interrupted before it had begun
+            self._meanwhile.release()
         self._meanwhile = self.handle.begin_copy()
         with one_cut():
             return self._gatherer.whole(self._tracker.fused_tables, now=False)
@@ -131,7 +133,8 @@ class VersionSource:
                 # What changed while it was copied; tables without a fused optimizer are copied whole only now, because
                 # a write of theirs is seen by comparison, and a value that came back by then would not be.
                 assert self._meanwhile is not None, "copy() came first"
-                changed = self._meanwhile.read(with_states=False)
+                # Uncommitted: an interrupted cut is made again, and has to find the same rows.
+                changed = self._meanwhile.read(commit=False, with_states=False)
                 compared = frozenset(tracker.tables) - tracker.fused_tables
                 rows = self._gatherer.changed(changed, without=compared) + self._gatherer.whole(compared, now=True)
                 read = self.handle.read(commit=False, with_states=False)
@@ -160,6 +163,8 @@ class VersionSource:
             read: the read; None if the version failed before it.
             committed: manifest of the version; None if it failed, so that its rows stay pending.
         """
+        if committed is not None:  # first, so that they are the same on all ranks whatever fails below
+            self._has_snapshot, self._is_repairing = True, False
         if self._meanwhile is not None:
             self._meanwhile.release()
             self._meanwhile = None
@@ -169,7 +174,6 @@ class VersionSource:
             except StaleDeltaError:
                 _logger.warning("the tracker was attached again while a version was written; its rows are sent again")
         if committed is not None:
-            self._has_snapshot, self._is_repairing = True, False
             self._note(committed)
 
     def close(self, *, forgets: bool) -> None:

@@ -152,8 +152,7 @@ class ConsumerHandle:
             InvalidArgumentError: if a consumer has its name, which is this one's and ``" (snapshot)"``.
         """
         name = f"{self._held()} (snapshot)"
-        self._log.add(name, holder=self._holder)
-        return ConsumerHandle(
+        copy = ConsumerHandle(
             name,
             self._holder,
             log=self._log,
@@ -162,6 +161,15 @@ class ConsumerHandle:
             checkpoint=self._checkpoint,
             is_transient=True,
         )
+        try:
+            self._log.add(name, holder=self._holder)
+        except InvalidArgumentError:
+            raise
+        except BaseException:  # no handle could remove the consumer later
+            if name in self._log.consumers:
+                self._log.remove(name)
+            raise
+        return copy
 
     # Checkpoints
 

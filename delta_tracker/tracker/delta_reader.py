@@ -181,7 +181,12 @@ class DeltaReader:
                 candidates = {fqn: self._candidates(fqn, rows[fqn], top_k) for fqn in local}
             except Exception as error:  # noqa: BLE001  the other ranks wait: choose() tells them, then raises it
                 candidates = error
-        return choose(top_k, candidates, list(self._model.shards), ranks)
+        try:
+            return choose(top_k, candidates, list(self._model.shards), ranks)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                ranks.leave()
+            raise
 
     def _candidates(self, fqn: str, changed: ChangedRows, top_k: TopK) -> Candidates:
         spec = self._model.shards[fqn].spec

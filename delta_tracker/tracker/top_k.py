@@ -24,6 +24,8 @@ Score = Callable[[str, DeltaRows], Tensor]
 _DIGITS = (21, 10, 0)  # shifts: 11, 11 and 10 bits of a 32-bit key
 _NUM_BINS = 1 << 11
 _KEY_BITS = 32
+_HEADER = 3  # columns
+_FAILED = 2  # its column that is above 0 if a rank failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,10 @@ class AllRanks:
         self._group.add(counts)
         return counts
 
+    def leave(self) -> None:
+        """Let every later call raise, because this rank has left a choice before its end. No collective."""
+        self._group.leave("this one was interrupted while rows were chosen")
+
     def before(self, counts: Tensor) -> Tensor:
         """The sum over all lower ranks."""
         every = self._group.all_gather(counts)
@@ -143,24 +149,63 @@ def choose(
         RankLostError: if a rank died or did not answer in time.
         Exception: ``tables``, if it is one.
     """
-    candidates = tables if isinstance(tables, Mapping) else {}
     groups = [[fqn] for fqn in fqns] if top_k.per_table else [list(fqns)]
-    search = _Search(top_k, [[candidates[fqn] for fqn in group if fqn in candidates] for group in groups])
-    histograms, header = search.histograms(_DIGITS[0]), search.header(failed=isinstance(tables, Exception))
-    agreed = ranks.total(torch.cat([header, histograms], dim=1))
-    if bool(agreed[:, 2].any()):
-        raise tables if isinstance(tables, Exception) else _other_rank_failed()
+    rounds = _Rounds(ranks, len(groups))
+    if isinstance(tables, Exception):
+        rounds.finish()
+        raise tables
+    try:
+        search = _Search(top_k, [[tables[fqn] for fqn in group if fqn in tables] for group in groups])
+        masks = _masks(search, rounds)
+    except Exception:
+        rounds.finish()
+        raise
+    if masks is None:
+        raise InvalidArgumentError(
+            "top_k", "score", "Another rank could not read or score its rows: see the error there"
+        )
+    return dict(zip([fqn for fqn in fqns if fqn in tables], masks, strict=True))
+
+
+def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
+    """Return the masks of this rank's tables; None if another rank has failed."""
+    agreed = rounds.next(torch.cat([search.header(), search.histograms(_DIGITS[0])], dim=1))
+    if bool(agreed[:, _FAILED].any()):
+        return None
     search.set_budgets(agreed[:, 0], agreed[:, 1])
-    search.narrow(_DIGITS[0], agreed[:, header.shape[1] :])
+    search.narrow(_DIGITS[0], agreed[:, _HEADER:])
     for shift in _DIGITS[1:]:
-        search.narrow(shift, ranks.total(search.histograms(shift)))
-    ties = search.ties()
-    masks = search.masks(ranks.before(ties))
-    return dict(zip([fqn for fqn in fqns if fqn in candidates], masks, strict=True))
+        search.narrow(shift, rounds.next(search.histograms(shift)))
+    return search.masks(rounds.next(search.ties()))
 
 
-def _other_rank_failed() -> InvalidArgumentError:
-    return InvalidArgumentError("top_k", "score", "Another rank could not read or score its rows: see the error there")
+class _Rounds:
+    """The collectives of one choice, in their order. All ranks take part in all of them, also one that has failed.
+
+    Args:
+        ranks: who share the budget.
+        num_groups: how many budgets.
+    """
+
+    def __init__(self, ranks: Agreement, num_groups: int) -> None:
+        first = torch.zeros(num_groups, _HEADER + _NUM_BINS, dtype=torch.int64)
+        first[:, _FAILED] = 1
+        self._left = [
+            (ranks.total, first),
+            *[(ranks.total, torch.zeros(num_groups, _NUM_BINS, dtype=torch.int64)) for _ in _DIGITS[1:]],
+            (ranks.before, torch.zeros(num_groups, dtype=torch.int64)),
+        ]
+
+    def next(self, counts: Tensor) -> Tensor:
+        """Return what the counts of all ranks come to in the next collective."""
+        collective, _ = self._left.pop(0)
+        return collective(counts)
+
+    def finish(self) -> None:
+        """Take part in the collectives that are left, without rows. The first one makes the others unnecessary."""
+        has_begun = len(self._left) <= len(_DIGITS)
+        for collective, nothing in self._left if has_begun else self._left[:1]:
+            collective(nothing)
 
 
 class _Search:
@@ -181,14 +226,14 @@ class _Search:
         self._remaining = torch.zeros(len(groups), dtype=torch.int64)
         self._takes_all = torch.zeros(len(groups), dtype=torch.bool)
 
-    def header(self, *, failed: bool) -> Tensor:
-        """``[G, 3]``: changed rows, cost of those that are due, and whether this rank failed."""
+    def header(self) -> Tensor:
+        """``[G, 3]``: changed rows, cost of those that are due, and 0, because this rank has not failed."""
         return torch.tensor(
             [
                 [
                     sum(len(table.scores) for table in group),
                     sum(int(table.is_due.sum()) * self._cost(table) for table in group),
-                    int(failed),
+                    0,
                 ]
                 for group in self._groups
             ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -9,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed as dist
@@ -433,9 +436,15 @@ def mixed_calls(rank: int, world_size: int, url: str) -> list[str]:
             messages = [attempt(publisher.publish)]
         else:
             publisher.step()
-            publisher.step()  # here it learns of it
+        tracker.step()
+        publisher.step()
+        if rank == 1:
             messages = [f"{type(publisher.error).__name__}: {publisher.error}"]
-        dist.barrier()
+        for _ in range(5):
+            tracker.step()
+            publisher.step()
+        publisher.flush()
+        assert publisher.version > 1
         publisher.publish()
         predictor.sync()
         assert_equal(tracker, held)
@@ -477,6 +486,111 @@ def interrupted_among_ranks(rank: int, world_size: int, url: str) -> list[str]:
         dist.barrier()
         publisher.close()
         return messages
+
+
+class _Once:
+    """Raises at the first call and then does what it replaces."""
+
+    def __init__(self, function: Any, exception: type[BaseException]) -> None:
+        self._function, self._exception = function, exception
+        self.has_raised = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.has_raised:
+            return self._function(*args, **kwargs)
+        self.has_raised = True
+        raise self._exception("once")
+
+
+def fails_between_collectives(rank: int, world_size: int, url: str) -> list[str]:
+    """Rank 1 fails or is interrupted before it votes or sends its message; all ranks publish again soon after."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    messages = []
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, cadence=Cadence(batches=1))
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        for name, exception in itertools.product(["tensor", "frombuffer"], [MemoryError, KeyboardInterrupt]):
+            model(batch(spec, generator)).backward()
+            once = _Once(getattr(torch, name), exception)
+            num_interrupts = 0
+            with mock.patch.object(torch, name, once if rank == 1 else getattr(torch, name)):
+                for number in range(30):
+                    tracker.step()
+                    try:
+                        publisher.step()
+                    except KeyboardInterrupt:
+                        num_interrupts += 1
+                    flight = publisher._flight
+                    if flight is not None and number % 2:
+                        futures.wait([flight.job])  # so that each state comes, whatever the worker's pace
+            assert once.has_raised == (rank == 1)
+            assert num_interrupts == (rank == 1 and exception is KeyboardInterrupt)
+            attempt(publisher.flush)
+            version = publisher.version
+            for _ in range(5):
+                tracker.step()
+                publisher.step()
+            publisher.flush()
+            assert publisher.version > version
+            publisher.publish()
+            predictor.sync()
+            assert_equal(tracker, held)
+            dist.barrier()
+        once = _Once(torch.frombuffer, MemoryError)
+        with mock.patch.object(torch, "frombuffer", once if rank == 1 else torch.frombuffer):
+            try:
+                publisher.publish()
+            except (MemoryError, DeltaTrackerError) as error:
+                messages.append(f"{type(error).__name__}: {error}")
+        publisher.publish()
+        predictor.sync()
+        assert_equal(tracker, held)
+        dist.barrier()
+        publisher.close()
+    return messages
+
+
+class _Noting(Storage):
+    """A store that notes when a part is written."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, create=True)
+        self.has_part = threading.Event()
+
+    def put(self, name: str, buffers: Iterable[memoryview]) -> None:
+        super().put(name, buffers)
+        self.has_part.set()
+
+
+def interrupted_cut(rank: int, world_size: int, url: str) -> None:
+    """A snapshot whose cut is interrupted, and made again, has the rows that changed while it was copied."""
+    spec = Spec([Table("t", 40, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        storage = _Noting(url)
+        publisher = Publisher(tracker, storage, cadence=Cadence(batches=1))
+        for _ in range(2):
+            tracker.step()
+            publisher.step()
+        assert storage.has_part.wait(30)
+        model(batch(spec, generator, size=8)).backward()  # after the copy
+        with mock.patch.object(torch, "index_select", _Once(torch.index_select, KeyboardInterrupt)) as once:
+            for _ in range(40):
+                tracker.step()
+                with contextlib.suppress(KeyboardInterrupt):
+                    publisher.step()
+        assert once.has_raised
+        publisher.flush()
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        predictor.sync()
+        assert_equal(tracker, held)
+        publisher.close()
+        assert tracker.consumers == ("default",)
 
 
 def counted_steps(rank: int, world_size: int, url: str) -> list[int]:

@@ -125,6 +125,19 @@ def test_ranks_that_call_different_methods_publish_nothing(two_ranks: RankPool, 
         assert "rank 1 failed with the phase stepping where rank 0 has the phase publishing" in message
 
 
+@pytest.mark.promise("lossless")
+def test_a_rank_that_fails_between_two_collectives_stays_in_step(two_ranks: RankPool, url: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:fails_between_collectives", url=url)
+    assert second == ["MemoryError: once"]
+    assert len(first) == 1
+    assert "rank 1 failed with an interrupt" in first[0]
+
+
+@pytest.mark.promise("lossless")
+def test_an_interrupted_cut_of_a_snapshot_loses_nothing(one_rank: RankPool, url: str) -> None:
+    one_rank.run(f"{_CASES}:interrupted_cut", url=url)
+
+
 def test_an_interrupt_ends_the_wait_for_another_rank(two_ranks: RankPool, url: str) -> None:
     first, second = two_ranks.run(f"{_CASES}:interrupted_among_ranks", url=url)
     interrupted, first_error = first

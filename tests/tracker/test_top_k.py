@@ -128,6 +128,15 @@ def test_a_rank_that_fails_is_heard_by_all() -> None:
     assert isinstance(answers[1], ZeroDivisionError)
 
 
+def test_a_rank_that_fails_in_the_choice_itself_is_heard_by_all() -> None:
+    table = Candidates(torch.tensor([1.0]), torch.tensor([False]), 8)
+    broken = Candidates(torch.tensor([1.0]), torch.tensor([True, False]), 8)
+    answers, _ = agree(TopK(rows=1), [{"t": table, "u": table}, {"t": broken, "u": table}])
+    assert isinstance(answers[0], InvalidArgumentError)
+    assert "Another rank" in str(answers[0])
+    assert isinstance(answers[1], IndexError)
+
+
 def test_a_rank_may_leave_a_table_to_others() -> None:
     table = Candidates(torch.tensor([1.0, 2.0]), torch.tensor([False, False]), 8)
     answers, _ = agree(TopK(rows=2), [{"t": table, "u": table}, {"u": table}])
