@@ -109,7 +109,7 @@ def test_programs_that_a_document_names_exist(document: Path) -> None:
 
 
 def _rows(document: Path, title: str) -> set[str]:
-    """The first words in backticks of each row in the tables of a section."""
+    """Return the names in backticks in the first column of a section's tables."""
     section = re.search(rf"^#+ {title}\n(.*?)(?=^#+ |\Z)", document.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert section is not None, title
     firsts = re.findall(r"^\| (`[^|]+) \|", section[1], flags=re.MULTILINE)
