@@ -1,9 +1,8 @@
-"""What the tracker adds to a checkpoint, in bytes and time: ``python -m benchmarks.bench_checkpoint --markdown -``.
+"""Size and time that the tracker adds to a checkpoint: ``python -m benchmarks.bench_checkpoint --markdown -``.
 
-Two ranks train a row-wise table on random ids until a given part of its rows is pending, for two consumers that stand
-at the same place; then model and tracker are saved with ``torch.distributed.checkpoint``, and the model alone. What was
-saved is restored into a second tracker, which must have exactly those rows pending. Run from a checkout: the ranks are
-those of the tests.
+Two ranks train a row-wise table on random ids until a given share of its rows is pending for two consumers at the same
+position. Then ``torch.distributed.checkpoint`` saves the model with the tracker, and the model alone. A second tracker
+restores the state and must have exactly the same pending rows. It needs a checkout, because it uses the tests' ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _MODES = (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What came out for one mode and one share of pending rows, over all ranks.
+    """Results for one mode and one share of pending rows, over all ranks.
 
     Args:
-        mode: the tracker's.
-        share: which part of the table is pending.
-        rows: pending rows, all consumers together.
-        tracker_bytes: of the checkpoint's files, what the tracker added.
-        model_bytes: of the checkpoint's files, the model's.
+        mode: tracking mode.
+        share: share of the table's rows that is pending.
+        rows: number of pending rows, summed over the consumers.
+        tracker_bytes: bytes that the tracker adds to the checkpoint.
+        model_bytes: bytes of the checkpoint of the model alone.
         state_seconds: ``tracker.state_dict()``, the slowest rank.
         with_seconds: ``dcp.save`` of model and tracker, the slowest rank, median.
         model_seconds: ``dcp.save`` of the model alone, the slowest rank, median.
-        load_seconds: reading the tracker's state back, the slowest rank.
+        load_seconds: load of the tracker's state, the slowest rank.
     """
 
     mode: TrackingMode
@@ -51,7 +50,7 @@ class Figures:
 
     @property
     def bytes_per_row(self) -> float:
-        """What a pending row of a consumer costs in the checkpoint."""
+        """Bytes in the checkpoint per pending row of a consumer."""
         return self.tracker_bytes / max(1, self.rows)
 
 
@@ -59,7 +58,7 @@ def run(ranks: RankPool, *, rows: int, dim: int, shares: Sequence[float], repeat
     """Measure every mode and share.
 
     Raises:
-        AssertionError: if a restored tracker has other rows pending, or the tracker adds more bytes than its rows need.
+        AssertionError: if a restored tracker has other pending rows, or the tracker adds more bytes than its rows need.
     """
     results = []
     for mode in _MODES:
@@ -87,7 +86,7 @@ def run(ranks: RankPool, *, rows: int, dim: int, shares: Sequence[float], repeat
                 model_bytes=sizes["model0"],
                 **{name: max(answer[name] for answer in said) for name in said[0] if name.endswith("_seconds")},
             )
-            # Four bytes of id, the old row where it is kept, and per rank the header and DCP's own records.
+            # Four bytes per id, the old row in EMBEDDING mode, and per rank a header and the metadata of DCP.
             needed = 4 + (dim * 4 if mode is TrackingMode.EMBEDDING else 0)
             assert figures.tracker_bytes <= figures.rows * needed + _WORLD_SIZE * 16_384, figures
             results.append(figures)
@@ -99,7 +98,7 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def markdown(results: Sequence[Figures]) -> str:
-    """A table of the figures."""
+    """Return a table of the figures."""
     lines = [
         (
             "| mode | pending | rows x consumers | bytes a row | tracker / model bytes | `state_dict()` |"
@@ -120,11 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_checkpoint", description="Cost of a checkpoint.")
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the table")
-    parser.add_argument("--dim", type=int, default=64, help="its columns, float32")
-    parser.add_argument(
-        "--shares", type=float, nargs="+", default=[0.01, 0.1, 0.5], help="parts of it that are pending"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="saves of each kind")
+    parser.add_argument("--dim", type=int, default=64, help="columns of the table, float32")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.1, 0.5], help="shares of pending rows")
+    parser.add_argument("--repeats", type=int, default=5, help="number of saves of each kind")
     parser.add_argument("--markdown", default="-", help="file to write the table to; - is standard output")
     given = parser.parse_args(arguments)
     pool = RankPool(_WORLD_SIZE)

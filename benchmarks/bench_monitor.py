@@ -1,8 +1,8 @@
-"""What a record costs: ``python -m benchmarks.bench_monitor``.
+"""Time of a record in the monitor, compared with other libraries: ``python -m benchmarks.bench_monitor``.
 
-The monitor's stats beside a list, ``torch.monitor``, ``prometheus_client`` and OpenTelemetry, in one process and in
-turns. A record of the monitor includes its share of summing up, which the recording thread does once in 1024 records.
-Every total is checked. Times are the best of several rounds, the empty loop not subtracted.
+It compares the monitor's stats with a list, ``torch.monitor``, ``prometheus_client`` and OpenTelemetry, in one process
+and in turns. A record of the monitor includes its share of the aggregation, which the recording thread does once in
+1024 records. Every total is checked. Times are the best of several rounds and include the empty loop.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PER_CALL = "a cached counter cell under 1.5 times torch.monitor's Stat.add, a di
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to record.
+    """One way to record a number.
 
     Args:
-        name: in the table.
-        record: takes a number.
-        check: says whether so many records of 1.0 arrived.
+        name: name in the table.
+        record: records a number.
+        check: takes a number of records of 1.0 and returns whether they all arrived.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Case:
 
 
 def ours() -> list[Case]:
-    """The monitor's stats."""
+    """Return cases of the monitor's stats."""
     monitor = Monitor()
     labelled = monitor.counter("labelled", labels=["table"])
     plain = monitor.counter("plain")
@@ -72,7 +72,7 @@ def ours() -> list[Case]:
 
 
 def others() -> list[Case]:
-    """What there is beside it; packages that are not installed are left out."""
+    """Return cases of other libraries, if they are installed."""
     items: list[float] = []
     ring: deque[float] = deque(maxlen=1024)
     kinds = [torch_monitor.Aggregation.SUM, torch_monitor.Aggregation.COUNT]
@@ -129,7 +129,7 @@ def _opentelemetry() -> list[Case]:
 
 
 def nanoseconds(record: Callable[[float], object], num_records: int) -> float:
-    """Time of one call, loop included."""
+    """Return the time of one call in nanoseconds, including the loop."""
     numbers = range(num_records)
     begin = time.perf_counter()
     for _ in numbers:
@@ -138,7 +138,7 @@ def nanoseconds(record: Callable[[float], object], num_records: int) -> float:
 
 
 def measure(cases: Sequence[Case], num_records: int, num_rounds: int) -> dict[str, float]:
-    """Best nanoseconds by name; the cases take turns, so that all of them see the same machine."""
+    """Return the best nanoseconds per record by name. The cases take turns, so that other load affects them equally."""
     best = {case.name: float("inf") for case in cases}
     for _ in range(num_rounds):
         for case in cases:
@@ -149,7 +149,7 @@ def measure(cases: Sequence[Case], num_records: int, num_rounds: int) -> dict[st
 
 
 def _loop(num_records: int, num_rounds: int) -> float:
-    """Time of one turn of the empty loop."""
+    """Return the nanoseconds of one iteration of the empty loop."""
     best = float("inf")
     for _ in range(num_rounds):
         begin = time.perf_counter()
@@ -182,9 +182,9 @@ def _is_installed(name: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 1 with ``--check`` if the promised bounds do not hold."""
+    """Print the table. With ``--check``, return 1 if the promised bounds do not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=int, default=200_000, help="of each case in a round")
+    parser.add_argument("--records", type=int, default=200_000, help="records of each case per round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--check", action="store_true", help=f"fail unless {PER_CALL}")
     chosen = parser.parse_args(argv)

@@ -1,7 +1,7 @@
-"""How fast a predictor applies rows, and what lookups notice of it: ``python -m benchmarks.bench_predict``.
+"""Speed of applying rows in a predictor, and its effect on lookups: ``python -m benchmarks.bench_predict``.
 
-The rows of each version are all equal to its number, so a lookup whose columns differ has seen a torn row. Lookups and
-applying share one process, as they do in a server, and one thread each.
+All values of a version's rows equal its number, so a lookup whose columns differ has read a torn row. Lookups and
+applying run in one process, as in a server, with one thread each.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Reading = Callable[[], AbstractContextManager[object]]
 
 
 class _Stream:
-    """A stream of a few deltas, which can be applied from the start again and again, and the table they are for."""
+    """A stream of a few deltas that can be applied repeatedly, and its table."""
 
     def __init__(self, root: Path, num_rows: int, num_changed: int, num_versions: int = 2) -> None:
         self.storage = Storage(root.as_uri(), create=True, fsync=False)
@@ -67,29 +67,29 @@ class _Stream:
         assert StreamLog(self.storage).read(num_versions) is not None
 
     def predictor(self, chunk_rows: int = 4096) -> Predictor:
-        """A predictor of the table, before the first delta."""
+        """Return a predictor of the table, positioned before the first delta."""
         made = Predictor({FQN: self.table}, self.storage, chunk_rows=chunk_rows)
         self.rewind(made)
         return made
 
     def applier(self, lock: TableLock, chunk_rows: int) -> Applier:
-        """What a predictor writes its table with."""
+        """Return an applier for the table."""
         recorder = Recorder("predictor", self)
         return Applier({FQN: self.table}, {}, takes_dense=False, lock=lock, chunk_rows=chunk_rows, recorder=recorder)
 
     def rewind(self, predictor: Predictor) -> None:
-        """Let it apply the deltas again."""
+        """Reset a predictor to the position before the first delta."""
         start = self._start
         predictor.load_state_dict({"stream": start.stream, "version": start.version, "xxh3": start.xxh3})
 
     def check(self, number: int) -> None:
-        """The table holds the rows of the delta ``number``."""
+        """Raise unless the table holds the rows of delta ``number``."""
         rows = self.table[self.ids[number]]
         assert bool((rows == self.manifests[number].version).all()), "rows that a version holds are missing"
 
 
 def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
-    """Without lookups: memcpy of the rows, applying a version that was read, and a whole version from its entry on."""
+    """Return cases without lookups: memcpy of the rows, applying a version in memory, and a complete sync."""
     source = np.ones((stream.num_changed, _DIM), dtype=np.float32)
     copy = np.zeros_like(source)
     applier = stream.applier(TableLock(), chunk_rows=4096)
@@ -114,16 +114,16 @@ def _apply_cases(stream: _Stream) -> dict[str, Callable[[], Figures]]:
 
 
 class _Lookups:
-    """A thread that looks rows up again and again, times each lookup and tells torn rows.
+    """A thread that repeatedly looks up rows, times each lookup and counts torn rows.
 
     Args:
-        stream: whose table.
-        reading: what each stands in.
+        stream: stream of the table.
+        reading: context manager around each lookup.
     """
 
     def __init__(self, stream: _Stream, reading: _Reading) -> None:
         generator = torch.Generator().manual_seed(1)
-        held = torch.cat(stream.ids)  # the rows that change
+        held = torch.cat(stream.ids)  # rows that change
         self._batches = [held[uniform_ids(len(held), _LOOKUPS, generator)] for _ in range(64)]
         self._offsets = torch.arange(0, _LOOKUPS, _BAG)
         self._table, self._reading = stream.table, reading
@@ -148,18 +148,18 @@ class _Lookups:
             with self._reading():
                 sums = functional.embedding_bag(ids, self._table, self._offsets, mode="sum")
             self.seconds.append(time.perf_counter() - begin)
-            # A sum of rows with equal columns has equal columns: the numbers are small and whole.
+            # The sum of rows with equal columns has equal columns; small integers are summed exactly.
             self.num_torn += int((sums != sums[:, :1]).any(1).sum())
 
 
 def _lookup_case(stream: _Stream, reading: _Reading, apply: Callable[[], int] | None, seconds: float) -> Figures:
-    """Lookups for so long, while one version after the other is applied, or none is.
+    """Run lookups for a time, while versions are applied continuously.
 
     Args:
-        stream: whose table.
-        reading: what lookups stand in.
-        apply: applies the next version, and tells which of the stream's it was.
-        seconds: how long.
+        stream: stream of the table.
+        reading: context manager around each lookup.
+        apply: applies the next version and returns its index in the stream; None to apply nothing.
+        seconds: duration.
     """
     num_versions = 0
     begin = time.perf_counter()
@@ -184,7 +184,7 @@ def _lookup_case(stream: _Stream, reading: _Reading, apply: Callable[[], int] | 
 
 
 def _lookup_cases(stream: _Stream, chunks: Sequence[int], seconds: float) -> dict[str, Callable[[], Figures]]:
-    """Lookups alone; beside writes without a pause, in chunks; beside a predictor that also reads and checks."""
+    """Return cases with lookups: alone, during continuous writes in chunks, and during syncs of a predictor."""
     versions = itertools.cycle(range(len(stream.manifests)))
     contents = [Contents(stream.storage, manifest) for manifest in stream.manifests]
     predictor = stream.predictor()
@@ -218,10 +218,10 @@ def _lookup_cases(stream: _Stream, chunks: Sequence[int], seconds: float) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and write the results; 0 if no lookup saw a torn row and every version arrived."""
+    """Measure, check that no lookup read a torn row and no row is missing, and write the results."""
     arguments = parser("bench_predict", __doc__ or "")
     arguments.add_argument("--rows", type=int, default=10_000_000, help="rows of the table, of 64 columns each")
-    arguments.add_argument("--seconds", type=float, default=60.0, help="how long lookups run beside applying, in all")
+    arguments.add_argument("--seconds", type=float, default=60.0, help="total time of lookups during applying")
     settings = arguments.parse_args(argv)
     num_rows, num_changed, chunks = (1000, 500, (64, 256)) if settings.tiny else (settings.rows, 1_000_000, _CHUNKS)
     repeats = settings.repeats or (1 if settings.tiny else 3)
@@ -260,12 +260,12 @@ def _report_apply(report: Report, found: Mapping[str, Mapping[str, Sample]]) -> 
         (
             f"Without lookups, in chunks of 4,096, ms: apply {apply.text(1e3)}, memcpy of the rows {memcpy.text(1e3)};"
             f" that is {memcpy.median / apply.median:.2f} of memcpy; by processor time"
-            f" {processor['memcpy'] / processor['apply']:.2f}. A whole version, from its entry in the log on, with its"
-            f" hash: {sync.text(1e3)}, of processor time {processor['sync'] * 1e3:.1f}."
+            f" {processor['memcpy'] / processor['apply']:.2f}. A complete sync, which also reads the entry and checks"
+            f" the hash: {sync.text(1e3)}, of processor time {processor['sync'] * 1e3:.1f}."
         ),
         (
-            f"A lookup is an embedding_bag of {_LOOKUPS} ids in bags of {_BAG}, one after the other. Rows are written"
-            " without a pause; the last line's predictor also reads and checks each version in the same thread. Medians"
+            f"A lookup is an embedding_bag of {_LOOKUPS} ids in bags of {_BAG}. Rows are written continuously; the"
+            " predictor in the last line also reads and checks each version in the same thread. Medians"
             " (smallest-largest) of the repeats."
         ),
     ]
@@ -289,7 +289,7 @@ def _report_lookups(report: Report, found: Mapping[str, Mapping[str, Sample]]) -
 
 
 def _plot(chunks: Sequence[int], found: Mapping[str, Mapping[str, Sample]], path: Path) -> None:
-    import matplotlib as mpl  # noqa: PLC0415  it takes a second, and only this needs it
+    import matplotlib as mpl  # noqa: PLC0415  slow to import, only needed here
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415  as above

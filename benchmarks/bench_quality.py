@@ -1,8 +1,8 @@
-"""What each byte of a stream is worth: ``python -m benchmarks.bench_quality``.
+"""Prediction quality by published bytes: ``python -m benchmarks.bench_quality``.
 
-MovieLens-100K in time order, as in the demo but on one rank. All ways of publishing follow the same training run, each
-with a publisher, a stream and a predictor of its own. A predictor scores the ratings between two versions with what it
-holds of the first; then the trainer learns them.
+MovieLens-100K in time order, as in the demo but on one rank. All publishing strategies follow the same training run,
+each with its own publisher, stream and predictor. A predictor scores the ratings between two versions with the rows of
+the first version; then the trainer trains on them.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _COLORS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """A way of publishing.
+    """A publishing strategy.
 
     Args:
-        name: in the table.
-        family: the line of the plot that it belongs to.
-        encoding: how its rows are stored.
-        top_k: which rows a delta carries.
-        interval: it publishes a snapshot every so many versions; None for a delta at each.
+        name: name in the table.
+        family: line of the plot.
+        encoding: encoding of the rows.
+        top_k: selection of the rows of a delta.
+        interval: number of versions between snapshots; None to publish a delta at every version.
     """
 
     name: str
@@ -64,7 +64,7 @@ class _Way:
 
 
 def _ways(num_versions: int, rows_per_delta: float, generator: torch.Generator) -> Iterator[_Way]:
-    """All that are compared; a share is one of the rows that change, on average, from version to version."""
+    """Yield the compared strategies. Shares are relative to the mean number of rows that change between versions."""
 
     def luck(_: str, rows: DeltaRows) -> Tensor:
         return torch.rand(len(rows), generator=generator)
@@ -87,7 +87,7 @@ def _ways(num_versions: int, rows_per_delta: float, generator: torch.Generator) 
 
 
 class _Follower:
-    """A way of publishing, with the predictor at its end."""
+    """A publishing strategy with its predictor."""
 
     def __init__(self, way: _Way, tracker: ModelDeltaTracker, table_rows: Mapping[str, int], dim: int) -> None:
         storage = Storage("memory://")
@@ -99,37 +99,37 @@ class _Follower:
         self.losses: list[Tensor] = []
 
     def publish(self, number: int) -> None:
-        """Publish version ``number``, if this one is due, and apply it."""
+        """Publish and apply version ``number``, if the strategy publishes it."""
         interval = self._way.interval
         if number and interval is not None and number % interval:
             return
         is_full = number == 0 or interval is not None
         manifest = self._publisher.snapshot() if is_full else self._publisher.publish()
         assert self._predictor.sync(limit=1) == manifest.version, "the predictor holds another version"
-        if number:  # the first snapshot is the same for all
+        if number:  # the first snapshot is the same for all strategies
             self.num_rows += manifest.num_rows
             self.num_bytes += _num_bytes(manifest)
 
     def score(self, features: KeyedJaggedTensor, labels: Tensor) -> None:
-        """Keep the log loss of each rating."""
+        """Store the log loss of each rating."""
         with torch.no_grad():
             logits = self.model(features)
         self.losses.append(nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none"))
 
     def close(self) -> dict[str, float]:
-        """What it was: mean log loss, bytes and rows of all versions after the first."""
+        """Close the publisher. Return mean log loss, bytes and rows of all versions after the first."""
         self._publisher.close()
         loss = float(torch.cat(self.losses).double().mean())
         return {"log loss": loss, "bytes": float(self.num_bytes), "rows": float(self.num_rows)}
 
 
 def _num_bytes(manifest: Manifest) -> int:
-    """Of the version's parts, headers included, and of its entry in the log."""
+    """Return the bytes of a version's parts, including headers, and of its entry."""
     return manifest.num_bytes + len(manifest.to_json())
 
 
 def _run(settings: Settings, seed: int) -> dict[str, dict[str, float]]:
-    """Train once, in time order, and give each way's figures. In a process of its own."""
+    """Train once in time order and return the figures of each strategy. Runs in its own process."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     with one_rank():
@@ -160,18 +160,18 @@ def _train(ratings: Ratings, settings: Settings, generator: torch.Generator) -> 
             mine = slice(batch * settings.batch, (batch + 1) * settings.batch)
             logits = model(model.module.jagged(ratings.ids[:, mine]))
             loss = nn.functional.binary_cross_entropy_with_logits(logits, ratings.labels[mine])
-            loss.backward()  # type: ignore[no-untyped-call]  # the fused optimizer updates the rows in here
+            loss.backward()  # type: ignore[no-untyped-call]  # the fused optimizer updates the rows here
             tracker.step()
         return {name: follower.close() for name, follower in followers.items()}
 
 
 def _num_versions(settings: Settings) -> int:
-    """After the first one."""
+    """Return the number of versions after the first snapshot."""
     return -(-(settings.num_batches - settings.warmup_batches) // settings.every) - 1
 
 
 def _rows_per_delta(ratings: Ratings, settings: Settings) -> float:
-    """How many rows change from version to version, on average."""
+    """Return the mean number of rows that change between versions."""
     size = settings.every * settings.batch
     starts = range(settings.warmup_batches * settings.batch, ratings.ids.shape[1], size)
     return float(
@@ -186,7 +186,7 @@ def _check_equal(model: FactorizationMachine, tracker: ModelDeltaTracker) -> Non
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and write the results; 0 if the predictors of all rows always held the trainer's tables."""
+    """Measure, check the predictors that receive all rows, and write the results."""
     arguments = parser("bench_quality", __doc__ or "")
     options = arguments.parse_args(argv)
     seeds = range(options.repeats or (1 if options.tiny else 3))
@@ -236,15 +236,15 @@ def _report(report: Report, found: Mapping[str, Mapping[str, Sample]], num_versi
             f" {_GOAL_BYTES})."
         ),
         (
-            f"Each of the {num_versions} versions after the first snapshot, with headers, ids and its entry in the log."
-            " Top-k and random rows are shares of the rows that change from version to version; what is left out stays"
+            f"Figures are per version, of the {num_versions} versions after the first snapshot, with headers, ids and"
+            " entries. Top-k and random rows are shares of the rows that change between versions; rows left out stay"
             " pending. Medians over the seeds (smallest-largest)."
         ),
     ]
 
 
 def _plot(found: Mapping[str, Mapping[str, Sample]], num_versions: int, path: Path) -> None:
-    from matplotlib.figure import Figure  # noqa: PLC0415  it takes a second, and only this needs it
+    from matplotlib.figure import Figure  # noqa: PLC0415  slow to import, only needed here
 
     lines: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     families = {way.name: way.family for way in _ways(num_versions, 1.0, torch.Generator())}
@@ -263,8 +263,8 @@ def _plot(found: Mapping[str, Mapping[str, Sample]], num_versions: int, path: Pa
     axes.axhspan(fresh, fresh * (1 + _GOAL_LOSS), color="C2", alpha=0.2, label=f"fresh + {_GOAL_LOSS:.1%}")
     goal = found[_SNAPSHOTS]["bytes"].median / num_versions / 1e3 / _GOAL_BYTES
     axes.axvline(goal, color="0.6", linestyle=":", label=f"{_GOAL_BYTES} times fewer bytes than snapshots")
-    axes.set(xscale="log", xlabel="kB published per version (log scale)", ylabel="log loss of what comes next")
-    axes.set_title("MovieLens-100K in time order: what each byte is worth", loc="left", fontweight="bold")
+    axes.set(xscale="log", xlabel="kB published per version (log scale)", ylabel="log loss of the next ratings")
+    axes.set_title("MovieLens-100K in time order: quality by published bytes", loc="left", fontweight="bold")
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(path)
 

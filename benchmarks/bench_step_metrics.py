@@ -1,9 +1,9 @@
-"""What metrics cost in a training step: ``python -m benchmarks.bench_step_metrics``.
+"""Cost of metrics in a training step: ``python -m benchmarks.bench_step_metrics``.
 
-A small vision model is trained with the mean loss, accuracy, precision, recall and F1 over all classes, once by
-torchmetrics as its documentation shows it, and once by the monitor's device metrics. Counted are the points of a step
-at which the metrics wait for the device: on a GPU by ``torch.cuda.set_sync_debug_mode``, elsewhere by a simulated
-device (:mod:`delta_tracker.monitor.device.syncs`). Both must say the same at the end. On a GPU the steps are timed too.
+A small vision model is trained with mean loss, accuracy, precision, recall and F1 over all classes, once with
+torchmetrics as in its documentation, and once with the monitor's device metrics. The benchmark counts the device syncs
+of the metrics per step, on a GPU with ``torch.cuda.set_sync_debug_mode``, otherwise on a simulated device
+(:mod:`delta_tracker.monitor.device.syncs`). Both must return the same values. On a GPU the steps are timed, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOLERANCE = 1e-5
 
 
 def vision_model(num_classes: int) -> nn.Module:
-    """Three convolutions and a linear layer over 32 x 32 pictures."""
+    """Return a model of three convolutions and a linear layer for 32 x 32 images."""
     layers: list[nn.Module] = []
     for before, after in ((3, 16), (16, 32), (32, 64)):
         layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
@@ -40,7 +40,7 @@ def vision_model(num_classes: int) -> nn.Module:
 
 
 def naive(num_classes: int, device: torch.device) -> tuple[Update, Callable[[], dict[str, float]]]:
-    """Torchmetrics with its defaults: the update of a step, and the figures at the end."""
+    """Return the update of a step and the final figures, with the defaults of torchmetrics."""
     kinds = ("Accuracy", "Precision", "Recall", "F1Score")
     made = [getattr(torchmetrics, kind)(task="multiclass", num_classes=num_classes, average="macro") for kind in kinds]
     metrics: list[Any] = [torchmetrics.MeanMetric().to(device), *(metric.to(device) for metric in made)]
@@ -57,7 +57,7 @@ def naive(num_classes: int, device: torch.device) -> tuple[Update, Callable[[], 
 
 
 def monitored(num_classes: int) -> tuple[Update, Callable[[], dict[str, float]]]:
-    """The monitor's device metrics: the update of a step, and the figures at the end."""
+    """Return the update of a step and the final figures, with the monitor's device metrics."""
     monitor = Monitor()
     mean = DeviceMean("loss", monitor=monitor)
     classes = DeviceClassification("classes", num_classes, monitor=monitor)
@@ -75,7 +75,7 @@ def monitored(num_classes: int) -> tuple[Update, Callable[[], dict[str, float]]]
 
 @contextmanager
 def counted(device: torch.device) -> Iterator[Sequence[object]]:
-    """The points at which the body waits for the device."""
+    """Collect the device syncs of the body."""
     if device.type != "cuda":
         with find_syncs() as found:
             yield found
@@ -90,7 +90,7 @@ def counted(device: torch.device) -> Iterator[Sequence[object]]:
 
 
 def train(device: torch.device, num_classes: int, num_steps: int, update: Update | None) -> tuple[float, float]:
-    """Train, recording with ``update``; syncs per step that the metrics make, and seconds per step."""
+    """Train and record with ``update``. Return syncs of the metrics per step, and seconds per step."""
     torch.manual_seed(0)
     where = device if device.type == "cuda" else torch.device("cpu")
     model = vision_model(num_classes).to(where)
@@ -103,7 +103,7 @@ def train(device: torch.device, num_classes: int, num_steps: int, update: Update
             begin = time.perf_counter()  # the first step warms up
         pictures = torch.randn(32, 3, 32, 32, device=where)
         scores = model(pictures)
-        # Noise teaches nothing: a third of the targets agrees with the model, so that there is something to see.
+        # A third of the targets agree with the model, so that the metrics differ from those of random targets.
         targets = torch.where(
             torch.rand(32, device=where) < 1 / 3,
             scores.detach().argmax(dim=1),
@@ -125,13 +125,13 @@ def train(device: torch.device, num_classes: int, num_steps: int, update: Update
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both, side by side."""
+    """Print the figures of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=20)
     chosen = parser.parse_args(argv)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else SIMULATED
-    with find_syncs():  # the simulated device exists in here only
+    with find_syncs():  # enables the simulated device
         theirs = naive(chosen.classes, device)
     ours = monitored(chosen.classes)
     without = train(device, chosen.classes, chosen.steps, None)

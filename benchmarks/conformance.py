@@ -1,7 +1,8 @@
-"""Which sharding, kernel, module and mode are tracked exactly: ``python -m benchmarks.conformance --markdown -``.
+"""Table of the shardings, kernels, modules and modes that are tracked exactly.
 
-Every cell that TorchRec runs on CPU is trained here, on real ranks, and compared row by row with copies of the tables;
-the table is written from what came out. Run from a checkout: the ranks are those of the tests.
+``python -m benchmarks.conformance --markdown -``. It trains every combination that TorchRec supports on CPU, on several
+ranks, compares the reported rows with copies of the tables, and writes the table from the results. It needs a checkout,
+because it uses the tests' ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MODES = tuple(mode.name for mode in TrackingMode)
 ROWWISE_MODES = ("MOMENTUM_DIFF", "ROWWISE_ADAGRAD")
 MOMENTUM_MODES = ("MOMENTUM_LAST", *ROWWISE_MODES)
 
-# Sharding to the place of its table in a model on two ranks of one host, and on four ranks of two hosts.
+# Sharding to kind and ranks of its table, on two ranks of one host, and on four ranks of two hosts.
 TWO_RANKS = {
     "TABLE_WISE": "table:1",
     "ROW_WISE": "row",
@@ -48,7 +49,7 @@ _LETTERS = dict(zip(MODES, "IELDR", strict=True))
 
 
 def torchrec_limit(sharding: str, kernel: str, module: str) -> str | None:
-    """Why TorchRec itself cannot run a cell on CPU; None if it can."""
+    """Return the reason why TorchRec does not support a combination on CPU, None if it does."""
     if module == "EC" and sharding in EBC_ONLY:
         return NO_SHARDING
     if sharding == "DATA_PARALLEL" and kernel != "DENSE":
@@ -60,13 +61,13 @@ def torchrec_limit(sharding: str, kernel: str, module: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cells that share one model.
+    """Cells of the table that share a model.
 
     Args:
         module: "EC" or "EBC".
-        kernel: of all its tables.
-        world_size: ranks, two per host.
-        optimizer: the fused one; a DENSE kernel has Adam instead.
+        kernel: kernel of all tables.
+        world_size: number of ranks, two per host.
+        optimizer: fused optimizer; the DENSE kernel uses Adam instead.
     """
 
     module: str
@@ -76,19 +77,19 @@ class Group:
 
     @property
     def places(self) -> dict[str, str]:
-        """Sharding to the place of its table."""
+        """Sharding to kind and ranks of its table."""
         places = {2: TWO_RANKS, 4: FOUR_RANKS}[self.world_size]
         if self.optimizer != "RowWiseAdagrad":
             places = {"ROW_WISE": "row"}
         return {name: place for name, place in places.items() if not torchrec_limit(name, self.kernel, self.module)}
 
     def expected(self, mode: str) -> str:
-        """What must come out of a mode: an optimizer that cannot serve it makes the tracker refuse it."""
+        """Return the expected verdict of a mode: "refused" if the optimizer does not support it, else "exact"."""
         refused = {"RowWiseAdagrad": (), "Adagrad": ROWWISE_MODES, "SGD": MOMENTUM_MODES}[self.optimizer]
         return "refused" if mode in (MOMENTUM_MODES if self.kernel == "DENSE" else refused) else "exact"
 
     def run(self, ranks: RankPool) -> dict[str, dict[str, str]]:
-        """Train it: sharding and mode to "exact", "refused" or the fault."""
+        """Train the model. Return sharding to mode to "exact", "refused" or the error."""
         answers = ranks.run(
             f"{_CASES}:verdicts",
             timeout_seconds=120,
@@ -96,7 +97,7 @@ class Group:
             kernel=self.kernel.lower(),
             bag=self.module == "EBC",
             optimizer=self.optimizer,
-            # a grid's columns are split by hosts, and TorchRec makes no shard narrower than 128
+            # GRID_SHARD splits columns by host, and TorchRec's shards have at least 128 columns
             dim=256 if "GRID_SHARD" in self.places else 8,
             local_size=2,
         )
@@ -106,7 +107,7 @@ class Group:
 
 
 def _agreed(verdicts: Sequence[str]) -> str:
-    """What the ranks that hold rows of a table say of it, each fault in full."""
+    """Return the common verdict of the ranks that hold rows of a table, or all verdicts if they differ."""
     said = sorted(set(verdicts) - {"no rows"})
     return said[0] if len(said) == 1 else f"FAILED: {said}"
 
@@ -121,14 +122,14 @@ GROUPS = (
 
 @dataclass(slots=True)
 class Results:
-    """What came out, cell by cell."""
+    """Verdicts of all cells."""
 
     cells: dict[tuple[str, str, str], list[Mapping[str, str]]] = field(default_factory=dict)
     optimizers: dict[tuple[str, str], Mapping[str, str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     def add(self, group: Group, found: Mapping[str, Mapping[str, str]]) -> None:
-        """Take the results of a group."""
+        """Add the results of a group."""
         for sharding, verdicts in found.items():
             if group.optimizer == "RowWiseAdagrad":
                 self.cells.setdefault((sharding, group.kernel, group.module), []).append(verdicts)
@@ -166,7 +167,7 @@ class Results:
 
 
 def _letters(runs: Sequence[Mapping[str, str]]) -> str:
-    """The modes that were exact in every run of a cell; loud where one was neither exact nor refused."""
+    """Return the letters of the modes that were exact in every run of a cell, and a note on failed modes."""
     if not runs:
         return "NOT RUN"
     verdicts = {mode: {run[mode] for run in runs} for mode in MODES}
@@ -176,7 +177,7 @@ def _letters(runs: Sequence[Mapping[str, str]]) -> str:
 
 
 def run_all(ranks: Mapping[int, RankPool], report: Callable[[str], object] = lambda _: None) -> Results:
-    """Run every group on the pool of its size."""
+    """Run every group on the pool of its world size."""
     results = Results()
     for group in GROUPS:
         report(f"{group.module} {group.kernel} {group.optimizer}, {group.world_size} ranks")
@@ -185,7 +186,7 @@ def run_all(ranks: Mapping[int, RankPool], report: Callable[[str], object] = lam
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all cells; 0 if each came out as declared."""
+    """Run all cells. Return 0 if all verdicts are as expected."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance", description="Run the conformance table.")
     parser.add_argument("--markdown", default="-", help="file to write the table to; - is standard output")
     markdown = parser.parse_args(arguments).markdown

@@ -1,14 +1,14 @@
-"""How many calls of our own functions one warm publish and one warm sync make: ``python -m benchmarks.count_calls``.
+"""Number of calls of the library's functions in one warm publish and one warm sync.
 
-Definition: a call is a ``call`` event of Python's profiler whose code lies in the package ``delta_tracker``. So a
-function, a lambda, a comprehension (a frame of its own in Python 3.11) and each resumption of a generator count one
-each; C functions and other packages count none. Events of all threads count, through ``threading.setprofile`` and
-``sys.setprofile``.
+Run it as ``python -m benchmarks.count_calls``. A call is a ``call`` event of Python's profiler whose code is in the
+package ``delta_tracker``. Functions, lambdas, comprehensions (which have their own frame in Python 3.11) and each
+resumption of a generator count as one call. C functions and other packages are not counted. Events of all threads
+count, through ``threading.setprofile`` and ``sys.setprofile``.
 
-The work: one rank without a monitor, one table of 1,000 x 64 fp32 rows in ``ID_ONLY`` mode, a stream in a local
-directory. Each round trains one batch of 100 rows, then ``publish()`` writes them as one version, then ``sync()`` of a
-predictor in the same process applies it. Rounds before the first counted one are warm-up. The number of calls is the
-same in every warm round; the program takes the median. Times are those of other rounds, without the profiler.
+The workload is one rank without a monitor, one table of 1,000 x 64 fp32 rows in ``ID_ONLY`` mode, and a stream in a
+local directory. Each round trains one batch of 100 rows, ``publish()`` writes them as one version, and ``sync()`` of a
+predictor in the same process applies it. The first rounds are warm-up. The number of calls is the same in every warm
+round; the program takes the median. Times are measured in other rounds, without the profiler.
 
 Use ``--show NAME`` to list the functions that are called.
 """
@@ -48,7 +48,7 @@ class CallCounter:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Profile this thread and those that start meanwhile."""
+        """Profile this thread and those that start inside the context."""
         before = sys.getprofile()
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
@@ -74,11 +74,11 @@ class CallCounter:
 
 
 class Rounds:
-    """A trainer, its publisher and a predictor, which take the same steps again and again. Needs a process group.
+    """A trainer, its publisher and a predictor, which repeat the same steps. Needs a process group.
 
     Args:
         root: an empty directory for the stream.
-        mode: of the tracker.
+        mode: tracking mode.
     """
 
     def __init__(self, root: Path, mode: TrackingMode = TrackingMode.ID_ONLY) -> None:
@@ -91,7 +91,7 @@ class Rounds:
         self._generator = torch.Generator().manual_seed(0)
 
     def run(self, measure: Callable[[str, Callable[[], object]], object]) -> None:
-        """Train a batch, publish and sync; ``measure`` calls the work that it gets with the name of it."""
+        """Train a batch, publish and sync; ``measure`` is called with the name of a step and must run its function."""
         self._trainer.train(distinct_ids(_NUM_ROWS, _NUM_IDS, self._generator), self._tracker)
         measure("publish", self._publisher.publish)
         measure("sync", self._predictor.sync)
@@ -112,8 +112,8 @@ def count_calls(
 
     Args:
         root: an empty directory.
-        repeats: how many rounds are counted.
-        mode: of the tracker.
+        repeats: number of counted rounds.
+        mode: tracking mode.
     """
     counter = CallCounter()
     found: dict[str, list[Counter[str]]] = {"publish": [], "sync": []}
@@ -132,7 +132,7 @@ def measure_seconds(root: Path, *, repeats: int) -> dict[str, list[float]]:
 
     Args:
         root: an empty directory.
-        repeats: how many rounds are timed.
+        repeats: number of timed rounds.
     """
     found: dict[str, list[float]] = {"publish": [], "sync": []}
 

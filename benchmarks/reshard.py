@@ -1,8 +1,8 @@
 """Save under one world size and plan, restore under another: ``python -m benchmarks.reshard --markdown -``.
 
-Each journey trains on real ranks until every consumer has rows pending (committed, sealed and left out by top-k), saves
-model and tracker with ``torch.distributed.checkpoint``, restores both under the next plan, and compares what is pending
-cell by cell. Run from a checkout: the ranks are those of the tests.
+Each journey trains on several ranks until every consumer has pending rows (committed, sealed and left out by top-k),
+saves model and tracker with ``torch.distributed.checkpoint``, restores both under the next plan, and compares all
+pending rows and values. It needs a checkout, because it uses the tests' ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ROWS = (17, 10, 9)
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Where a journey saves or restores.
+    """World size and plan under which a journey saves or restores.
 
     Args:
-        world_size: ranks.
-        plan: how its tables are sharded, in words.
-        places: the place of each table, as the test models name it.
+        world_size: number of ranks.
+        plan: description of the sharding plan.
+        places: sharding and ranks of each table, in the notation of the test models.
     """
 
     world_size: int
@@ -43,17 +43,17 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """What came out between two stops.
+    """Results of a save and a restore.
 
     Args:
-        start: where it was saved.
-        stop: where it was restored.
-        rows: pending rows that were compared, over all consumers and ranks.
-        aged: those of them that top-k had left out.
-        states: old values that were compared.
-        messages: exchanges between ranks for the tracker beside those that DCP makes for the model.
-        num_bytes: bytes sent in them by the rank that sent most.
-        plan_bytes: by how much DCP's own messages, its plan, grew.
+        start: world size and plan of the save.
+        stop: world size and plan of the restore.
+        rows: number of compared pending rows, over all consumers and ranks.
+        aged: number of them that top-k had left out.
+        states: number of compared old values.
+        messages: exchanges between ranks for the tracker, in addition to those of DCP for the model.
+        num_bytes: bytes sent in these exchanges by the rank that sent most.
+        plan_bytes: growth of DCP's own messages, its plan, in bytes.
     """
 
     start: Stop
@@ -68,14 +68,14 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Journey:
-    """A model that is saved and restored, once or more often.
+    """A model that is saved and restored one or more times.
 
     Args:
-        stops: the places, in order.
-        mode: of the tracker.
+        stops: world sizes and plans, in order.
+        mode: tracking mode.
         module: "EC" or "EBC".
         kernel: "fused", or "dense" with an ordinary optimizer.
-        how: "sync" or "async".
+        how: "sync" or "async" save.
     """
 
     stops: tuple[Stop, ...]
@@ -88,10 +88,10 @@ class Journey:
         return f"{self.module} {self.kernel} {self.mode.name}: {' to '.join(map(str, self.stops))} {self.how}"
 
     def run(self, ranks: Mapping[int, RankPool], folder: Path) -> list[Leg]:
-        """Travel.
+        """Train, then save and restore at each stop.
 
         Raises:
-            AssertionError: if anything that was pending is not what it was.
+            AssertionError: if pending rows or values differ after a restore.
         """
         path = folder / "0"
         path.mkdir()
@@ -179,7 +179,7 @@ def markdown(results: Sequence[tuple[Journey, Sequence[Leg]]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all journeys; raises at the first one that does not arrive whole."""
+    """Run all journeys. Raises at the first difference."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reshard", description="Run the reshard table.")
     parser.add_argument("--markdown", default="-", help="file to write the table to; - is standard output")
     target = parser.parse_args(arguments).markdown

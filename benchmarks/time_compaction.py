@@ -1,8 +1,8 @@
-"""Compaction in the post-odist hook against compaction after the batch, on two ranks.
+"""Compaction in the post-odist hook compared with compaction after the batch, on two ranks.
 
-``torchrun --nproc-per-node 2 -m benchmarks.time_compaction``. Both kinds take turns, in a random order that is the same
-on both ranks. A batch is timed from the start of its forward until its rows are compacted, on each rank; the group
-waits before it.
+``torchrun --nproc-per-node 2 -m benchmarks.time_compaction``. Both variants take turns in a random order, which is the
+same on both ranks. Each rank times a batch from the start of its forward until its rows are compacted. A barrier
+precedes each batch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NUM_TABLES = 4
 
 
 class _Case:
-    """Row-wise tables of all ranks, tracked for a consumer that reads each batch and one that reads none.
+    """Row-wise tables on all ranks, tracked for a consumer that reads every batch and one that never reads.
 
     Args:
-        mode: what is tracked.
-        num_rows: rows of each table.
-        batch: bags of each table in a batch of one rank.
+        mode: tracking mode.
+        num_rows: number of rows of each table.
+        batch: number of bags of each table in a batch of one rank.
     """
 
     def __init__(self, mode: TrackingMode, num_rows: int, batch: int) -> None:
@@ -65,7 +65,7 @@ class _Case:
         self._ids = torch.Generator().manual_seed(dist.get_rank())
 
     def in_hook(self) -> Figures:
-        """Compact where the output distribution was launched."""
+        """Compact after the output distribution was launched."""
         return self._timed(self._launched, lambda: None)
 
     def after_batch(self) -> Figures:
@@ -87,7 +87,7 @@ class _Case:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure; rank 0 prints a table."""
+    """Measure and print a table on rank 0."""
     parser = argparse.ArgumentParser(prog="torchrun --nproc-per-node 2 -m benchmarks.time_compaction")
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of each table")
     parser.add_argument("--batch", type=int, default=2048, help="bags of each table in a batch of one rank")

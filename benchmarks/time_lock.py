@@ -1,8 +1,8 @@
-"""How long one publish holds the change log's lock, by tracking mode: ``python -m benchmarks.time_lock``.
+"""Time for which one publish holds the change log's lock, by tracking mode: ``python -m benchmarks.time_lock``.
 
-The hooks of the training thread take this lock too. Each round changes the same rows of one table in each mode, on one
-rank, and publishes them to a local directory; the modes take turns, in a random order. ``held`` is the sum over the
-publish of the times during which a thread had the lock, ``longest`` the longest of them.
+The hooks of the training thread acquire this lock, too. Each round changes the same rows of one table in each mode, on
+one rank, and publishes them to a local directory; the modes take turns in a random order. ``held`` is the total time
+for which any thread held the lock during the publish, ``longest`` the longest single time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIM = 64
 
 
 class TimedLock:
-    """A reentrant lock that sums up for how long it is held."""
+    """A reentrant lock that records how long it is held."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -37,7 +37,7 @@ class TimedLock:
         self.seconds: list[float] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:  # noqa: FBT001, FBT002  as threading's
-        """As ``threading.RLock.acquire``."""
+        """Acquire the lock, as ``threading.RLock.acquire`` does."""
         if not self._lock.acquire(blocking, timeout):
             return False
         self._depth += 1
@@ -46,7 +46,7 @@ class TimedLock:
         return True
 
     def release(self) -> None:
-        """As ``threading.RLock.release``."""
+        """Release the lock, as ``threading.RLock.release`` does."""
         self._depth -= 1
         if self._depth == 0:
             self.seconds.append(time.perf_counter() - self._since)
@@ -62,7 +62,7 @@ class TimedLock:
 
 
 class _Case:
-    """A trainer in one mode, with its publisher."""
+    """A trainer in one tracking mode, with its publisher."""
 
     def __init__(self, mode: TrackingMode, root: Path, num_rows: int) -> None:
         self._trainer = Trainer(tables(1, num_rows, _DIM))
@@ -79,14 +79,14 @@ class _Case:
         manifest = self._publisher.publish()
         seconds = time.perf_counter() - begin
         assert manifest.num_rows == len(ids), "the version holds other rows"
-        shutil.rmtree(self._root / "parts")  # nobody reads them
+        shutil.rmtree(self._root / "parts")  # never read
         return {"held": sum(self._lock.seconds), "longest": max(self._lock.seconds), "publish": seconds}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time_lock")
-    parser.add_argument("--rows", type=int, default=100_000, help="how many rows of the table change")
+    parser.add_argument("--rows", type=int, default=100_000, help="number of rows that change")
     parser.add_argument("--repeats", type=int, default=31)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -1,1 +1,1 @@
-"""The known faults of TorchRec's own delta tracker, each as a small case that both trackers run."""
+"""Known faults of TorchRec's delta tracker, as small cases that run against both trackers."""

@@ -1,6 +1,6 @@
-"""Run every case against TorchRec's tracker and against ours: ``python -m benchmarks.faults``.
+"""Run every case against TorchRec's tracker and this library's: ``python -m benchmarks.faults``.
 
-Exit code 0 if ours is right in all of them, 1 otherwise.
+The exit code is 0 if this library's tracker is right in all cases, otherwise 1.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Results = dict[int, dict[str, str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program.
+    """Run the cases and print the table.
 
     Args:
-        argv: command line arguments, those of the process if None.
+        argv: command line arguments; None for those of the process.
 
     Returns:
         The exit code.
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__.partition("\n")[0])
     parser.add_argument("--markdown", metavar="FILE", help="write the table as Markdown; - for standard output")
     parser.add_argument("--json", action="store_true", help="write the results to standard output as JSON")
-    parser.add_argument("--faults", type=int, nargs="+", choices=FAULTS, metavar="N", help="only these faults")
-    parser.add_argument("--parallel", type=int, default=2, metavar="N", help="how many cases run at a time")
+    parser.add_argument("--faults", type=int, nargs="+", choices=FAULTS, metavar="N", help="run only these faults")
+    parser.add_argument("--parallel", type=int, default=2, metavar="N", help="number of cases to run concurrently")
     arguments = parser.parse_args(argv)
     results = run(arguments.faults or list(FAULTS), arguments.parallel)
     if arguments.json:
@@ -50,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(faults: Sequence[int], num_parallel: int) -> Results:
-    """Fault to tracker to verdict: ``right``, or everything that went wrong."""
+    """Run all cases of some faults.
+
+    Returns:
+        Fault to tracker to verdict: ``right``, or a list of the errors.
+    """
     cases = {name: case for name, case in load_cases().items() if case.fault in faults}
     jobs = [(name, tracker) for name in cases for tracker in (THEIRS, OURS)]
     verdicts = dict(run_all(jobs, num_parallel))
@@ -67,7 +71,7 @@ def _together(verdicts: Sequence[str]) -> str:
 
 
 def rows(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table."""
+    """Return header and rows of the table."""
     header = ["", "fault of TorchRec's tracker", f"TorchRec {version('torchrec').partition('+')[0]}", OURS]
     return header, [
         [str(fault), FAULTS[fault], *(result[tracker] for tracker in (THEIRS, OURS))]
@@ -87,7 +91,7 @@ def _escaped(cell: str) -> str:
 
 
 def show(results: Results) -> None:
-    """The table for a terminal."""
+    """Print the table to the terminal."""
     header, lines = rows(results)
     if importlib.util.find_spec("rich") is None:
         for line in [header, *lines]:

@@ -1,4 +1,4 @@
-"""Cases about several consumers and what they cost: faults 11 and 12."""
+"""Cases about several consumers and their memory: faults 11 and 12."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_BYTES = 4096
 
 @case(11)
 def clear_one_of_two(make: Make) -> None:
-    """What is pending for one consumer is forgotten, for the other it is not."""
+    """Clearing a consumer discards its pending rows, but not those of the other one."""
     training = build(Table("t"))
     tracker = make(training, consumers=["a", "b"])
     training.train(t=[1])
@@ -26,13 +26,13 @@ def clear_one_of_two(make: Make) -> None:
 
 @case(11)
 def read_without_name(make: Make) -> None:
-    """With several consumers a read has to name one; the error says which there are."""
+    """With several consumers, a read without a name raises an error that lists them."""
     training = build(Table("t"))
     tracker = make(training, consumers=["alpha", "beta"])
     training.train(t=[1])
     try:
         tracker.read()
-    except Exception as error:  # noqa: BLE001  whatever its type, it has to say the names
+    except Exception as error:  # noqa: BLE001  any type is accepted, if the message has the names
         names_both = all(name in str(error) for name in ("alpha", "beta"))
         expect(names_both, f"{type(error).__name__} that does not name the consumers")
         return
@@ -41,7 +41,7 @@ def read_without_name(make: Make) -> None:
 
 @case(12)
 def slow_consumer(make: Make) -> None:
-    """One consumer reads every batch, the other never: one row costs one row."""
+    """One consumer reads every batch, the other never reads; memory for one changed row does not grow."""
     training = build(Table("t"))
     tracker = make(training, consumers=["fast", "slow"])
     held = []
@@ -55,7 +55,7 @@ def slow_consumer(make: Make) -> None:
 
 @case(12)
 def bounded_memory(make: Make) -> None:
-    """With a bound, where there is one to set, memory stays below it."""
+    """Memory stays below the bound ``max_bytes``."""
     rows = 400
     training = build(Table("t", rows=rows))
     tracker = make(training, "embedding", consumers=["fast", "slow"], max_bytes=_MAX_BYTES)

@@ -18,15 +18,15 @@ _NUM_BATCHES = 20
 
 
 class _Probe:
-    """A hook on an autograd node; it lives as long as the node."""
+    """A hook of an autograd node, with the same lifetime as the node."""
 
     def __call__(self, *gradients: object) -> None:
-        """Change nothing."""
+        """Return None, which keeps the gradients."""
 
 
 @case(1)
 def live_graphs(make: Make) -> None:
-    """No batch's graph outlives the batch."""
+    """The autograd graph of a batch is freed after the batch."""
     training = build(Table("t"))
     tracker = make(training, "embedding")
     probes: list[weakref.ref[_Probe]] = []
@@ -60,7 +60,7 @@ def _expect_old_rows(training: Training, before: dict[str, Tensor], delta: dict[
 
 @case(6, num_ranks=2)
 def rank_without_ids(make: Make) -> None:
-    """A table is on rank 0 only, so rank 1 looks nothing up."""
+    """A table is on rank 0 only, so rank 1 has no ids of it."""
     training = build(Table("t", sharding="rank 0"))
     tracker = make(training, "embedding")
     before = {fqn: training.rows(fqn) for fqn in training.shards}
@@ -70,7 +70,7 @@ def rank_without_ids(make: Make) -> None:
 
 @case(9)
 def pooled_rows(make: Make) -> None:
-    """Old rows of a table whose lookups are pooled."""
+    """Old rows of a table with pooled lookups are right."""
     training = build(Table("t"), bag=True)
     tracker = make(training, "embedding")
     before = {fqn: training.rows(fqn) for fqn in training.shards}
@@ -80,7 +80,7 @@ def pooled_rows(make: Make) -> None:
 
 @case(10)
 def momentum_of_second_table(make: Make) -> None:
-    """How far the optimizer's sums of both tables of a fused group have grown."""
+    """The growth of the optimizer's sums is right for both tables of a fused group."""
     training = build(Table("a"), Table("b"))
     training.train(a=[1, 1, 2], b=[5])
     tracker = make(training, "momentum_diff")
@@ -105,11 +105,11 @@ def _sums(training: Training) -> dict[str, Tensor]:
 
 @case(10)
 def momentum_of_sgd(make: Make) -> None:
-    """An optimizer without momentum is refused when the tracker is built, with the table's name."""
+    """An optimizer without momentum is rejected when the tracker is built, and the error names the table."""
     training = build(Table("t"), fused=SGD)
     try:
         tracker = make(training, "momentum_diff")
-    except Exception as refusal:  # noqa: BLE001  whatever its type, it has to say which table
+    except Exception as refusal:  # noqa: BLE001  any type is accepted, if the message names the table
         expect("'ec.embeddings.t'" in str(refusal), f"{type(refusal).__name__} does not name the table")
         return
     try:
@@ -122,7 +122,7 @@ def momentum_of_sgd(make: Make) -> None:
 
 @case(13)
 def top_half(make: Make) -> None:
-    """Of four changed rows, the two that moved most."""
+    """Top-k returns the two of four rows that changed most."""
     training = build(Table("t"), fused=SGD)
     tracker = make(training, "embedding")
     training.train(t=[0, 1, 1, 2, 2, 2, 3, 3, 3, 3])

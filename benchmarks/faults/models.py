@@ -1,4 +1,4 @@
-"""Small sharded models, and what truly changed in them: read from the kernels' memory, past both trackers."""
+"""Small sharded models, with access to their rows in the kernels' memory, independent of both trackers."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Table:
     """One table.
 
     Args:
-        name: its name.
-        rows: how many rows.
+        name: name of the table.
+        rows: number of rows.
         sharding: a key of ``SHARDINGS``.
-        feature: what is looked up in it; its name if not given.
+        feature: name of its feature, by default the table's name.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Table:
 
 
 class Model(nn.Module):
-    """Collections that are all looked up with the same features, and a linear layer unless there is to be none."""
+    """Collections that all look up the same features, with a linear layer if ``has_dense``."""
 
     def __init__(self, *, has_dense: bool, **collections: nn.Module) -> None:
         super().__init__()
@@ -73,13 +73,13 @@ class Model(nn.Module):
         self.dense = nn.Linear(DIM, 1, bias=False) if has_dense else nn.Identity()
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Loss of a batch: the more often a row is looked up, the larger its gradient."""
+        """Return the loss of a batch. The gradient of a row grows with the number of its lookups."""
         losses = []
         for name in self.names:
             found = getattr(self, name)(features)
-            if isinstance(found, tuple):  # a managed-collision module returns the remapped ids too
+            if isinstance(found, tuple):  # a managed-collision module also returns the remapped ids
                 found = found[0]
-            values = found.values()  # a tensor, or a jagged tensor for each feature
+            values = found.values()  # a tensor, or a jagged tensor per feature
             rows = values if isinstance(values, Tensor) else torch.cat([each.values() for each in values])
             rows = rows.reshape(-1, DIM)
             losses.append(self.dense(rows).sum())
@@ -92,7 +92,7 @@ class Training:
 
     Args:
         model: the model.
-        optimizer: steps what no fused optimizer has; None if there is no such thing.
+        optimizer: optimizer of the parameters without a fused optimizer; None if there are none.
     """
 
     model: DistributedModelParallel
@@ -103,22 +103,22 @@ class Training:
         self.shards = find_shards(self.model)
 
     def train(self, **ids: Sequence[int]) -> None:
-        """One batch: feature to ids."""
+        """Train one batch, given as feature to ids."""
         self.forward(**ids).backward()
         self.step()
 
     def forward(self, **ids: Sequence[int]) -> Any:  # noqa: ANN401  mypy has backward() untyped
-        """The loss of one batch, a tensor."""
+        """Return the loss of one batch, a tensor."""
         return self.model(batch(ids))
 
     def step(self) -> None:
-        """Let the optimizer step, where there is one."""
+        """Step the optimizer, if any."""
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def rows(self, table: str) -> Tensor:
-        """``[R, D]`` a copy of the rows of a table that this rank holds, its column shards side by side."""
+        """Return a copy of this rank's rows of a table, ``[R, D]``, with its column shards concatenated."""
         return torch.cat([shard.weight.clone() for shard in self.shards[table]], dim=1)
 
 
@@ -128,9 +128,9 @@ class Shard:
 
     Args:
         weight: ``[R, columns]`` live view.
-        row_offset: global id of its first row.
-        first_column: its first column in the table.
-        sums: ``[R]`` live optimizer state, where the fused optimizer keeps one number for each row.
+        row_offset: global id of the first row.
+        first_column: index of the first column in the table.
+        sums: ``[R]`` live optimizer state, if the fused optimizer keeps one number per row.
     """
 
     weight: Tensor
@@ -140,7 +140,7 @@ class Shard:
 
 
 def batch(ids: Mapping[str, Sequence[int]]) -> KeyedJaggedTensor:
-    """A batch of one sample: feature to ids."""
+    """Build a batch of one sample from feature to ids."""
     return KeyedJaggedTensor(
         keys=list(ids),
         values=torch.tensor([each for values in ids.values() for each in values], dtype=torch.int64),
@@ -149,7 +149,7 @@ def batch(ids: Mapping[str, Sequence[int]]) -> KeyedJaggedTensor:
 
 
 def collection(tables: Sequence[Table], *, bag: bool = False) -> nn.Module:
-    """An EmbeddingCollection, or EmbeddingBagCollection, on the meta device."""
+    """Return an EmbeddingCollection or EmbeddingBagCollection on the meta device."""
     kind, config = (EmbeddingBagCollection, EmbeddingBagConfig) if bag else (EmbeddingCollection, EmbeddingConfig)
     module: nn.Module = kind(
         device=torch.device("meta"),
@@ -167,13 +167,13 @@ def collection(tables: Sequence[Table], *, bag: bool = False) -> nn.Module:
 
 
 def build(*tables: Table, bag: bool = False, fused: Any = RowWiseAdagrad, dense: Any = None) -> Training:  # noqa: ANN401
-    """A model of one collection ``ec``.
+    """Build a model with one collection, ``ec``.
 
     Args:
         tables: its tables.
         bag: pool the rows.
-        fused: the optimizer class of its tables, for fused kernels.
-        dense: the optimizer class of everything, for DENSE kernels; None for fused ones.
+        fused: optimizer class of the tables, for fused kernels.
+        dense: optimizer class of all parameters, for DENSE kernels; None for fused kernels.
     """
     embedding = collection(tables, bag=bag)
     sharder = EmbeddingBagCollectionSharder() if bag else EmbeddingCollectionSharder()
@@ -185,13 +185,13 @@ def build(*tables: Table, bag: bool = False, fused: Any = RowWiseAdagrad, dense:
 
 
 def build_managed(slots: Sequence[int]) -> Training:
-    """A model of one managed-collision collection, whose table ``t`` has a row for each id in ``slots``, ascending."""
+    """Build a model with one managed-collision collection; its table ``t`` has a row per id in ``slots``, ascending."""
     table = Table("t", len(slots), "rows")
     embedding: Any = collection([table])
     policy = MCHManagedCollisionModule(
         zch_size=table.rows,
         device=CPU,
-        eviction_interval=1000,  # never within a case: resetting rows has no CPU kernel
+        eviction_interval=1000,  # no eviction within a case: resetting rows has no CPU kernel
         eviction_policy=DistanceLFU_EvictionPolicy(),
         input_hash_size=max(slots) + 1,
     )
@@ -209,7 +209,7 @@ def build_managed(slots: Sequence[int]) -> Training:
 
 
 def build_several(tables: Mapping[str, Sequence[Table]], *, has_dense: bool) -> Training:
-    """A model of several collections, each under its own name."""
+    """Build a model with several collections, by name."""
     model = Model(has_dense=has_dense, **{name: collection(each) for name, each in tables.items()})
     apply_optimizer_in_backward(RowWiseAdagrad, [p for p in model.parameters() if p.is_meta], {"lr": LEARNING_RATE})
     sharder = EmbeddingCollectionSharder()
@@ -218,7 +218,7 @@ def build_several(tables: Mapping[str, Sequence[Table]], *, has_dense: bool) -> 
 
 
 def module_plan(module: nn.Module, tables: Sequence[Table], sharder: Any, *, kernel: str) -> Any:  # noqa: ANN401
-    """Where each table of a module goes."""
+    """Return the sharding plan of a module."""
     plan = construct_module_sharding_plan(
         module,
         {table.name: SHARDINGS[table.sharding]() for table in tables},
@@ -234,7 +234,7 @@ def module_plan(module: nn.Module, tables: Sequence[Table], sharder: Any, *, ker
 
 
 def shard(model: nn.Module, plans: Mapping[str, Any], sharder: Any) -> DistributedModelParallel:  # noqa: ANN401
-    """The model over all ranks; every row starts as a number of its own."""
+    """Shard the model over all ranks, with random initial rows."""
     torch.manual_seed(0)
     if isinstance(model.dense, nn.Linear):
         nn.init.ones_(model.dense.weight)
@@ -242,7 +242,7 @@ def shard(model: nn.Module, plans: Mapping[str, Any], sharder: Any) -> Distribut
 
 
 def kernels(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every kernel of this rank, with the FQN that its tables' names follow."""
+    """Yield every kernel of this rank with the FQN prefix of its tables."""
     for path, module in model.named_modules():
         if not hasattr(module, "_lookups"):
             continue
@@ -255,7 +255,7 @@ def kernels(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def find_shards(model: nn.Module) -> dict[str, list[Shard]]:
-    """Table FQN to its blocks on this rank, by column."""
+    """Return table FQN to its blocks on this rank, sorted by column."""
     found: dict[str, list[Shard]] = {}
     for owner, kernel in kernels(model):
         for slot, config in enumerate(kernel.config.embedding_tables):

@@ -1,4 +1,4 @@
-"""Runs cases in processes of their own, so that whatever crashes or hangs takes nothing with it.
+"""Execution of cases in separate processes, to isolate crashes and hangs.
 
 A server process imports torchrec once; every rank of every case is forked from it.
 """
@@ -26,7 +26,7 @@ _PRELOAD = [
     "torchrec.distributed.mc_embedding",
     "torchrec.distributed.model_tracker.model_delta_tracker",
     "torchrec.distributed.sharding_plan",
-    "delta_tracker.tracker.row_sets.numba_loops",  # numba takes a second
+    "delta_tracker.tracker.row_sets.numba_loops",  # importing numba takes a second
 ]
 _GROUP_TIMEOUT = timedelta(seconds=10)
 _START_SECONDS = 60.0
@@ -37,18 +37,18 @@ Job = tuple[str, str]  # name of a case, name of a tracker
 
 
 def load_cases() -> dict[str, Case]:
-    """Name to case, by fault."""
+    """Return name to case, sorted by fault."""
     for module in CASE_MODULES:
         import_module(module)
     return dict(sorted(CASES.items(), key=lambda item: item[1].fault))
 
 
 def run_all(jobs: Iterable[Job], num_parallel: int) -> Iterator[tuple[Job, str]]:
-    """Run cases, some at a time; yields each with its verdict as it ends: ``right``, or what went wrong."""
+    """Run cases concurrently. Yield each with its verdict when it ends: ``right``, or a short error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with _silenced():
-        ensure_running()  # ranks inherit where it writes
+        ensure_running()  # ranks inherit its standard output and error
     waiting, running = deque(jobs), list[_Run]()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -68,8 +68,8 @@ class _Run:
     """The ranks of one case.
 
     Args:
-        job: what to run.
-        rendezvous: a file that does not exist yet, through which the ranks meet.
+        job: case and tracker.
+        rendezvous: path of a file that does not exist yet, for the rendezvous of the ranks.
     """
 
     def __init__(self, job: Job, rendezvous: Path) -> None:
@@ -87,14 +87,14 @@ class _Run:
             self._ranks.append(process)
 
     def is_over(self) -> bool:
-        """Take the answers that have come; true when all have, or the time is up, and then nothing runs any more."""
+        """Receive answers. If all have arrived or the time is up, end the processes and return True."""
         for rank, pipe in list(self.pipes.items()):
             if pipe.poll():
                 try:
                     answer = pipe.recv()
                 except EOFError:
                     answer = "the process dies"
-                if answer is None:  # the rank begins the case
+                if answer is None:  # the rank starts the case
                     self._deadline = time.monotonic() + _CASE_SECONDS
                     continue
                 self._answers[rank] = answer
@@ -107,13 +107,13 @@ class _Run:
         return True
 
     def stop(self) -> None:
-        """Kill what is left."""
+        """Kill all ranks."""
         for process in self._ranks:
             process.kill()
             process.join()
 
     def verdict(self) -> str:
-        """What all ranks say together."""
+        """Return the combined answers of all ranks."""
         answers = [self._answers[rank] for rank in sorted(self._answers)]
         if len(set(answers)) == 1:
             return answers[0]
@@ -121,7 +121,7 @@ class _Run:
 
 
 def _rank(pipe: Connection, job: Job, rank: int, rendezvous: str) -> None:
-    """Body of a rank: join the group, send None, run the case, send how it went."""
+    """Run a rank: join the group, send None, run the case, send the result."""
     torch, dist = import_module("torch"), import_module("torch.distributed")
     name, tracker = job
     num_ranks = load_cases()[name].num_ranks
@@ -137,14 +137,14 @@ def _rank(pipe: Connection, job: Job, rank: int, rendezvous: str) -> None:
         answer = RIGHT
     except WrongError as wrong:
         answer = str(wrong)
-    except Exception as error:  # noqa: BLE001  whatever it is, it is the answer
+    except Exception as error:  # noqa: BLE001  any exception is the result
         answer = describe(error)
     pipe.send(answer)
-    os._exit(0)  # without goodbyes that a broken peer could leave unanswered
+    os._exit(0)  # skips the shutdown of the group, which could wait for a dead peer
 
 
 def describe(error: Exception) -> str:
-    """An exception in a few words, the same in every run."""
+    """Return a short description of an exception that is equal in every run."""
     text = str(error).strip().partition("\n")[0]
     if "gloo" in text.lower() or "Connection" in text:
         return "waits for a dead peer"
@@ -156,7 +156,7 @@ def describe(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Point standard output and error at nothing: torchrec logs much, and tracebacks are expected."""
+    """Redirect standard output and error to the null device: torchrec logs much, and tracebacks are expected."""
     kept = [os.dup(1), os.dup(2)]
     with Path(os.devnull).open("w") as nothing:
         try:

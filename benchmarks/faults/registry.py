@@ -1,4 +1,4 @@
-"""The 18 faults and the cases that show them."""
+"""Registry of the 18 faults and of the cases that reproduce them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAULTS: dict[int, str] = {
 
 
 class WrongError(AssertionError):
-    """A tracker did something else than it should; the message says what, in a few words."""
+    """A tracker is wrong; the message is a short description of the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Case:
     """One check of a fault.
 
     Args:
-        fault: its number.
+        fault: number of the fault.
         run: takes a :data:`~benchmarks.faults.trackers.Make`; raises if the tracker is wrong.
-        num_ranks: how many ranks run it.
+        num_ranks: number of ranks.
     """
 
     fault: int
@@ -55,7 +55,7 @@ _Run = TypeVar("_Run", bound=Callable[..., None])
 
 
 def case(fault: int, *, num_ranks: int = 1) -> Callable[[_Run], _Run]:
-    """Decorator: the function is a case of a fault."""
+    """Return a decorator that registers a function as a case of a fault."""
 
     def register(run: _Run) -> _Run:
         CASES[run.__name__] = Case(fault, run, num_ranks)
@@ -65,6 +65,6 @@ def case(fault: int, *, num_ranks: int = 1) -> Callable[[_Run], _Run]:
 
 
 def expect(condition: object, otherwise: str) -> None:
-    """Raise :class:`WrongError` with the text unless the condition holds."""
+    """Raise :class:`WrongError` with the text ``otherwise`` unless ``condition`` holds."""
     if not condition:
         raise WrongError(otherwise)

@@ -1,4 +1,4 @@
-"""Cases about which rows are reported, and when: faults 2 to 5, 7, 8 and 14 to 18."""
+"""Cases about the reported rows: faults 2 to 5, 7, 8 and 14 to 18."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.faults.trackers import Copy, Make, differing, expect_changes
 
 @case(2)
 def read_before_backward(make: Make) -> None:
-    """The rows of a batch that a read comes into are in the next one."""
+    """A read between forward and backward does not lose the batch's rows."""
     training = build(Table("t"))
     copy = Copy(training, make(training))
     loss = training.forward(t=[1, 2, 3])
@@ -25,7 +25,7 @@ def read_before_backward(make: Make) -> None:
 
 @case(2)
 def forgotten_step(make: Make) -> None:
-    """Nobody tells the tracker where a batch ends."""
+    """No row is lost without calls of ``step()``."""
     training = build(Table("t"))
     copy = Copy(training, make(training, steps=False))
     for row in (1, 2):
@@ -67,7 +67,7 @@ def shared_name(make: Make) -> None:
 
 @case(5, num_ranks=2)
 def row_offset(make: Make) -> None:
-    """What a rank reports can be applied to the whole table."""
+    """A rank reports ids of the whole table."""
     training = build(Table("t", rows=12, sharding="rows"))
     tracker = make(training)
     training.train(t=[0] if dist.get_rank() == 0 else [11])
@@ -78,7 +78,7 @@ def row_offset(make: Make) -> None:
 
 @case(5)
 def column_shards(make: Make) -> None:
-    """Both column shards of a table are on one rank: its rows are whole."""
+    """If one rank has both column shards of a table, old rows have all columns."""
     training = build(Table("t", sharding="columns"))
     tracker = make(training, "embedding")
     before = training.rows("ec.embeddings.t")
@@ -92,7 +92,7 @@ def column_shards(make: Make) -> None:
 
 @case(7)
 def evaluation(make: Make) -> None:
-    """Only updates count."""
+    """Lookups of an evaluation are not reported."""
     training = build(Table("t"))
     tracker = make(training)
     before = rows_of(training)
@@ -105,7 +105,7 @@ def evaluation(make: Make) -> None:
 
 @case(8, num_ranks=2)
 def replicas(make: Make) -> None:
-    """A replica changes by what every rank looks up."""
+    """A replica reports the rows that other ranks looked up."""
     training = build(Table("t", sharding="replicated"), bag=True, dense=torch.optim.SGD)
     tracker = make(training)
     before = rows_of(training)
@@ -115,7 +115,7 @@ def replicas(make: Make) -> None:
 
 @case(14)
 def skipped_table(make: Make) -> None:
-    """One of a module's tables is not to be tracked."""
+    """One of a module's tables is skipped."""
     training = build(Table("a"), Table("b"))
     tracker = make(training, skip=["b"])
     before = rows_of(training)
@@ -128,7 +128,7 @@ def skipped_table(make: Make) -> None:
 
 @case(15)
 def managed_collisions(make: Make) -> None:
-    """Ids are remapped to rows before they are looked up."""
+    """Ids are remapped to rows before the lookup."""
     training = build_managed(slots=[100, 200, 300, 400])
     tracker = make(training)
     before = rows_of(training)
@@ -150,19 +150,19 @@ def _adam(make: Make, sharding: str) -> None:
 
 @case(16)
 def adam_on_dense(make: Make) -> None:
-    """A row goes on moving after the batch that looked it up."""
+    """Adam changes a row in a batch that does not look it up."""
     _adam(make, "rank 0")
 
 
 @case(16)
 def adam_on_replicated(make: Make) -> None:
-    """The same, in a replica."""
+    """Adam changes a row of a replica in a batch that does not look it up."""
     _adam(make, "replicated")
 
 
 @case(17)
 def read_before_step(make: Make) -> None:
-    """A read between backward and the optimizer's step loses nothing."""
+    """A read between backward and the optimizer's step does not lose rows."""
     training = build(Table("t"), bag=True, dense=torch.optim.SGD)
     copy = Copy(training, make(training))
     training.forward(t=[1, 2]).backward()
@@ -184,19 +184,19 @@ def _load_state(make: Make, training: Training, other: Training) -> None:
 
 @case(17)
 def load_dense_state(make: Make) -> None:
-    """A checkpoint is loaded into a DENSE table."""
+    """Rows of a checkpoint loaded into a DENSE table are reported."""
     _load_state(make, *(build(Table("t"), bag=True, dense=torch.optim.SGD) for _ in range(2)))
 
 
 @case(17)
 def load_fused_state(make: Make) -> None:
-    """A checkpoint is loaded into a FUSED table."""
+    """Rows of a checkpoint loaded into a FUSED table are reported."""
     _load_state(make, *(build(Table("t")) for _ in range(2)))
 
 
 @case(18)
 def no_dense_parameters(make: Make) -> None:
-    """A model of tables only."""
+    """A model without dense parameters is tracked."""
     training = build_several({"ec": [Table("t")]}, has_dense=False)
     tracker = make(training)
     before = rows_of(training)
@@ -205,5 +205,5 @@ def no_dense_parameters(make: Make) -> None:
 
 
 def rows_of(training: Training) -> dict[str, torch.Tensor]:
-    """Table FQN to a copy of its rows on this rank."""
+    """Return table FQN to a copy of its rows on this rank."""
     return {fqn: training.rows(fqn) for fqn in training.shards}

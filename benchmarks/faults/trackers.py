@@ -1,4 +1,4 @@
-"""Both trackers behind one face, so that every case is written once."""
+"""Common interface of both trackers, so that every case is written once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a read says of one table.
+    """Rows of one table in a read.
 
     Args:
         ids: local row ids.
-        table_ids: row ids in the whole table, as far as the tracker tells.
-        states: ``[N, ...]`` old states, or what the mode has instead.
+        table_ids: global row ids, if the tracker reports them, otherwise local ones.
+        states: ``[N, ...]`` old states, or the values that the mode returns instead.
     """
 
     ids: list[int]
@@ -34,19 +34,19 @@ class Rows:
 
 
 class Tracker(Protocol):
-    """What the cases ask of a tracker."""
+    """Interface of a tracker in the cases."""
 
     def read(self, consumer: str | None = None) -> dict[str, Rows]:
-        """Table FQN to rows that changed since the consumer's last read."""
+        """Return table FQN to the rows changed since the consumer's last read."""
 
     def read_top(self, fraction: float) -> dict[str, Rows]:
-        """The part of them that changed most."""
+        """Return the given fraction of the changed rows, those that changed most."""
 
     def clear(self, consumer: str) -> None:
-        """Forget what is pending for a consumer."""
+        """Discard the pending rows of a consumer."""
 
     def held_bytes(self) -> int:
-        """What the tracker holds."""
+        """Return the memory of the tracker in bytes."""
 
 
 class Make(Protocol):
@@ -65,7 +65,7 @@ class Make(Protocol):
 
 
 class Theirs:
-    """TorchRec's tracker; as its documentation has it, the model steps it, unless ``steps`` is False."""
+    """TorchRec's tracker. The model steps it, as documented, unless ``steps`` is False."""
 
     def __init__(
         self,
@@ -78,30 +78,30 @@ class Theirs:
         steps: bool = True,
     ) -> None:
         names = None if consumers is None else list(consumers)
-        # A bound is set where there is one to set.
+        # Pass the bound only to versions of TorchRec that support it.
         bound = {"max_bytes": max_bytes} if "max_bytes" in inspect.signature(DeltaTrackerConfig).parameters else {}
         model: Any = training.model
         if steps:
             config = DeltaTrackerConfig(TheirMode(mode), consumers=names, fqns_to_skip=list(skip), **bound)
             self._tracker = model.init_torchrec_delta_tracker(config)
         else:
-            wrapped = model._dmp_wrapped_module  # noqa: SLF001  what the model itself passes
+            wrapped = model._dmp_wrapped_module  # noqa: SLF001  as DMP itself does
             self._tracker = ModelDeltaTrackerTrec(wrapped, names, mode=TheirMode(mode), fqns_to_skip=skip)
 
     def read(self, consumer: str | None = None) -> dict[str, Rows]:
-        """The rows; of the whole table's ids it says nothing."""
+        """Return the changed rows, without global ids."""
         return self._rows(self._tracker.get_unique(consumer))
 
     def read_top(self, fraction: float) -> dict[str, Rows]:
-        """With its own argument for it."""
+        """Read with ``top_percentage``."""
         return self._rows(self._tracker.get_unique(top_percentage=fraction))
 
     def clear(self, consumer: str) -> None:
-        """Forget what is pending."""
+        """Discard the pending rows."""
         self._tracker.clear(consumer)
 
     def held_bytes(self) -> int:
-        """Bytes of the tensors in its store."""
+        """Return the bytes of the tensors in the store."""
         lookups = [each for lookups in self._tracker.store.per_fqn_lookups.values() for each in lookups]
         return sum(part.nbytes for each in lookups for part in (each.ids, each.states) if part is not None)
 
@@ -111,7 +111,7 @@ class Theirs:
 
 
 class Ours:
-    """This library's tracker; nobody steps it."""
+    """This library's tracker, without calls of ``step()``."""
 
     def __init__(
         self,
@@ -129,19 +129,19 @@ class Ours:
         )
 
     def read(self, consumer: str | None = None) -> dict[str, Rows]:
-        """The rows."""
+        """Return the changed rows."""
         return self._rows(self._tracker.get_delta(consumer))
 
     def read_top(self, fraction: float) -> dict[str, Rows]:
-        """With its own argument for it."""
+        """Read with ``top_k``."""
         return self._rows(self._tracker.get_delta(top_k=TopK(fraction=fraction)))
 
     def clear(self, consumer: str) -> None:
-        """Forget what is pending."""
+        """Discard the pending rows."""
         self._tracker.clear(consumer)
 
     def held_bytes(self) -> int:
-        """What it says itself; an update shows at the next look."""
+        """Return the bytes that ``memory()`` reports."""
         return self._tracker.memory().total_bytes
 
     def _rows(self, delta: Any) -> dict[str, Rows]:  # noqa: ANN401
@@ -153,7 +153,7 @@ TRACKERS: dict[str, Make] = {"TorchRec": Theirs, "delta_tracker": Ours}
 
 
 class Copy:
-    """A consumer's copy of all rows of this rank: it takes the rows that each read reports, as they are then."""
+    """A consumer's copy of all rows of this rank, updated at each read with the current values of the reported rows."""
 
     def __init__(self, training: Training, tracker: Tracker) -> None:
         self._training = training
@@ -161,26 +161,26 @@ class Copy:
         self._rows = {fqn: training.rows(fqn) for fqn in training.shards}
 
     def read(self) -> None:
-        """Read and take what changed."""
+        """Read, and copy the changed rows."""
         for fqn, rows in self._tracker.read().items():
             if rows.ids:
                 self._rows[fqn][rows.ids] = self._training.rows(fqn)[rows.ids]
 
     def expect_equal(self) -> None:
-        """Every row is as it is in the model."""
+        """Raise unless every row equals the model's."""
         stale = {fqn: differing(rows, self._training.rows(fqn)) for fqn, rows in self._rows.items()}
         count = sum(map(len, stale.values()))
         expect(not count, f"loses {count} rows")
 
 
 def differing(before: Tensor, now: Tensor) -> list[int]:
-    """Ids of the rows ``[R, D]`` that are not the same."""
+    """Return the ids of the rows ``[R, D]`` that differ."""
     changed: list[int] = torch.nonzero((before != now).any(dim=1)).flatten().tolist()
     return changed
 
 
 def expect_changes(training: Training, before: dict[str, Tensor], reported: dict[str, Rows]) -> None:
-    """A read reports exactly the rows that differ from ``before``, for every table."""
+    """Raise unless a read reports exactly the rows that differ from ``before``, for every table."""
     for fqn, rows in before.items():
         changed = set(differing(rows, training.rows(fqn)))
         found = set(reported[fqn].ids if fqn in reported else [])

@@ -128,7 +128,9 @@ DEFINITIONS: dict[str, Definition] = {
     # The monitor itself
     "dropped_events": _counter("dropped_events", "Events dropped before delivery.", "reason"),
     "outlet_errors": _counter("outlet_errors", "Exceptions and timeouts of sinks, handlers and callbacks.", "outlet"),
-    "muted_deliveries": _counter("muted_deliveries", "Deliveries skipped while an outlet was muted.", "outlet"),
+    "muted_deliveries": _counter(
+        "muted_deliveries", "Calls of sinks, handlers and callbacks skipped while muted.", "outlet"
+    ),
     "rejected_values": _counter(
         "rejected_values", "Recorded values that are not finite numbers, or are negative in a counter.", "stat"
     ),

@@ -228,7 +228,7 @@ class Histogram(Stat):
 
 
 class Gauge(Stat):
-    """Value that can go up and down. Its total is the newest reading, also after windows without one."""
+    """Value that can go up and down. The newest reading is exported, also after windows without one."""
 
     def set(self, value: float, **labels: object) -> None:
         """Record a reading."""

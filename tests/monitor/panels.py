@@ -232,7 +232,7 @@ ALERTS = (
         minutes=15,
         severity="ticket",
         summary="A sink, handler or callback of the monitor fails, or events are dropped.",
-        action="The label names it. See the traceback in the program's log, which has it once.",
+        action="The label names the sink or the reason. See the traceback in the program's log, which has it once.",
     ),
 )
 
