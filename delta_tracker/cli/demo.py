@@ -1,4 +1,4 @@
-"""``demo``: a trainer and a predictor in one process, on data that is made up; needs neither torchrec nor a network."""
+"""``demo``: run a trainer and a predictor in one process on synthetic data, without torchrec and network."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from delta_tracker.types import TableSpec
 
 _NUM_USERS, _NUM_ITEMS, _DIM = 100_000, 20_000, 16
 _BATCH = 256
-_BATCH_SECONDS = 0.02  # clicks arrive as they do in a small service
+_BATCH_SECONDS = 0.02  # the rate of clicks in a small service
 _APPLY_SECONDS = 30.0
 
-_HELP = """Train a small model on made-up clicks, publish what changes, follow it with a predictor, all in one process.
+_HELP = """Train a small model on synthetic clicks, publish its changes and follow with a predictor, in one process.
 
-Writes a real stream to --out and leaves it there. While it runs, and afterwards, try the other commands on it from a
-second terminal. It needs no torchrec: it marks changed rows by itself, where a trainer has a ModelDeltaTracker and a
-Publisher. In a checkout of the project, `make demo` runs the large one: MovieLens, torchrec, two ranks.
+Writes a stream to --out and keeps it. Try the other commands on it from a second terminal, during the run or later.
+Does not need torchrec: it marks changed rows itself instead of using a ModelDeltaTracker and a Publisher. In a checkout
+of the project, `make demo` runs a larger demo with MovieLens, torchrec and two ranks.
 
-Exit code 1 if the predictor does not end up with the trainer's tables, bit for bit.
+Exit code 1 if the predictor's tables do not equal the trainer's, bit for bit.
 
 \b
 Examples:
@@ -47,18 +47,16 @@ Examples:
 
 
 @click.command("demo", help=_HELP)
-@click.option("--out", type=click.Path(path_type=Path), help="A new directory; by default a temporary one.")
-@click.option("--seconds", default=8.0, show_default=True, type=click.FloatRange(0.1), help="How long to train.")
-@click.option(
-    "--every", default=0.5, show_default=True, type=click.FloatRange(0.01), help="Seconds from one delta to the next."
-)
-@click.option("--json", "is_json", is_flag=True, help="For machines: one JSON object on stdout.")
+@click.option("--out", type=click.Path(path_type=Path), help="New directory.  [default: a temporary one]")
+@click.option("--seconds", default=8.0, show_default=True, type=click.FloatRange(0.1), help="Duration of the training.")
+@click.option("--every", default=0.5, show_default=True, type=click.FloatRange(0.01), help="Seconds between deltas.")
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object on stdout.")
 def command(out: Path | None, seconds: float, every: float, *, is_json: bool) -> int:
-    """Run, then compare the tables."""
+    """Run the demo, then compare the tables."""
     output = Output(is_json=is_json)
     directory = Path(tempfile.mkdtemp(prefix="delta-tracker-demo-")) if out is None else out.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InvalidArgumentError("--out", str(out), "Name a new directory: something is there")
+        raise InvalidArgumentError("--out", str(out), "Pass a new directory: it exists and is not empty")
     url = directory.as_uri()
     if not is_json:
         output.line(f"the stream is {directory}; in a second terminal: delta-tracker tail {directory}")
@@ -70,7 +68,7 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
         trainer.publish("snapshot")
         predictor.follow()
         deadline = time.monotonic() + seconds
-        while not applied or time.monotonic() < deadline:  # at least one delta, on however slow a machine
+        while not applied or time.monotonic() < deadline:  # at least one delta, even on a slow machine
             now = time.monotonic()
             while trainer.has_nothing_new or time.monotonic() < min(now + every, deadline):
                 losses.append(trainer.train())
@@ -83,14 +81,14 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What was measured: the loss of each batch, and seconds from each commit to its being applied."""
+    """Measurements: the loss of each batch, and seconds from each commit until the version was applied."""
 
     losses: Sequence[float]
     applied: Sequence[float]
 
 
 class _Trainer:
-    """Matrix factorisation of clicks, most of which are on few users and items."""
+    """Trainer of a matrix factorisation of clicks, most of which are of few users and items."""
 
     def __init__(self, url: str) -> None:
         self._random = torch.Generator().manual_seed(0)
@@ -112,11 +110,11 @@ class _Trainer:
 
     @property
     def has_nothing_new(self) -> bool:
-        """Whether no batch was trained since the last version."""
+        """True if no batch was trained since the last version."""
         return self._batch == self._published
 
     def train(self) -> float:
-        """One batch; the loss."""
+        """Train one batch and return the loss."""
         rows = [self._draw(len(table)) for table in self.tables.values()]
         users, items = (tastes[ids] for tastes, ids in zip(self._tastes, rows, strict=True))
         clicks = torch.bernoulli((users * items).sum(1).sigmoid(), generator=self._random)
@@ -131,7 +129,7 @@ class _Trainer:
         return loss.item()
 
     def publish(self, kind: Kind) -> int:
-        """Commit all rows, or those that changed since the last version; the version."""
+        """Commit all rows, or those changed since the last version, and return the version."""
         changed = {fqn: rows.ids for fqn, rows in self._changes.get_delta(self._published).items()}
         self._changes.delete(self._batch)
         draft = Draft(
@@ -157,7 +155,7 @@ class _Trainer:
 
 
 def _seconds_until_applied(predictor: Predictor, version: int) -> float:
-    """Wait for the predictor, and say how long it took."""
+    """Wait until the predictor has applied ``version`` and return the seconds waited."""
     begin = time.monotonic()
     while (predictor.version or 0) < version and time.monotonic() < begin + _APPLY_SECONDS:
         time.sleep(0.001)

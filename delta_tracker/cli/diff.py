@@ -1,4 +1,4 @@
-"""``diff``: which rows of a table differ between two versions, and how far they moved."""
+"""``diff``: show the rows of a table that differ between two versions, and by how much."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from delta_tracker.types import TableSpec
 _CHUNK_BYTES = 4 << 20
 _MAX_NAMES = 20
 
-_HELP = """Which rows of a table differ between versions V1 and V2, and how far they moved.
+_HELP = """Show the rows of a table that differ between versions V1 and V2, and by how much.
 
-A row differs if any bit of it does. It has moved by the L2 norm of its difference, computed in float64; one that holds
-NaN or an infinity has moved by "nan" or "inf" and comes first. Both versions are put together in the directory for
-temporary files (TMPDIR), which takes disk for the table twice, and little memory.
+A row differs if any bit of it differs. "moved" is the L2 norm of the difference, computed in float64. Rows with NaN or
+infinity moved by "nan" or "inf" and are listed first. Both versions are built in the directory for temporary files
+(TMPDIR), which needs disk space for the table twice, and little memory.
 
 \b
 Examples:
@@ -41,12 +41,12 @@ Examples:
 @stream_command
 @click.argument("v1", type=click.IntRange(0))
 @click.argument("v2", type=click.IntRange(0))
-@click.option("--table", "fqn", metavar="T", help="Name of the table; may be left out where there is only one.")
+@click.option("--table", "fqn", metavar="T", help="Name of the table; optional if there is only one.")
 @click.option(
-    "--limit", default=20, show_default=True, type=click.IntRange(0), help="List so many rows, the farthest first."
+    "--limit", default=20, show_default=True, type=click.IntRange(0), help="Number of rows to list, largest move first."
 )
 def command(stream: Stream, v1: int, v2: int, fqn: str | None, limit: int) -> int:
-    """Compare, then print."""
+    """Compare the versions and print the differences."""
     stream.head()
     cursor = StreamCursor(stream.log)
     paths = cursor.path_to(v1), cursor.path_to(v2)
@@ -80,10 +80,10 @@ def command(stream: Stream, v1: int, v2: int, fqn: str | None, limit: int) -> in
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A directory that is gone at the end of the block.
+    """Yield a temporary directory, deleted at the end of the block.
 
     Raises:
-        InvalidArgumentError: if there is no room in it.
+        InvalidArgumentError: if the directory cannot be written, or is full.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch:
@@ -91,29 +91,29 @@ def _scratch() -> Iterator[Path]:
     except StorageError:
         raise
     except OSError as error:
-        remedy = f"Let it name a directory with room for the table, twice: {error.strerror}"
+        remedy = f"Set it to a directory with space for the table twice: {error.strerror}"
         raise InvalidArgumentError("TMPDIR", tempfile.gettempdir(), remedy) from error
 
 
 def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
-    """The table that is asked for.
+    """Return the table named ``fqn``, or the only one if None.
 
     Raises:
-        InvalidArgumentError: if the snapshot has no such table, or several and none is named.
+        InvalidArgumentError: if the snapshot has no such table, or has several and ``fqn`` is None.
     """
     names = sorted(manifest.tables)
     if fqn is None and len(names) == 1:
         return manifest.tables[names[0]]
     if fqn is None or fqn not in manifest.tables:
         known = f"{', '.join(names[:_MAX_NAMES])}{' ...' * (len(names) > _MAX_NAMES)}"
-        raise InvalidArgumentError("--table", fqn, f"Name a table of version {manifest.version}: {known or 'none'}")
+        raise InvalidArgumentError("--table", fqn, f"Pass a table of version {manifest.version}: {known or 'none'}")
     return manifest.tables[fqn]
 
 
 def _both(
     stream: Stream, paths: tuple[list[Manifest], list[Manifest]], spec: TableSpec, scratch: Path
 ) -> tuple[Tensor, Tensor]:
-    """The table in both versions. What both have in common is read once."""
+    """Return the table in both versions. Entries that both have in common are read once."""
     first, second = paths
     num_shared = len(first) if [each.link for each in second[: len(first)]] == [each.link for each in first] else 0
     with stream.reading("reading", bytes_to_read([*first, *second[num_shared:]], [spec.fqn])):
@@ -122,7 +122,7 @@ def _both(
             for manifest in manifests:
                 check_tables(manifest, [spec.fqn], first[0])
                 contents = contents_of(stream.storage, manifest, [spec.fqn])
-                if held is None:  # room is made for a table that was found to be there
+                if held is None:  # allocate only after the table was checked
                     held = mapped(scratch / name, {spec.fqn: spec})[spec.fqn]
                 write_rows(contents, {spec.fqn: held})
             assert held is not None, "a path is not empty"
@@ -136,7 +136,7 @@ def _both(
 
 
 def _compare(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """``[N]`` int64 rows of which any bit differs, and ``[N]`` float64 how far each has moved."""
+    """Return ``[N]`` int64 ids of rows that differ in any bit, and ``[N]`` float64 L2 norms of their differences."""
     bits = {2: torch.int16, 4: torch.int32}[before.element_size()]
     ids, moved = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float64)]
     num_rows = max(1, _CHUNK_BYTES // (before.shape[1] * before.element_size()))
@@ -161,5 +161,5 @@ def _length(row: Tensor) -> float:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no other numbers."""
+    """Return None for a NaN or an infinity, which JSON does not support."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""``export``: the tables of one version, as files that need nothing of this library."""
+"""``export``: write the tables of one version to files that other programs can read."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ _METADATA = "__metadata__"
 _HELP = """Write the tables and dense tensors of one version.
 
 \b
---format safetensors   --out is a new directory: one file for each table, named after it, which
-                       holds <table>.weight; and dense.safetensors, if the stream has dense tensors
+--format safetensors   --out is a new directory: one file per table, named after it, with
+                       <table>.weight; and dense.safetensors, if the stream has dense tensors
 --format torch         --out is a new file: a state dict of <table>.weight and the dense tensors,
                        for torch.load(FILE, weights_only=True)
 
-The version is put together from its snapshot beside --out, under a temporary name that is renamed at the end: --out is
-there whole or not at all. It takes disk for the tables (twice with torch), and little memory. What exists is never
-overwritten.
+The version is built under a temporary name next to --out, which is renamed at the end, so --out is never partial. Needs
+disk space for the tables (twice with torch), and little memory. Never overwrites an existing file.
 
 \b
 Examples:
@@ -48,11 +47,11 @@ Examples:
 
 @click.command("export", help=_HELP)
 @stream_command
-@click.option("--version", type=click.IntRange(0), help="Which version; by default the newest.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="What to write; must not exist.")
+@click.option("--version", type=click.IntRange(0), help="Version to export.  [default: newest]")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="New file or directory; must not exist.")
 @click.option("--format", "form", default="safetensors", show_default=True, type=click.Choice(["safetensors", "torch"]))
 def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
-    """Put the version together, then give it its name."""
+    """Build the version under a temporary name, then rename it."""
     head = stream.head()
     version = head.version if version is None else version
     try:
@@ -64,7 +63,7 @@ def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
     except StorageError:
         raise
     except OSError as error:
-        raise InvalidArgumentError("--out", str(out), f"Choose another place: {error.strerror}") from error
+        raise InvalidArgumentError("--out", str(out), f"Choose another path: {error.strerror}") from error
     names = sorted(each.name for each in files) if form == "safetensors" else []
     if stream.out.is_json:
         stream.out.json(
@@ -80,7 +79,7 @@ def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
 
 @contextmanager
 def _draft(out: Path) -> Iterator[Path]:
-    """A directory beside ``out``, which is gone at the end of the block."""
+    """Yield a temporary directory next to ``out``, deleted at the end of the block."""
     _refuse_existing(out)
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
     try:
@@ -91,16 +90,16 @@ def _draft(out: Path) -> Iterator[Path]:
 
 def _refuse_existing(out: Path) -> None:
     if os.path.lexists(out):
-        raise InvalidArgumentError("--out", str(out), "Choose another name: something is there already")
+        raise InvalidArgumentError("--out", str(out), "Choose another name: it exists")
 
 
 def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[Path]:
-    """The files of a version, on disk; first those of its tables.
+    """Write the files of a version and return their paths.
 
     Raises:
-        InvalidArgumentError: for a version that the stream does not have yet, or names that the format cannot hold.
-        MalformedError: if versions do not have the same tables.
-        MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: if the stream cannot give the version.
+        InvalidArgumentError: for a version that is not committed yet, or names that the format does not support.
+        MalformedError: if the versions have different tables.
+        MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: if the version cannot be read.
         OSError: if a file cannot be written.
     """
     path = StreamCursor(stream.log).path_to(version)
@@ -111,7 +110,7 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
     with stream.reading("reading", bytes_to_read(path)):
         for manifest in path:
             contents = contents_of(stream.storage, manifest)
-            if tables is None:  # room is made for tables that were found to be there
+            if tables is None:  # allocate only after the contents were checked
                 tables = _rooms(manifest, version, work, form)
             check_tables(manifest, manifest.tables, path[0])
             write_rows(contents, tables)
@@ -133,7 +132,7 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
 
 
 def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str, Tensor]:
-    """Mapped memory for each table, by FQN."""
+    """Return mapped memory for each table, by FQN."""
     rooms: dict[str, Tensor] = {}
     for number, (fqn, spec) in enumerate(snapshot.tables.items()):
         key = f"{fqn}.weight"
@@ -148,9 +147,9 @@ def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str,
 def _safetensors(
     file: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], stream: str, version: int
 ) -> dict[str, Tensor]:
-    """A safetensors file whose tensors are mapped and still to be filled."""
+    """Create a safetensors file and return its mapped tensors, which the caller must fill."""
     if _METADATA in specs:
-        raise InvalidArgumentError("--format", "safetensors", f"Choose torch: a tensor is called {_METADATA}")
+        raise InvalidArgumentError("--format", "safetensors", f"Choose torch: a tensor is named {_METADATA}")
     header: dict[str, object] = {_METADATA: {"stream": stream, "version": str(version)}}
     end = 0
     for name, spec in specs.items():
@@ -163,7 +162,7 @@ def _safetensors(
 
 
 def _widest_first(dense: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Wide items first: each tensor then begins at a multiple of its item's size."""
+    """Sort tensors by item size, largest first, so that each begins at a multiple of its item size."""
     return sorted(dense.items(), key=lambda item: -item[1].itemsize)
 
 

@@ -1,6 +1,6 @@
-"""What the rows of a stream tell, in bounded memory: which change most often, and how far they move.
+"""Statistics of a stream's rows in bounded memory: the most frequently changed rows, and how far rows move.
 
-``N`` rows of a version, ``D`` columns of a table.
+Shapes: ``N`` rows of a version, ``D`` columns of a table.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ NUM_COUNTED = 1 << 20
 
 
 class RowCounts:
-    """How often each id came, of the most frequent ones.
+    """Counts of the most frequent ids.
 
-    Exact up to ``capacity`` different ids. Beyond, the sketch of Misra and Gries in the mergeable form of Agarwal et
-    al., "Mergeable Summaries" (PODS 2012): a count may be too low by up to :attr:`error`, and an id that came more
-    often than that is there.
+    Exact for up to ``capacity`` different ids. Beyond that, a Misra-Gries sketch in the mergeable form of Agarwal et
+    al., "Mergeable Summaries" (PODS 2012): a count may be too low by up to :attr:`error`, and every id that is more
+    frequent than that is present.
 
     Args:
-        capacity: how many ids it holds; up to four times as many while it counts.
+        capacity: maximum number of ids; up to four times as many while counting.
 
     Attributes:
-        error: the most that a count can be too low by.
+        error: maximum by which a count is too low.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -55,7 +55,7 @@ class RowCounts:
                 self._settle()
 
     def top(self, count: int) -> list[tuple[int, int]]:
-        """The ``count`` most frequent ids and how often they came, the most frequent first, equal ones by id."""
+        """Return the ``count`` most frequent ids and their counts, most frequent first, equal counts by id."""
         self._settle()
         order = np.lexsort((self._ids, -self._counts))[:count]
         return list(zip(self._ids[order].tolist(), self._counts[order].tolist(), strict=True))
@@ -73,36 +73,36 @@ class RowCounts:
 
 
 class TableMovement:
-    """The rows of one table: how often each came, and how far they moved.
+    """Counts and moves of the rows of one table.
 
     Args:
         spec: the table.
-        sample_bytes: memory for the values that are compared; of a larger table every ``stride``-th row is.
-        num_counted: how many different rows are counted exactly.
+        sample_bytes: memory for the compared values; of a larger table, only every ``stride``-th row is compared.
+        num_counted: number of different rows that are counted exactly.
 
     Attributes:
-        stride: one row in so many is compared; 0 if none is.
-        counts: in how many deltas each row came.
-        moves: L2 distances between a row's value in a version and its value before, 0 left out.
-        num_deltas: how many deltas had rows of it.
-        unmoved: rows in deltas that were sent with the value that they had already.
+        stride: every ``stride``-th row is compared; 0 if no row is.
+        counts: number of deltas that contain each row.
+        moves: L2 distances between a row's value in a version and its previous value, without 0.
+        num_deltas: number of deltas with rows of the table.
+        unmoved: number of rows in deltas whose value did not change.
     """
 
     def __init__(self, spec: TableSpec, sample_bytes: int, num_counted: int) -> None:
         self.spec = spec
-        slots = sample_bytes // (spec.dim * 4)  # 0 for rows wider than all of it, of which none is compared
+        slots = sample_bytes // (spec.dim * 4)  # 0 if one row exceeds sample_bytes; then no row is compared
         self.stride = max(1, -(-spec.num_rows // slots)) if slots else 0
         self.counts = RowCounts(num_counted)
         self.moves = LogBuckets()
         self.num_deltas = 0
         self.unmoved = 0
-        # NaN until a row is seen for the first time, and then nothing is known of how far it moved.
+        # NaN until a row's first value, for which the distance is unknown.
         num_held = -(-spec.num_rows // self.stride) if self.stride else 0
         self._held = np.full((num_held, spec.dim), np.nan, np.float32)
 
     def add(self, whole: list[BlockRows], listed: list[BlockRows], *, is_delta: bool) -> None:
-        """Take in the table's rows of the next version."""
-        # The blocks have no row in common, unless they are column shards.
+        """Add the table's rows of the next version."""
+        # Only column shards have rows in common.
         is_split = any(rows.block.num_columns < self.spec.dim for rows in (*whole, *listed))
         ids = [rows.ids.numpy() for rows in listed if rows.ids is not None]
         if is_delta and ids:
@@ -112,7 +112,7 @@ class TableMovement:
         if not compared:
             return
         squares = np.concatenate([squares for _, squares in compared])
-        if is_split:  # a row moved by all of its columns together
+        if is_split:  # add up the squares of a row's column shards
             places = np.unique(np.concatenate([slots for slots, _ in compared]), return_inverse=True)[1]
             squares = np.bincount(places, weights=squares)
         distances = np.sqrt(squares[np.isfinite(squares)])
@@ -121,7 +121,7 @@ class TableMovement:
             self.unmoved += int((distances == 0).sum())
 
     def _compare(self, rows: BlockRows) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """The sampled rows of a block, as places in the sample, and the squares of their moves."""
+        """Yield the sampled rows of a block, as indices in the sample, and the squares of their distances."""
         left, right = rows.block.columns
         for begin in range(0, rows.block.num_rows, _CHUNK_ROWS):
             end = min(begin + _CHUNK_ROWS, rows.block.num_rows)
@@ -132,28 +132,28 @@ class TableMovement:
                 continue
             values = rows.read(begin, end).float().numpy()[is_sampled]
             slots = ids[is_sampled] // self.stride
-            with np.errstate(invalid="ignore", over="ignore"):  # a diverged model is no reason to stop
+            with np.errstate(invalid="ignore", over="ignore"):  # a diverged model must not fail the report
                 moves = np.float64(values) - self._held[slots, left:right]
                 squares = np.einsum("nd,nd->n", moves, moves)
             self._held[slots, left:right] = values
             yield slots, squares
 
     def _count(self, distances: NDArray[np.float64]) -> None:
-        """As ``moves.extend`` does, for arrays."""
+        """Add an array of distances to ``moves``, like ``moves.extend``."""
         places = np.clip(np.ceil(np.log2(distances) * PER_OCTAVE) - 1, LOWEST, HIGHEST).astype(np.int64)
         found, counts = np.unique(places, return_counts=True)
         self.moves.positive.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
 
 
 class Movement:
-    """The rows of versions one after another. Values that were there before the first of them are not known.
+    """Statistics of the rows of successive versions. Values before the first version are unknown.
 
-    Memory: ``sample_bytes`` of values, 64 bytes for each of ``num_counted`` rows, and what a version takes to read.
+    Memory: ``sample_bytes`` of values, 64 bytes for each of ``num_counted`` rows, and the memory to read a version.
 
     Args:
-        specs: FQN to table; other tables, and versions in which one has another shape, are passed over.
-        sample_bytes: for all tables together.
-        num_counted: for all tables together.
+        specs: FQN to table; other tables, and versions with another shape of a table, are skipped.
+        sample_bytes: see :class:`TableMovement`; for all tables together.
+        num_counted: see :class:`TableMovement`; for all tables together.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Movement:
         }
 
     def add(self, contents: Contents) -> None:
-        """Take in the next version."""
+        """Add the next version."""
         manifest = contents.manifest
         blocks: dict[str, tuple[list[BlockRows], list[BlockRows]]] = {}
         for kind, all_rows in enumerate((contents.whole, contents.listed)):

@@ -1,5 +1,5 @@
 "use strict";
-// The values under the pointer. Text is only ever set as text.
+// Tooltip with the values under the pointer. Sets text only through textContent.
 const tip = document.getElementById("tip");
 const add = (parent, name, text, kind) => {
   const made = parent.appendChild(document.createElement(name));

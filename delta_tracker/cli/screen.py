@@ -17,7 +17,7 @@ from delta_tracker.cli.watch import View
 
 _T = TypeVar("_T")
 
-_FIXED_LINES = 10  # three of the head, three headings, three blank ones, one for a problem
+_FIXED_LINES = 10  # three lines of the head, three headings, three blank lines, one for a problem
 _LEAST, _UNLIMITED = 3, 60
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _KINDS = {"snapshot": "cyan", "claim": "yellow"}

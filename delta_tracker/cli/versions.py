@@ -1,4 +1,4 @@
-"""The tables of a version, put together in files that are mapped into memory: they may be larger than it."""
+"""Build the tables of a version in memory-mapped files, which may be larger than memory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 
-# Of the parts of one version; what is larger is read in pieces of 8 MiB.
+# Maximum bytes of a version's parts held in memory; larger parts are read in pieces of 8 MiB.
 _MEMORY_BYTES = 64 << 20
 _CHUNK_ROWS = 4096
 
 
 def contents_of(storage: Storage, manifest: Manifest, tables: Collection[str] | None = None) -> Contents:
-    """A version's rows and dense tensors, checked.
+    """Read and check the rows and dense tensors of a version.
 
     Args:
-        storage: where it lies.
-        manifest: its entry.
-        tables: read only the parts that hold these, by FQN; None for all.
+        storage: store of the stream.
+        manifest: manifest of the version.
+        tables: FQNs of the tables whose parts are read; None for all.
 
     Raises:
         CorruptPartError, StorageError: as :class:`~delta_tracker.stream.format.contents.Contents`.
@@ -41,15 +41,15 @@ def contents_of(storage: Storage, manifest: Manifest, tables: Collection[str] | 
 
 
 def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest) -> None:
-    """Refuse a version that does not go with the snapshot that it is to be applied to.
+    """Reject a version whose tables differ from those of its snapshot.
 
     Args:
-        manifest: the version's.
-        tables: those that are wanted, by FQN.
-        snapshot: the snapshot's.
+        manifest: manifest of the version.
+        tables: FQNs of the tables to check.
+        snapshot: manifest of the snapshot.
 
     Raises:
-        MalformedError: if one of them is another table there.
+        MalformedError: if a table differs.
     """
     for fqn, spec in manifest.tables.items():
         if fqn in tables and spec != snapshot.tables.get(fqn):
@@ -59,20 +59,20 @@ def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest
 
 
 def bytes_to_read(manifests: Iterable[Manifest], tables: Collection[str] | None = None) -> int:
-    """About how much :func:`contents_of` and :func:`write_rows` read: what is not held in memory is read twice."""
+    """Estimate the bytes that :func:`contents_of` and :func:`write_rows` read. Large parts are read twice."""
     parts = [part for manifest in manifests for part in _parts(manifest, tables)]
     return sum(part.num_bytes * (1 if part.num_bytes <= _MEMORY_BYTES else 2) for part in parts)
 
 
 def write_rows(contents: Contents, tables: Mapping[str, Tensor]) -> None:
-    """Write the rows that a version has of some tables.
+    """Write a version's rows to tables.
 
     Args:
-        contents: the version's.
-        tables: ``[rows, columns]`` by FQN, written in place; rows of others are passed over.
+        contents: contents of the version.
+        tables: FQN to ``[rows, columns]``, written in place; rows of other tables are skipped.
 
     Raises:
-        CorruptPartError, StorageError: if a large part cannot be read again, or has changed.
+        CorruptPartError, StorageError: if a large part has changed, or cannot be read again.
     """
     targets = {fqn: TensorTarget.of(table) for fqn, table in tables.items()}
     for rows in (contents.whole, contents.listed):
@@ -84,21 +84,21 @@ def write_rows(contents: Contents, tables: Mapping[str, Tensor]) -> None:
 def mapped(
     path: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], header: bytes = b""
 ) -> dict[str, Tensor]:
-    """Tensors one after the other in a new file, with its room on the disk taken at once.
+    """Create a file and return its mapped tensors. Allocates the disk space immediately.
 
     Args:
-        path: the file.
-        specs: by name.
-        header: what comes before them.
+        path: path of the new file.
+        specs: name to spec of the tensors, in the order of the file.
+        header: bytes before the tensors.
 
     Raises:
-        OSError: if there is no room, or it cannot be written.
+        OSError: if the disk is full, or the file cannot be written.
     """
     sizes = {name: math.prod(shape_of(spec)) * spec.dtype.itemsize for name, spec in specs.items()}
     with path.open("xb") as file:
         file.write(header)
         file.flush()
-        # Of a file with holes on a full disk, the first write through the mapping would kill the process.
+        # If the file were sparse and the disk full, a write through the mapping would kill the process.
         os.posix_fallocate(file.fileno(), 0, max(1, len(header) + sum(sizes.values())))
     tensors, begin = {}, len(header)
     for name, spec in specs.items():
@@ -112,12 +112,12 @@ def mapped(
 
 
 def shape_of(spec: TableSpec | DenseSpec) -> tuple[int, ...]:
-    """Of the tensor."""
+    """Return the shape of the tensor."""
     return spec.shape if isinstance(spec, DenseSpec) else (spec.num_rows, spec.dim)
 
 
 def _parts(manifest: Manifest, tables: Collection[str] | None) -> tuple[Part, ...]:
-    """The parts that hold rows of some tables; None for all parts."""
+    """Return the parts with rows of ``tables``; all parts if None."""
     return tuple(
         part for part in manifest.parts if tables is None or any(block.table in tables for block in part.blocks)
     )

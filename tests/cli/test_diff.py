@@ -64,7 +64,7 @@ def test_diff_says_what_it_lacks(cli: Cli, writer: Writer) -> None:
     cli("diff", url_of(writer), 1, 9, code=2)
     assert "versions up to 4" in cli.err
     cli("diff", url_of(writer), 1, 2, "--table", "ec.nothing", code=2)
-    assert f"Name a table of version 1: {FQN}" in cli.err
+    assert f"Pass a table of version 1: {FQN}" in cli.err
     cli("diff", url_of(writer), 0, 2, code=1)
     assert "version 0 of" in cli.err
     assert "precedes the first snapshot" in cli.err

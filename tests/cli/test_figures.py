@@ -61,7 +61,7 @@ def test_a_long_stream_is_read_as_far_as_asked_and_the_page_says_so(trainer: Tra
     newest = figures_of(capsys, url, "--versions", 4)
     assert (newest["versions"]["first"], newest["versions"]["older"]) == (13, 12), "version 12 is a claim"
     assert newest["rows_read"]["versions"] == 3
-    assert "12 older entries are left out" in Page(render(newest)).text
+    assert "12 older entries were not read" in Page(render(newest)).text
     none = figures_of(capsys, url, "--read", 0)
     assert none["rows_read"] == {"first": None, "last": None, "versions": 0, "num_bytes": 0}
     assert none["versions"]["deltas"] == 12

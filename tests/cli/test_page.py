@@ -77,7 +77,7 @@ def test_a_stream_of_few_versions_has_a_page(num_versions: int, tmp_path: Path) 
     text = Page(out.read_text()).text
     assert ("No delta has been committed yet" in text) is (num_versions < 2)
     assert ("No version has been committed yet" in text) is (num_versions < 1)
-    assert "No predictor has left a heartbeat" in text
+    assert "No predictor has written a heartbeat" in text
 
 
 def test_tables_that_never_change_or_are_empty_have_their_line(tmp_path: Path) -> None:
@@ -106,4 +106,4 @@ def test_a_page_stays_small_whatever_the_names(tmp_path: Path) -> None:
     out = tmp_path / "r.html"
     assert main(["report", str(tmp_path / "s"), "--out", str(out)]) == 0
     assert out.stat().st_size < 300_000
-    assert f"And {60 - MAX_TABLES} tables with less" in Page(out.read_text()).text
+    assert f"And {60 - MAX_TABLES} tables with fewer bytes" in Page(out.read_text()).text
