@@ -156,7 +156,7 @@ class RankGroup:
     @property
     def _group(self) -> Any:  # noqa: ANN401  as above
         if self._is_starting:  # whether the other ranks count on that collective cannot be known
-            self.leave("this one was interrupted while it started a collective")
+            self.leave("this rank was interrupted while it started a collective")
         if self._lost is not None:
             raise self._lost
         assert self._gloo is not None, "the group is closed"

@@ -1,4 +1,4 @@
-"""ConsumerHandle: a consumer that one holder has reserved, as a publisher does with its own."""
+"""ConsumerHandle, the exclusive access to a reserved consumer, such as a publisher's."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from delta_tracker.types import Delta
 
 
 class ConsumerHandle:
-    """The right to read and move one consumer of a tracker, which the tracker refuses to everyone else.
+    """Exclusive access to one consumer of a tracker, which rejects all other reads and moves of the consumer.
 
-    Get one from :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`. Use it from the training thread, and
-    call :meth:`release` at the end, or use it in a ``with`` statement. After that every other method raises
+    Returned by :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`. Use it from the training thread. Call
+    :meth:`release` at the end, or use it in a ``with`` statement; all other methods then raise
     :class:`~delta_tracker.errors.InvalidArgumentError`.
 
     Args:
-        name: the consumer, which the log has reserved already.
-        holder: who has reserved it, as errors name it.
+        name: the consumer, already reserved in the log.
+        holder: owner of the reservation, named in errors.
         log: the tracker's log.
         model: the tracked model.
         reader: reads its deltas.
         checkpoint: saves its note.
-        is_transient: :meth:`release` removes the consumer.
+        is_transient: True if :meth:`release` removes the consumer.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class ConsumerHandle:
         top_k: TopK | None = None,
         ranks: AllRanks | None = None,
     ) -> Delta:
-        """Read the rows that changed since the consumer's last committed read.
+        """Return the rows that changed since the consumer's last committed read.
 
         Arguments, result and errors are those of
-        :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`, and ``ranks`` are those that share the
-        budget of ``top_k``: None for a group of all ranks, which the first read with ``top_k`` joins.
+        :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`. In addition, ``ranks`` are the ranks that
+        share the budget of ``top_k``; None for a group of all ranks, which the first read with ``top_k`` creates.
         """
         return self._reader.read(
             self._held(),
@@ -90,35 +90,35 @@ class ConsumerHandle:
         """Move the consumer's cursor past its uncommitted read.
 
         Raises:
-            StaleDeltaError: if ``delta`` is not the consumer's uncommitted read any more.
-            InvalidArgumentError: if it is another consumer's.
+            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+            InvalidArgumentError: if ``delta`` belongs to another consumer.
         """
         self._check_own(delta)
         self._log.commit(delta)
 
     def abort(self, delta: Delta) -> None:
-        """Forget the consumer's uncommitted read; its rows stay pending.
+        """Discard the consumer's uncommitted read; its rows stay pending.
 
-        Raises: as :meth:`commit`.
+        Raises: the errors of :meth:`commit`.
         """
         self._check_own(delta)
         self._log.abort(delta)
 
     def clear(self) -> None:
-        """Forget what is pending for the consumer, also if it was given up."""
+        """Discard the pending rows of the consumer and treat it as up to date, also if it was dropped."""
         self._log.clear(self._held())
 
     def distrust(self, fqn: str, ids: Tensor) -> None:
-        """Make rows pending for the consumer, old values unknown, whatever was pending of them. Aborts its open read.
+        """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
-        Call it when the consumer's copy of the rows is not what it last received.
+        Call it if the consumer's copy of the rows differs from what it last received.
 
         Args:
             fqn: the table.
             ids: ``[N]`` integer local ids, in any order, duplicates allowed.
 
         Raises:
-            InvalidArgumentError: for a table that is not tracked, or ids outside the shard.
+            InvalidArgumentError: if the table is not tracked or an id is outside the shard.
         """
         name = self._held()
         self._model.shard(fqn).spec.check_ids(ids)
@@ -126,16 +126,16 @@ class ConsumerHandle:
 
     @property
     def needs_snapshot(self) -> bool:
-        """Whether the consumer was given up to bound memory, so that only all rows bring it up to date."""
+        """True if the consumer exceeded ``max_bytes`` and was dropped, so that it needs all rows."""
         return self._log.is_behind(self._held())
 
-    # The choice of rows
+    # Top-k
 
     def check_top_k(self, top_k: TopK | None) -> None:
-        """Refuse a choice of rows that no read could make.
+        """Reject a ``top_k`` with which every read would fail.
 
         Raises:
-            InvalidArgumentError: for what is no ``TopK``, or one without a score in a mode that has none.
+            InvalidArgumentError: if it is not a ``TopK``, or has no score in a mode without scores.
         """
         self._held()
         self._reader.check(top_k, with_optimizer=False)
@@ -143,13 +143,14 @@ class ConsumerHandle:
     # Copies of all rows
 
     def begin_copy(self) -> ConsumerHandle:
-        """Reserve a second consumer, to which only rows that change from now on are pending.
+        """Reserve a second consumer, starting at the current position, to track changes while all rows are copied.
 
-        All rows can then be copied while training goes on: the copy and what the second consumer reads at the end hold
-        the same as a copy made in one moment. No checkpoint holds it, and its :meth:`release` removes it.
+        Training can continue during the copy. The copied rows, overwritten with the delta that the second consumer
+        reads at the end, equal a copy made at that read. The second consumer is not saved in checkpoints, and
+        :meth:`release` removes it.
 
         Raises:
-            InvalidArgumentError: if a consumer has its name, which is this one's and ``" (snapshot)"``.
+            InvalidArgumentError: if there is a consumer of its name, which is this one's followed by ``" (snapshot)"``.
         """
         name = f"{self._held()} (snapshot)"
         copy = ConsumerHandle(
@@ -165,7 +166,7 @@ class ConsumerHandle:
             self._log.add(name, holder=self._holder)
         except InvalidArgumentError:
             raise
-        except BaseException:  # no handle could remove the consumer later
+        except BaseException:  # remove the consumer, because no handle will
             if name in self._log.consumers:
                 self._log.remove(name)
             raise
@@ -175,27 +176,27 @@ class ConsumerHandle:
 
     @property
     def note(self) -> object:
-        """What :meth:`annotate` noted, here or in the state that was loaded last; None if nothing was."""
+        """Note about the consumer, set by :meth:`annotate` or loaded with the last state; None if there is none."""
         return self._checkpoint.annotations.get(self._held())
 
     def annotate(self, note: object) -> None:
-        """Save a note with the tracker's state. Of notes that differ between ranks, that of rank 0 is loaded.
+        """Set the note that is saved with the tracker's state. If ranks differ, rank 0's note is loaded.
 
         Args:
-            note: anything that JSON can hold; it replaces the former note.
+            note: a JSON value; replaces the previous note.
 
         Raises:
-            InvalidArgumentError: for what JSON cannot hold.
+            InvalidArgumentError: if ``note`` is not a JSON value.
         """
         self._checkpoint.annotate(self._held(), note)
 
     @property
     def is_as_restored(self) -> bool:
-        """Whether the consumer has not moved since the last load of a state."""
+        """True if the consumer's cursor has not moved since a state was loaded."""
         return self._checkpoint.is_as_restored(self._held())
 
     def release(self) -> None:
-        """Let everyone read the consumer again. Calling it again does nothing."""
+        """End the reservation, and remove a consumer of :meth:`begin_copy`. Calling it again does nothing."""
         if self._is_released:
             return
         self._is_released = True
@@ -213,11 +214,15 @@ class ConsumerHandle:
         self.release()
 
     def _held(self) -> str:
-        """The consumer's name, while it is reserved for this handle."""
+        """Return the consumer's name.
+
+        Raises:
+            InvalidArgumentError: if the handle was released.
+        """
         if self._is_released:
             raise InvalidArgumentError("consumer", self._name, "This handle was released: reserve the consumer again")
         return self._name
 
     def _check_own(self, delta: Delta) -> None:
         if delta.consumer != self._held():
-            raise InvalidArgumentError("delta", delta, f"Pass a delta that this handle of {self._name!r} has read")
+            raise InvalidArgumentError("delta", delta, f"Pass a delta of consumer {self._name!r}")

@@ -1,4 +1,4 @@
-"""Read a consumer's delta: what the log has for it, the rows' values and states, and the choice of top-k.
+"""Build the delta that a consumer's read returns: changed rows of the log, their values and states, and top-k.
 
 Letters: ``N`` rows of a table, ``D`` columns of its shard.
 """
@@ -31,8 +31,8 @@ class DeltaReader:
     """Reads the deltas of a log's consumers, in one tracking mode.
 
     Args:
-        log: what changed.
-        model: what the rows hold now.
+        log: the change log.
+        model: the tracked model, which has the current rows.
         capture: the mode's strategy.
     """
 
@@ -40,7 +40,7 @@ class DeltaReader:
         self._log = log
         self._model = model
         self._capture = capture
-        self._ranks: AllRanks | None = None  # made at the first top-k, which all ranks take part in
+        self._ranks: AllRanks | None = None  # created at the first read with top-k, in which all ranks participate
 
     def read(
         self,
@@ -53,16 +53,17 @@ class DeltaReader:
         top_k: TopK | None,
         ranks: AllRanks | None = None,
     ) -> Delta:
-        """Read a consumer's delta; the arguments and errors are those of ``ModelDeltaTracker.get_delta``.
+        """Read a consumer's delta. Raises the errors of ``ModelDeltaTracker.get_delta``.
 
         Args:
-            consumer: the name of a consumer, which the caller may read.
-            commit: commit the read at once.
-            with_states: add the old states, in a mode that has them.
-            with_values: add the rows as they are now.
-            with_optimizer: add the fused optimizer's states of the rows.
-            top_k: choose among the rows. The read is a collective then.
-            ranks: who shares the budget of ``top_k``; None for a group that the first such read joins.
+            consumer: name of a consumer, which must not be reserved for another owner.
+            commit: commit the read immediately.
+            with_states: add the states, in a mode that has them.
+            with_values: add the current rows.
+            with_optimizer: add the fused optimizer's current states of the rows.
+            top_k: budget of rows. The read is then a collective.
+            ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, created at the first such
+                read.
         """
         with self._log.lock, one_cut(), profiler_range("delta_tracker: read"):
             try:
@@ -71,7 +72,7 @@ class DeltaReader:
                 reading = self._log.read(consumer, with_states=with_states or top_k is not None)
             except Exception as error:
                 if isinstance(top_k, TopK):
-                    self._choose(error, top_k, ranks)  # the other ranks wait for this one
+                    self._choose(error, top_k, ranks)  # report the error to the ranks that wait for this one
                 raise
             try:
                 chosen = {} if top_k is None else self._choose(reading.rows, top_k, ranks)
@@ -89,17 +90,17 @@ class DeltaReader:
             return delta
 
     def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:
-        """Refuse what no read of these shards could serve, before anything is cut.
+        """Reject arguments that reads of these shards do not support.
 
         Raises:
-            UnsupportedTableError: for ``with_optimizer`` where a table's optimizer is not fused.
-            InvalidArgumentError: for a ``top_k`` that is no TopK, or has no score in a mode that has none.
+            UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
+            InvalidArgumentError: if ``top_k`` is not a TopK, or has no score in a mode without scores.
         """
         if top_k is not None and not isinstance(top_k, TopK):
             raise InvalidArgumentError("top_k", top_k, "Pass a TopK")
         for fqn, shard in self._model.shards.items():
             if with_optimizer and not shard.is_fused:
-                raise UnsupportedTableError(fqn, "its optimizer is not fused, so its rows' states are not at hand")
+                raise UnsupportedTableError(fqn, "its optimizer is not fused, so its states cannot be read")
         if top_k is not None and top_k.score is None and not self._capture.has_scores:
             raise InvalidArgumentError("top_k", top_k, "Track in EMBEDDING or a momentum mode, or give TopK a score")
 
@@ -112,14 +113,14 @@ class DeltaReader:
         with_values: bool,
         with_optimizer: bool,
     ) -> Delta:
-        """Return the delta of a read, from the rows as they are now.
+        """Return the delta of a read, with the current rows.
 
         Args:
-            reading: what the log has.
-            chosen: FQN to ``[N]`` bool, for the tables of which not all rows go.
-            with_states: as of :meth:`read`, as the others.
-            with_values: as above.
-            with_optimizer: as above.
+            reading: the rows that the read covers.
+            chosen: FQN to ``[N]`` bool, True for the rows to return; missing for tables of which all rows are returned.
+            with_states: as in :meth:`read`.
+            with_values: as in :meth:`read`.
+            with_optimizer: as in :meth:`read`.
         """
         rows, left_out = {}, {}
         for fqn, changed in reading.rows.items():
@@ -158,16 +159,16 @@ class DeltaReader:
     def _choose(
         self, rows: Mapping[str, ChangedRows] | Exception, top_k: TopK, ranks: AllRanks | None
     ) -> dict[str, Tensor]:
-        """FQN to ``[N]`` bool: which rows go. A collective.
+        """Return a mask ``[N]`` bool of the rows to return, by table FQN. A collective.
 
         Args:
-            rows: the changed rows, or why this rank cannot read them, which the other ranks must learn.
+            rows: the changed rows, or the error of this rank's read, which is reported to the other ranks.
             top_k: the budget.
-            ranks: who shares it.
+            ranks: ranks that share the budget.
 
         Raises:
-            InvalidArgumentError: if scores are NaN or of another shape, or if another rank failed.
-            Exception: ``rows``, if it is one.
+            InvalidArgumentError: if scores are NaN or have the wrong shape, or another rank failed.
+            Exception: ``rows``, if it is an error.
         """
         if ranks is None:
             ranks = self._ranks = self._ranks or AllRanks()
@@ -175,11 +176,11 @@ class DeltaReader:
         if isinstance(rows, Exception):
             candidates = rows
         else:
-            # A table that every rank holds is chosen from once.
+            # Select rows of a replicated table on rank 0 only.
             local = [fqn for fqn in rows if ranks.rank == 0 or not self._model.shards[fqn].spec.is_replicated]
             try:
                 candidates = {fqn: self._candidates(fqn, rows[fqn], top_k) for fqn in local}
-            except Exception as error:  # noqa: BLE001  the other ranks wait: choose() tells them, then raises it
+            except Exception as error:  # noqa: BLE001  choose() reports it to the waiting ranks, then raises it
                 candidates = error
         try:
             return choose(top_k, candidates, list(self._model.shards), ranks)
@@ -191,7 +192,7 @@ class DeltaReader:
     def _candidates(self, fqn: str, changed: ChangedRows, top_k: TopK) -> Candidates:
         spec = self._model.shards[fqn].spec
         if top_k.score is not None:
-            # A copy: the score may write to it.
+            # Pass a copy, because the score may write to it.
             rows = self._rows(fqn, changed.copy(new_rows), with_states=True, with_values=True, with_optimizer=False)
             scores = self._checked_scores(fqn, top_k.score(fqn, rows), changed)
         else:
@@ -202,20 +203,24 @@ class DeltaReader:
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
 
     def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:
-        """How far rows moved, ``[N]`` float32, chunk by chunk, so that no copy of all rows is made."""
+        """Return how far rows moved, ``[N]`` float32. Works in chunks to avoid a copy of all rows."""
         states = self._capture.states(shard, changed)
         assert states is not None, "every mode with scores has states"
         scores = torch.empty(len(changed), dtype=torch.float32, device=changed.ids.device)
         for chunk, values in row_chunks(shard, changed.ids, _CHUNK_ROWS):
             scores[chunk] = self._capture.scores(values, states[chunk])
-        # Not a number: the row's old state is unknown, or the row itself diverged. Either way it goes first.
+        # A score is NaN if the row's old state is unknown or the row has diverged. Such rows are returned first.
         return torch.where(scores.isnan(), torch.inf, scores)
 
     def _checked_scores(self, fqn: str, scores: Tensor, rows: ChangedRows) -> Tensor:
-        """Numbers for all rows; those whose old state is unknown, NaN itself, go first whatever their score."""
+        """Return a user's scores as float32, infinite for rows whose old state is unknown.
+
+        Raises:
+            InvalidArgumentError: if their shape is not ``[N]`` or another score is NaN.
+        """
         if scores.shape == (len(rows),) and rows.known is not None:
             scores = torch.where(rows.known, scores, torch.inf)
         if scores.shape != (len(rows),) or bool(scores.isnan().any()):
-            remedy = f"Return [{len(rows)}] numbers, none of them NaN"
+            remedy = f"Return [{len(rows)}] numbers without NaN"
             raise InvalidArgumentError(f"score of {fqn!r}", tuple(scores.shape), remedy)
-        return scores.detach().to(torch.float32, copy=True)  # the next table's may come in the same memory
+        return scores.detach().to(torch.float32, copy=True)  # the score may reuse its output for the next table

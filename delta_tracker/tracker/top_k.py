@@ -1,7 +1,7 @@
-"""Top-k: which of the changed rows a delta carries when there is room for some of them only.
+"""Top-k: select the changed rows that a delta of limited size contains.
 
-All ranks agree on one threshold per budget by a radix search over the scores' bits: three histograms and one exchange
-of ties, four collectives of a fixed size, whatever the number of rows. No row and no score leaves its rank.
+All ranks agree on one threshold per budget by a radix search over the scores' bits. It takes three histograms and one
+exchange of ties: four collectives whose size does not depend on the number of rows. Ranks exchange no rows or scores.
 
 Letters: ``G`` budgets, ``N`` rows of a table.
 """
@@ -24,32 +24,30 @@ Score = Callable[[str, DeltaRows], Tensor]
 _DIGITS = (21, 10, 0)  # shifts: 11, 11 and 10 bits of a 32-bit key
 _NUM_BINS = 1 << 11
 _KEY_BITS = 32
-_HEADER = 3  # columns
-_FAILED = 2  # its column that is above 0 if a rank failed
+_HEADER = 3  # columns of the header
+_FAILED = 2  # column of the header that is above 0 if a rank failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """How much a delta may carry, and by what the rows are chosen. Exactly one budget is given.
+    """Budget of a delta, and the score by which its rows are selected. Pass exactly one of the three budgets.
 
-    The rows that changed most go first; of equal ones that of the lower rank, then of the earlier table, then of the
-    lower id. Before all others go rows whose old state is unknown. Rows that are left out stay pending with their old
-    state, so that their score grows until they are sent. A row of a column-wise table counts once for each rank that
-    holds a part of it.
+    Rows are selected in descending order of score. Ties are ordered by rank, then by table, then by id. Rows whose old
+    state is unknown come first. Rows that are left out stay pending with their old state, so that their score
+    accumulates until they are sent. A row of a column-wise table counts once for each rank that holds a part of it.
 
     Args:
-        rows: how many rows.
-        fraction: which part of the changed rows, above 0 and up to 1, rounded up.
-        num_bytes: how many bytes of values and ids, 8 bytes an id.
-        per_table: the budget holds for each table over all ranks; otherwise for all tables and all ranks together.
-        max_age: a row that this many committed reads have left out goes with the next, even above the budget.
-        score: gives how far each row of a table moved, ``[N]``, higher is more, from its FQN and its
-            :class:`~delta_tracker.types.DeltaRows` with values, which are copies that it may write to. By
-            default the mode says it: L2 norm of (current - old) in EMBEDDING, the momentum or its growth in the
-            momentum modes.
+        rows: maximum number of rows.
+        fraction: maximum fraction of the changed rows, above 0 and up to 1, rounded up.
+        num_bytes: maximum number of bytes of values and ids, with 8 bytes per id.
+        per_table: True to apply the budget to each table over all ranks, False to all tables and ranks together.
+        max_age: a row that this many committed reads have left out is part of the next read, even above the budget.
+        score: function of a table's FQN and :class:`~delta_tracker.types.DeltaRows` with values, which are copies that
+            it may overwrite. Returns ``[N]`` scores; higher scores are selected first. The default depends on the mode:
+            L2 norm of (current - old) in EMBEDDING, the momentum or its growth in the momentum modes.
 
     Raises:
-        InvalidArgumentError: for no budget or several, or one out of its range.
+        InvalidArgumentError: if no budget or several are given, or an argument is out of range.
 
     Example:
         >>> TopK(rows=1000, max_age=5).rows
@@ -67,22 +65,22 @@ class TopK:
         budgets = {name: getattr(self, name) for name in ("rows", "fraction", "num_bytes")}
         given = {name: budget for name, budget in budgets.items() if budget is not None}
         if len(given) != 1:
-            raise InvalidArgumentError("TopK", budgets, "Give exactly one of rows, fraction and num_bytes")
+            raise InvalidArgumentError("TopK", budgets, "Pass exactly one of rows, fraction and num_bytes")
         ((name, budget),) = given.items()
         if not budget > 0 or (budget > 1 if name == "fraction" else type(budget) is not int):
-            raise InvalidArgumentError(name, budget, "Give a whole number above 0, or a fraction up to 1")
+            raise InvalidArgumentError(name, budget, "Pass a whole number above 0, or a fraction up to 1")
         if self.max_age is not None and self.max_age < 1:
-            raise InvalidArgumentError("max_age", self.max_age, "Give 1 or more reads")
+            raise InvalidArgumentError("max_age", self.max_age, "Pass 1 or more")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """The changed rows of one table, to choose from.
+    """Changed rows of one table, from which rows are selected.
 
     Args:
-        scores: ``[N]`` float32, ``inf`` for what goes before all others.
-        is_due: ``[N]`` bool, rows that go in any case.
-        row_bytes: what a row costs of a budget in bytes.
+        scores: ``[N]`` float32, ``inf`` for rows to select first.
+        is_due: ``[N]`` bool, True for rows to select regardless of the budget.
+        row_bytes: bytes that a row takes of a budget in bytes.
     """
 
     scores: Tensor
@@ -91,23 +89,23 @@ class Candidates:
 
 
 class Agreement(Protocol):
-    """All ranks that share a budget. Every rank calls the same methods in the same order."""
+    """Collectives of the ranks that share a budget. Every rank must call the same methods in the same order."""
 
     def total(self, counts: Tensor) -> Tensor:
-        """The sum of int64 ``counts`` over all ranks."""
+        """Return the sum of int64 ``counts`` over all ranks."""
 
     def before(self, counts: Tensor) -> Tensor:
-        """The sum of int64 ``counts`` over all lower ranks."""
+        """Return the sum of int64 ``counts`` over all lower ranks."""
 
 
 class AllRanks:
-    """All ranks of a group, which share a budget.
+    """Collectives of all ranks of a group, which share a budget.
 
     Args:
-        group: the ranks; None to join a group of all ranks of the default process group. A collective then.
+        group: the ranks. None creates a group of all ranks of the default process group, which is a collective.
 
     Raises:
-        RankLostError: if a rank dies or does not come in time.
+        RankLostError: if a rank dies or does not make the call in time.
     """
 
     def __init__(self, group: RankGroup | None = None) -> None:
@@ -115,16 +113,16 @@ class AllRanks:
         self.rank = self._group.rank
 
     def total(self, counts: Tensor) -> Tensor:
-        """The sum over all ranks."""
+        """Return the sum of ``counts`` over all ranks, in the same tensor."""
         self._group.add(counts)
         return counts
 
     def leave(self) -> None:
-        """Let every later call raise, because this rank has left a choice before its end. No collective."""
-        self._group.leave("this one was interrupted while rows were chosen")
+        """Make every later collective raise, because this rank was interrupted in a selection. Not a collective."""
+        self._group.leave("this rank was interrupted while it selected rows")
 
     def before(self, counts: Tensor) -> Tensor:
-        """The sum over all lower ranks."""
+        """Return the sum of ``counts`` over all lower ranks."""
         every = self._group.all_gather(counts)
         return torch.stack([torch.zeros_like(counts), *every]).cumsum(0)[self.rank]
 
@@ -132,22 +130,22 @@ class AllRanks:
 def choose(
     top_k: TopK, tables: Mapping[str, Candidates] | Exception, fqns: Sequence[str], ranks: Agreement
 ) -> dict[str, Tensor]:
-    """Choose the rows that go. A collective: every rank calls it with the same budget and tables.
+    """Select the rows of a delta. A collective: every rank must call it with the same budget and tables.
 
     Args:
         top_k: the budget.
-        tables: FQN to candidates, for some or all of ``fqns``; or what kept this rank from naming them, which every
-            rank must learn of.
+        tables: FQN to candidates, for some or all of ``fqns``; or the error that prevented this rank from computing
+            them, which is reported to all ranks.
         fqns: all tables, in the same order on every rank.
-        ranks: who shares the budget.
+        ranks: ranks that share the budget.
 
     Returns:
-        FQN to ``[N]`` bool, for the tables given.
+        FQN to ``[N]`` bool, True for selected rows, for the tables in ``tables``.
 
     Raises:
-        InvalidArgumentError: if another rank could not name its candidates.
+        InvalidArgumentError: if another rank reported an error.
         RankLostError: if a rank died or did not answer in time.
-        Exception: ``tables``, if it is one.
+        Exception: ``tables``, if it is an error.
     """
     groups = [[fqn] for fqn in fqns] if top_k.per_table else [list(fqns)]
     rounds = _Rounds(ranks, len(groups))
@@ -168,7 +166,7 @@ def choose(
 
 
 def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
-    """Return the masks of this rank's tables; None if another rank has failed."""
+    """Return the masks of this rank's tables; None if a rank has failed."""
     agreed = rounds.next(torch.cat([search.header(), search.histograms(_DIGITS[0])], dim=1))
     if bool(agreed[:, _FAILED].any()):
         return None
@@ -180,11 +178,11 @@ def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
 
 
 class _Rounds:
-    """The collectives of one choice, in their order. All ranks take part in all of them, also one that has failed.
+    """Collectives of one selection, in order. A rank that fails takes part in the rest, so that no other rank waits.
 
     Args:
-        ranks: who share the budget.
-        num_groups: how many budgets.
+        ranks: ranks that share the budget.
+        num_groups: number of budgets.
     """
 
     def __init__(self, ranks: Agreement, num_groups: int) -> None:
@@ -197,22 +195,22 @@ class _Rounds:
         ]
 
     def next(self, counts: Tensor) -> Tensor:
-        """Return what the counts of all ranks come to in the next collective."""
+        """Run the next collective on ``counts`` and return its result."""
         collective, _ = self._left.pop(0)
         return collective(counts)
 
     def finish(self) -> None:
-        """Take part in the collectives that are left, without rows. The first one makes the others unnecessary."""
+        """Take part in the remaining collectives without rows. If none has run yet, all ranks stop after the first."""
         has_begun = len(self._left) <= len(_DIGITS)
         for collective, nothing in self._left if has_begun else self._left[:1]:
             collective(nothing)
 
 
 class _Search:
-    """A radix search for each budget's threshold, over the keys of this rank's rows.
+    """Radix search for each budget's threshold, over the keys of this rank's rows.
 
-    ``remaining`` is what is left of each budget after the keys above ``prefix``, whose digits are found so far;
-    ``under`` are the keys that begin with them and are not due, fewer with each digit.
+    ``_prefix`` has the digits found so far of each threshold. ``_remaining`` is the rest of each budget after all keys
+    above the prefix. ``_under`` are the keys that start with the prefix and are not due.
     """
 
     def __init__(self, top_k: TopK, groups: list[list[Candidates]]) -> None:
@@ -227,7 +225,7 @@ class _Search:
         self._takes_all = torch.zeros(len(groups), dtype=torch.bool)
 
     def header(self) -> Tensor:
-        """``[G, 3]``: changed rows, cost of those that are due, and 0, because this rank has not failed."""
+        """Return ``[G, 3]``: number of changed rows, cost of the due rows, and 0, because this rank has not failed."""
         return torch.tensor(
             [
                 [
@@ -241,7 +239,7 @@ class _Search:
         ).reshape(-1, 3)
 
     def histograms(self, shift: int) -> Tensor:
-        """``[G, bins]`` cost of the rows under the prefix, by the digit at ``shift``."""
+        """Return ``[G, bins]``: cost of the rows that match the prefix, by the digit at ``shift``."""
         rows = [torch.zeros(_NUM_BINS, dtype=torch.int64) for _ in self._groups]
         for index, group in enumerate(self._groups):
             for number, table in enumerate(group):
@@ -250,7 +248,12 @@ class _Search:
         return torch.stack(rows)
 
     def set_budgets(self, num_rows: Tensor, due_cost: Tensor) -> None:
-        """What there is to spend beside the rows that are due."""
+        """Set the budgets that remain after the due rows.
+
+        Args:
+            num_rows: ``[G]`` changed rows over all ranks.
+            due_cost: ``[G]`` cost of the due rows over all ranks.
+        """
         top_k = self._top_k
         if top_k.fraction is not None:
             budgets = (num_rows.double() * top_k.fraction).ceil().long()
@@ -259,7 +262,7 @@ class _Search:
         self._remaining = (budgets - due_cost).clamp(min=0)
 
     def narrow(self, shift: int, histograms: Tensor) -> None:
-        """Find the digit at ``shift`` in which the budget runs out."""
+        """Find each threshold's digit at ``shift``, at which the budget is exhausted, from all ranks' histograms."""
         for index, histogram in enumerate(histograms):
             if self._takes_all[index]:
                 continue
@@ -273,7 +276,7 @@ class _Search:
             self._prefix[index] |= (_NUM_BINS - 1 - num_fitting) << shift
 
     def ties(self) -> Tensor:
-        """``[G]`` cost of this rank's rows at the threshold."""
+        """Return ``[G]``: cost of this rank's rows whose key equals the threshold."""
         costs = [
             0
             if bool(self._takes_all[index])
@@ -286,7 +289,13 @@ class _Search:
         return torch.tensor(costs, dtype=torch.int64)
 
     def masks(self, spent_before: Tensor) -> list[Tensor]:
-        """``[N]`` bool for each table, in the groups' order: due, above the threshold, or a tie that still fits."""
+        """Return ``[N]`` bool for each table, in the order of the groups.
+
+        A row is selected if it is due, its key is above the threshold, or it is a tie that fits into the budget.
+
+        Args:
+            spent_before: ``[G]`` cost of the ties of all lower ranks.
+        """
         masks = []
         for index, pairs in enumerate(self._pairs()):
             left = int(self._remaining[index] - spent_before[index])
@@ -310,7 +319,7 @@ class _Search:
         return table.row_bytes if self._top_k.num_bytes is not None else 1
 
     def _narrowed(self, index: int, number: int, shift: int) -> Tensor:
-        """The keys of a table under the digits above ``shift``; the others are not asked for again."""
+        """Return a table's keys that match the prefix above ``shift``, and drop the others from ``_under``."""
         keys = self._under[index][number]
         bits = shift + _bins(shift).bit_length() - 1
         if bits < _KEY_BITS:
@@ -320,16 +329,17 @@ class _Search:
 
 
 def _bins(shift: int) -> int:
-    """Bins of the digit at ``shift``: the lowest one has ten bits."""
+    """Return the number of bins of the digit at ``shift``. The lowest digit has ten bits, the others eleven."""
     return _NUM_BINS if shift else 1 << _DIGITS[1]
 
 
 def _ordered_keys(scores: Tensor) -> Tensor:
-    """``[N]`` int64 in [0, 2**32), ordered as the float32 scores are.
+    """Return ``[N]`` int64 keys in [0, 2**32) with the same order as the float32 scores.
 
-    As integers, the bits of positive floats are ordered as they are, those of negative ones the other way round.
+    The bits of positive floats, read as integers, have the order of the floats; those of negative floats have the
+    reverse order.
     """
-    bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0 makes the two zeros one
+    bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0 maps -0.0 to 0.0
     if not bool((bits < 0).any()):
         return bits.add_(1 << 31)
     return torch.where(bits >= 0, bits, -(1 << 31) - bits) + (1 << 31)
