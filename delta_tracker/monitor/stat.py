@@ -113,7 +113,7 @@ class Stat:
 
     @property
     def name(self) -> str:
-        """Name in the definition."""
+        """Name of the stat."""
         return self.definition.name
 
     @property

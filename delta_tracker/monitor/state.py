@@ -69,7 +69,7 @@ def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
 
 
 class LogicalCounters:
-    """Logical counters as an object that a tracker's checkpoint can save. Register it there like a metric.
+    """Logical counters as an object for ``ModelDeltaTracker.register_counter()``, which saves them in checkpoints.
 
     A state holds the counters of one rank. A load restores each saved state on exactly one rank.
 

@@ -124,7 +124,7 @@ class DeviceMean(_DeviceStat):
             self._add(_HOST, _single(value, weight))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Total, weight, count of taken and of all values."""
+        """Convert total, weight, number of accepted values and number of all values."""
         return _figures(*sums)
 
     def _update(self, value: Tensor, weight: Tensor | float) -> None:
@@ -195,7 +195,7 @@ class DeviceCounter(_DeviceStat):
         self._add(value.device, torch.stack((total, num_good, num_good, num_values)))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Total, weight, count of taken and of all values."""
+        """Convert total, weight, number of accepted values and number of all values."""
         total, *rest = sums
         return _figures(int(total) if total.is_integer() else total, *rest)
 
