@@ -162,8 +162,9 @@ class Exchange:
         """
         data = bytearray(own.data.ljust(num_bytes))  # JSON may end in spaces
         tensor = torch.frombuffer(data, dtype=torch.uint8)
-        self._num_owed_bytes = 0
-        tensors = self.group.all_gather(tensor)
+        gathering = self.group.start_all_gather(tensor)
+        self._num_owed_bytes = 0  # only now: an interrupt before the start must leave it owed
+        tensors = gathering.result()
         if own.failure is not None:
             raise own.failure
         messages = []
@@ -211,8 +212,8 @@ class Exchange:
         self._exchanged = None
         if self._num_owed_bytes:
             blank = torch.full((self._num_owed_bytes,), ord(" "), dtype=torch.uint8)
-            self._num_owed_bytes = 0
             self.group.start_all_gather(blank)
+            self._num_owed_bytes = 0
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str) -> None:
