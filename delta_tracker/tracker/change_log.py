@@ -204,7 +204,7 @@ class ChangeLog:
             return found
 
     def resolve(self, consumer: str | None) -> str:
-        """Return the name of a consumer that is not reserved. None stands for the only consumer.
+        """Return the name of a consumer that is not reserved. None selects the only consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -540,7 +540,7 @@ class ChangeLog:
     def _changed_since(
         self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None, *, with_states: bool = True
     ) -> dict[str, ChangedRows]:
-        """Return the carried rows and those marked in ``[start, stop)``, by table FQN. None stands for the end."""
+        """Return the carried rows and those marked in ``[start, stop)``, by table FQN. None means no upper bound."""
         end = self._position + 1 if stop is None else stop
         rows = {fqn: store.changed(start, end, with_states=with_states) for fqn, store in self._stores.items()}
         for fqn, older in carried.items():

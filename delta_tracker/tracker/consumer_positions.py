@@ -70,7 +70,7 @@ class ConsumerPositions:
         return sum(rows.num_bytes for each in self._consumers.values() for rows in each.carried.values())
 
     def resolve(self, name: str | None) -> str:
-        """Return the name of a consumer. None stands for the only consumer.
+        """Return the name of a consumer. None selects the only consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.

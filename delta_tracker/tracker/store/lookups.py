@@ -31,7 +31,7 @@ class _Table:
     lookups: list[IndexedLookup] = field(default_factory=list)
 
     def places(self, start_idx: int, end_idx: int | None) -> slice:
-        """Return the slice of the lookups of batches in ``[start_idx, end_idx)``; None stands for the end."""
+        """Return the slice of the lookups of batches in ``[start_idx, end_idx)``; None means no upper bound."""
         batches = [lookup.batch_idx for lookup in self.lookups]
         return slice(bisect_left(batches, start_idx), None if end_idx is None else bisect_left(batches, end_idx))
 
