@@ -1,4 +1,4 @@
-"""Predictors of the streams in tests/stream/histories.py, and stores that fail when a test wants it."""
+"""Predictors of the streams in tests/stream/histories.py, and stores with injected failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 60
 
 
 def empty_model() -> dict[str, Tensor]:
-    """A model for every table and dense tensor that a history may have."""
+    """Return a model with every table and dense tensor that a history may have."""
     return {
         "a": torch.full((12, 4), -1.0),
         "b": torch.full((7, 8), -1.0, dtype=torch.bfloat16),
@@ -34,7 +34,7 @@ def empty_model() -> dict[str, Tensor]:
 
 
 def same(model: dict[str, Tensor], state: dict[str, Tensor]) -> bool:
-    """Whether a model holds a history's state, bit for bit."""
+    """Return whether a model equals a history's state bit for bit."""
     return all(
         torch.equal(model[name.removeprefix("dense ")].view(-1).view(torch.uint8), held.view(-1).view(torch.uint8))
         for name, held in state.items()
@@ -62,7 +62,7 @@ def assert_is_between(model: dict[str, Tensor], history: History, version: int, 
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does; the time is there for what never comes."""
+    """Wait for a condition that another thread makes true; fail after a timeout."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "it never came"
@@ -70,11 +70,11 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 class PanicException(BaseException):
-    """Panic of Rust code, as obstore raises it; pyo3 makes such a class for each extension."""
+    """Panic of Rust code as obstore raises it; pyo3 makes one such class per extension."""
 
 
 class Breakable(TensorTarget):
-    """A table whose writes raise what a test wants; counts them."""
+    """A table whose writes raise injected errors and are counted."""
 
     num_writes = 0
     before_write: Callable[[int], None] = staticmethod(lambda number: None)
@@ -86,7 +86,7 @@ class Breakable(TensorTarget):
 
 
 class Flaky(Storage):
-    """A store whose reading operations fail when ``is_down`` says so, and for ever on some names; counts them."""
+    """A store whose reads are counted, fail while ``is_down`` returns true, and always fail for some names."""
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         self.is_down: Callable[[int], bool] = lambda number: False
@@ -127,14 +127,14 @@ class Flaky(Storage):
 
 
 def beside(storage: Storage) -> Flaky:
-    """Another view of a store in memory, for a reader whose operations are to fail while the writer's do not."""
+    """Return another view of a store in memory, whose reads can fail without failing those of the writer."""
     view = Flaky("memory://")
     view._store = storage._store
     return view
 
 
 class Follower:
-    """A predictor and its model, which after every call must hold exactly the version that it tells."""
+    """A predictor and its model, which after every call must equal the version that the predictor reports."""
 
     def __init__(self, history: History, state: dict | None = None, model: dict | None = None) -> None:
         self.history, self.storage = history, beside(history.storage)
@@ -146,11 +146,11 @@ class Follower:
         self.predictor = Predictor(self.targets, self.storage, chunk_rows=2)
         if state is not None:
             self.predictor.load_state_dict(state)
-        self.is_lost = False  # what it holds is of a history that was cut off and begun anew
-        self.begun = -1  # a version of which a former predictor of these tables may have written some rows
+        self.is_lost = False  # its tables are of a history that was cut off and restarted
+        self.begun = -1  # a version of which an earlier predictor of these tables may have written some rows
 
     def break_at(self, count: int, kind: type[Exception]) -> None:
-        """Have the ``count``-th write from now on raise once; further ones succeed."""
+        """Make the ``count``-th next write raise once; later writes succeed."""
         left = [count]
 
         def write(_: int) -> None:
@@ -174,7 +174,7 @@ class Follower:
         return error
 
     def follow(self, num_reads: int) -> None:
-        """Follow in the background until the store was read so often. Its thread must not end by itself."""
+        """Follow in the background until the store was read ``num_reads`` times; the thread must not end by itself."""
         if self.predictor.status().pinned is not None:
             return  # nothing is read after a rollback
         end = self.storage.num_reads + num_reads
@@ -185,7 +185,7 @@ class Follower:
             return
         eventually(lambda: self.storage.num_reads >= end or not self._is_following)
         assert self._is_following, f"it ended: {self.predictor.error}"
-        # What holds it up at the end is raised.
+        # Raises the last fault, if any.
         with contextlib.suppress(StreamError, MemoryError, torch.OutOfMemoryError):
             self.predictor.stop()
         self.check()
@@ -203,7 +203,7 @@ class Follower:
                     assert_holds(self.model, self.history, served.version)
 
     def restart(self) -> Follower:
-        """Another predictor of the same tables. Of a version that was cut short they hold rows that are newer."""
+        """Return a new predictor of the same tables, which may have newer rows of a partly applied version."""
         with self.predictor.reading() as served:
             applying = -1 if served.applying is None else served.applying
         restarted = Follower(self.history, self.predictor.state_dict(), self.model)

@@ -1,4 +1,4 @@
-"""Cases for predictors over sharded and quantised models, which must equal trainers that are sharded in other ways."""
+"""Cases for predictors of sharded and quantised models, which must equal trainers with other shardings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _train(model: nn.Module, spec: Spec, generator: torch.Generator, tracker: Mo
 
 
 def whole_tables(model: nn.Module) -> dict[str, Tensor]:
-    """Every table of a sharded model, put together from all ranks; NaN where nobody holds it."""
+    """Return every table of a sharded model, assembled from all ranks; NaN where no rank holds it."""
     held = [
         (fqn, shard.spec.row_offset, columns, view.clone())
         for fqn, shard in discover(model).shards.items()
@@ -63,7 +63,7 @@ def sharded(
     dim: int = 8,
     local_size: int | None = None,
 ) -> dict[str, Any]:
-    """Every sharding of the trainer against every one of the server, each pair a table of one model."""
+    """Combine every sharding of the trainer with every sharding of the server; each pair is one table of a model."""
     pairs = [(mine, theirs) for mine in shardings for theirs in shardings]
     names = [f"t{number}" for number in range(len(pairs))]
     specs = [
@@ -96,7 +96,7 @@ def sharded(
 
 
 def quantised(rank: int, world_size: int, url: str, bag: bool, kind: str, server: str | None) -> list[int]:
-    """A sharded trainer, and on each rank a quantised model that equals quantising the trainer's tables anew."""
+    """Train a sharded model; on each rank a quantised model must equal the trainer's tables, quantised again."""
     spec = _spec({"row": "row", "column": "column:0,1", "stacked": "column:1,1", "first": "table:0"},
                  bag=bag, kernel="fused", dim=16)  # fmt: skip
 
@@ -125,7 +125,7 @@ def quantised(rank: int, world_size: int, url: str, bag: bool, kind: str, server
 
 
 def partial(rank: int, world_size: int, url: str) -> str:
-    """A column shard that is not fused may have changed in a row where the other has not: only a snapshot helps."""
+    """Without fused kernels a row may change in one column shard only; such rows need a snapshot."""
     spec = _spec({"column": "column:0,1"}, bag=True, kernel="dense", dim=8)
     trainer = shard(spec)
     model = quantise({"column": torch.zeros(9, 8)}, "int8", bag=True)
@@ -155,7 +155,7 @@ def partial(rank: int, world_size: int, url: str) -> str:
 
 
 def caches(rank: int, world_size: int, kernel: str) -> list[str]:
-    """What happens to the cache of a kernel, in order, when its rows are written."""
+    """Return the operations on a kernel's cache, in order, when its rows are written."""
     model = shard(_spec({"row": "row"}, bag=True, kernel=kernel, dim=8))
     (each,) = discover(model).kernels
     tbe = each.module.emb_module

@@ -1,4 +1,4 @@
-"""Faults while `follow()` runs are retried and shown; what ends its thread is recorded."""
+"""Faults during `follow()` are retried and reported; an error that ends its thread is recorded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _MISMATCHES = pytest.mark.parametrize(
 @_MISMATCHES
 @pytest.mark.parametrize("kind", ["delta", "snapshot"])
 @pytest.mark.parametrize("is_new", [False, True])
-def test_follow_refuses_at_once_what_the_model_cannot_receive(
+def test_follow_refuses_a_stream_that_does_not_fit_the_model(
     writer: Writer, publish: Callable, expected: type[Exception], kind: str, is_new: bool
 ) -> None:
     predictor = Predictor(writer.model(), writer.storage)
@@ -72,7 +72,7 @@ def test_follow_refuses_at_once_what_the_model_cannot_receive(
     before = predictor.version
     publish(writer, kind)
     if kind == "snapshot":
-        writer.claim = Writer(writer.storage).claim  # the head is a claim, which says nothing of tables
+        writer.claim = Writer(writer.storage).claim  # the head is a claim, which lists no tables
     with pytest.raises(expected):
         predictor.follow()
     assert not any(thread.name == "predictor" for thread in threading.enumerate())
@@ -84,7 +84,7 @@ def test_follow_refuses_at_once_what_the_model_cannot_receive(
 
 
 @_MISMATCHES
-def test_a_version_that_the_model_cannot_receive_is_waited_out(
+def test_following_retries_after_a_version_that_does_not_fit_the_model(
     writer: Writer, publish: Callable, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat_module.Pulse, "is_due", lambda self: True)
@@ -111,7 +111,7 @@ def test_a_version_that_the_model_cannot_receive_is_waited_out(
 
 
 class _CudaOutOfMemoryError(torch.OutOfMemoryError):
-    """What a CUDA device without memory raises; made here where there is none."""
+    """Stands in for the error of a CUDA device that is out of memory."""
 
 
 @pytest.mark.parametrize("kind", [MemoryError, _CudaOutOfMemoryError, RuntimeError, ValueError, PanicException])
@@ -143,7 +143,7 @@ def test_a_target_that_raises_is_tried_again(writer: Writer, kind: type[BaseExce
         assert torch.equal(table, writer.table)
 
 
-def test_rows_of_a_later_version_that_was_cut_short_are_not_hidden() -> None:
+def test_rows_of_a_later_partly_applied_version_are_reported() -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     target = Breakable.of(writer.model()[FQN])
@@ -202,7 +202,7 @@ def test_a_panic_of_the_store_is_a_typed_error(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_whatever_ends_the_thread_is_recorded(
+def test_an_error_that_ends_the_thread_is_recorded(
     writer: Writer, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Breakable.of(writer.model()[FQN])
@@ -231,7 +231,7 @@ def test_whatever_ends_the_thread_is_recorded(
 
 
 class _Greedy(RowTarget):
-    """Keeps what it is given alive through the traceback of its error, as any target that raises does."""
+    """A target whose error's traceback keeps its arguments alive, like that of any target that raises."""
 
     def __init__(self, table: Tensor) -> None:
         (self.num_rows, self.dim), self.dtype = table.shape, table.dtype
@@ -244,7 +244,7 @@ class _Greedy(RowTarget):
 
 
 def test_an_error_that_is_kept_does_not_keep_the_rows_it_was_raised_with(writer: Writer) -> None:
-    """Their memory is used again for the next try: with it, memory would run short for good."""
+    """The retry reuses their memory; if the error kept it, every retry would run out of memory."""
     target = _Greedy(writer.table)
     predictor = Predictor({FQN: target}, writer.storage)
     predictor.follow(poll_seconds=0.001)

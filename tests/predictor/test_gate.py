@@ -1,4 +1,4 @@
-"""The gate: what is held back, how it is let through, and what leads past it."""
+"""The gate: which versions it holds, how they are accepted, and how a predictor skips them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def writer() -> Writer:
 
 
 def publish(writer: Writer, kind: str, value: float, num_rows: int = _ROWS) -> Manifest:
-    """A version whose rows all have this value."""
+    """Publish a version whose rows all have this value."""
     writer.table[:num_rows] = value
     return writer.write(kind, [writer.rows(None if kind == "snapshot" else list(range(num_rows)))])
 
@@ -52,7 +52,7 @@ def test_a_gate_checks_itself(bounds: dict[str, float]) -> None:
 @pytest.mark.parametrize("kind", ["snapshot", "delta"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", ["row", "dense"])
-def test_what_is_not_finite_is_held_back(writer: Writer, kind: str, value: float, place: str, caplog) -> None:
+def test_versions_with_non_finite_values_are_held(writer: Writer, kind: str, value: float, place: str, caplog) -> None:
     good = writer.snapshot().version
     predictor, model = predictor_of(writer)
     predictor.sync()
@@ -86,7 +86,7 @@ def test_what_is_not_finite_is_held_back(writer: Writer, kind: str, value: float
     assert predictor.error is None
 
 
-def test_finite_values_may_be_asked_for_by_nobody(writer: Writer) -> None:
+def test_the_check_for_finite_values_can_be_disabled(writer: Writer) -> None:
     writer.snapshot()
     predictor, model = predictor_of(writer, non_finite=False)
     writer.table[7] = math.nan
@@ -103,7 +103,7 @@ def test_finite_values_may_be_asked_for_by_nobody(writer: Writer) -> None:
         ([1.0, 1.51], 1),
         ([1.0, 0.67], None),
         ([1.0, 0.66], 1),
-        ([1.0, 1.4, 1.9, 2.8], None),  # each is measured by the one before
+        ([1.0, 1.4, 1.9, 2.8], None),  # each is compared with the one before
         ([1.0, 1.4, 2.2], 2),
         ([0.0, 0.0], None),
         ([0.0, 1e-30], 1),
@@ -111,7 +111,7 @@ def test_finite_values_may_be_asked_for_by_nobody(writer: Writer) -> None:
         ([1.0, -1.0], None),
     ],
 )
-def test_drift_is_measured_by_the_version_of_its_kind_before(
+def test_drift_is_relative_to_the_previous_version_of_the_same_kind(
     writer: Writer, kind: str, sizes: list[float], held: int | None
 ) -> None:
     publish(writer, "snapshot", 1e9 if kind == "delta" else sizes[0])
@@ -140,7 +140,7 @@ def test_few_rows_are_not_measured(writer: Writer) -> None:
 
 
 def test_the_measure_does_not_depend_on_the_columns_of_a_block(writer: Writer) -> None:
-    """Another trainer may shard the same table into columns."""
+    """Another trainer may shard the same table by columns."""
     publish(writer, "snapshot", 3.0)
     predictor, model = predictor_of(writer, max_drift=0.01)
     predictor.sync()
@@ -152,12 +152,12 @@ def test_the_measure_does_not_depend_on_the_columns_of_a_block(writer: Writer) -
     assert torch.equal(model[FQN], writer.table)
 
 
-def test_acceptance_is_for_one_version_and_moves_the_measure(writer: Writer) -> None:
+def test_acceptance_is_for_one_version_and_moves_the_baseline(writer: Writer) -> None:
     publish(writer, "snapshot", 1.0)
     predictor, _ = predictor_of(writer, max_drift=0.5)
     publish(writer, "delta", 1.0)
     jump = publish(writer, "delta", 9.0)
-    predictor.accept(jump.version)  # before it comes
+    predictor.accept(jump.version)  # before it is published
     follows = publish(writer, "delta", 10.0)
     assert predictor.sync() == follows.version
     back = publish(writer, "delta", 1.0)
@@ -175,7 +175,7 @@ def test_acceptance_is_for_one_version_and_moves_the_measure(writer: Writer) -> 
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_a_rollback_moves_the_measure_back(writer: Writer, version: int) -> None:
+def test_a_rollback_moves_the_baseline_back(writer: Writer, version: int) -> None:
     publish(writer, "snapshot", 1.0)
     for size in (1.0, 1.2, 1.6, 2.2, 3.0):
         last = publish(writer, "delta", size)
@@ -224,7 +224,7 @@ def test_following_waits_for_acceptance(writer: Writer, caplog) -> None:
 
 
 @pytest.mark.parametrize("is_following", [False, True])
-def test_a_newer_good_snapshot_leads_past_a_held_version(writer: Writer, is_following: bool, caplog) -> None:
+def test_a_newer_good_snapshot_skips_a_held_version(writer: Writer, is_following: bool, caplog) -> None:
     publish(writer, "snapshot", 1.0)
     predictor, model = predictor_of(writer)
     predictor.sync()
@@ -251,7 +251,7 @@ def test_a_newer_good_snapshot_leads_past_a_held_version(writer: Writer, is_foll
     assert f"resync of {writer.storage.url} from version 1 to {last.version - 1}" in caplog.text
 
 
-def test_a_way_past_a_held_version_may_be_taken_again_after_a_rollback(writer: Writer) -> None:
+def test_a_held_version_can_be_skipped_again_after_a_rollback(writer: Writer) -> None:
     good = publish(writer, "snapshot", 1.0)
     publish(writer, "delta", math.nan)
     last = publish(writer, "snapshot", 2.0)
@@ -265,8 +265,8 @@ def test_a_way_past_a_held_version_may_be_taken_again_after_a_rollback(writer: W
         assert torch.equal(model[FQN], writer.table)
 
 
-def test_merged_versions_do_not_lead_past_a_held_one(writer: Writer) -> None:
-    """A mean over more rows would hide it."""
+def test_merged_versions_do_not_skip_a_held_one(writer: Writer) -> None:
+    """A mean over more rows would hide the jump."""
     publish(writer, "snapshot", 1.0)
     predictor, _ = predictor_of(writer, max_drift=0.5)
     publish(writer, "delta", 1.0)
@@ -281,7 +281,7 @@ def test_merged_versions_do_not_lead_past_a_held_one(writer: Writer) -> None:
     assert caught.value.version == bad.version
 
 
-def test_a_newcomer_starts_below_a_held_snapshot(writer: Writer) -> None:
+def test_a_new_predictor_starts_below_a_held_snapshot(writer: Writer) -> None:
     publish(writer, "snapshot", 1.0)
     good = publish(writer, "delta", 2.0)
     bad = publish(writer, "snapshot", math.nan)
@@ -293,7 +293,7 @@ def test_a_newcomer_starts_below_a_held_snapshot(writer: Writer) -> None:
     assert model[FQN].eq(2.0).all()
 
 
-def test_acceptance_outlives_a_store_that_fails(writer: Writer) -> None:
+def test_acceptance_survives_a_failing_store(writer: Writer) -> None:
     publish(writer, "snapshot", 1.0)
     predictor, _ = predictor_of(writer)
     predictor.sync()

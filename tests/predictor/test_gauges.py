@@ -1,4 +1,4 @@
-"""What predictors count and show, on real streams."""
+"""Metrics of predictors on real streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.monitor.figures import Figures
 from tests.stream.streams import FQN, Writer
 
 
-def test_a_predictor_counts_what_it_applies_and_goes_around(tmp_path: Path) -> None:
+def test_a_predictor_counts_applied_and_skipped_versions(tmp_path: Path) -> None:
     writer, monitor = Writer(Storage(f"file://{tmp_path}", create=True)), Monitor()
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage, monitor=monitor)
@@ -35,7 +35,7 @@ def test_a_predictor_counts_what_it_applies_and_goes_around(tmp_path: Path) -> N
     assert figures.of("refused_parts", predictor="predictor", reason="corrupt") == 1
 
 
-def test_two_predictors_show_two_sets_of_figures() -> None:
+def test_two_predictors_have_separate_metrics() -> None:
     monitor, writers = Monitor(), [Writer(Storage("memory://")) for _ in range(2)]
     figures = Figures(monitor)
     for writer in writers:
@@ -82,7 +82,7 @@ def test_the_lag_of_a_predictor_is_read_while_it_lives(monkeypatch: pytest.Monke
     assert figures.of("predictor_lag_versions", predictor="predictor") is None, "a store that does not answer is no lag"
 
 
-def test_faults_are_shown_as_zero_before_they_happen() -> None:
+def test_fault_counters_start_at_zero() -> None:
     monitor = Monitor()
     predictor = Predictor({FQN: torch.zeros(3, 2)}, Storage("memory://"), monitor=monitor)
     figures = Figures(monitor)
@@ -92,7 +92,7 @@ def test_faults_are_shown_as_zero_before_they_happen() -> None:
     assert predictor.version is None
 
 
-def test_without_a_monitor_it_records_to_that_of_the_program() -> None:
+def test_without_a_monitor_it_records_to_the_default_monitor() -> None:
     predictor = Predictor({FQN: torch.zeros(3, 2)}, Storage("memory://"), name="of-the-program")
     assert Figures(MONITOR).of("refused_parts", predictor="of-the-program", reason="corrupt") == 0
     with pytest.raises(InvalidArgumentError, match="monitor"):

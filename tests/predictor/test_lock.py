@@ -1,4 +1,4 @@
-"""The lock between lookups and writes: it excludes, takes turns, and survives an interrupt."""
+"""Lock between lookups and writes: exclusion, fairness and interrupts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _join(threads: list[threading.Thread]) -> None:
 
 
 def _waiting(lock: TableLock) -> tuple[int, int]:
-    """How many readers and how many writers wait; only the lock knows when a thread has begun to."""
+    """Return the numbers of waiting readers and writers, which only the lock's private state has."""
     return lock._num_queued + lock._num_invited, lock._num_waiting
 
 
@@ -68,7 +68,7 @@ def test_a_writer_is_alone() -> None:
     assert inside == {"readers": 0, "writers": 0}
 
 
-def test_readers_that_wait_for_a_write_go_before_the_next_one() -> None:
+def test_readers_that_wait_for_a_write_enter_before_the_next_write() -> None:
     lock, order = TableLock(), []
     first_may_end = threading.Event()
 
@@ -93,7 +93,7 @@ def test_readers_that_wait_for_a_write_go_before_the_next_one() -> None:
     assert order == ["first", "read", "read", "second"]
 
 
-def test_a_writer_that_waits_goes_before_readers_that_come_after_it() -> None:
+def test_a_waiting_writer_enters_before_later_readers() -> None:
     lock, order = TableLock(), []
     first_may_end = threading.Event()
 
@@ -119,7 +119,7 @@ def test_a_writer_that_waits_goes_before_readers_that_come_after_it() -> None:
 
 
 @pytest.mark.parametrize("is_invited", [False, True])
-def test_an_interrupted_reader_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch, is_invited: bool) -> None:
+def test_an_interrupted_reader_blocks_no_other_thread(monkeypatch: pytest.MonkeyPatch, is_invited: bool) -> None:
     lock = TableLock()
     held, hold = threading.Event(), threading.Event()
 
@@ -148,7 +148,7 @@ def test_an_interrupted_reader_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch,
     assert _waiting(lock) == (0, 0)
 
 
-def test_an_interrupted_writer_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_writer_blocks_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = TableLock()
     held, hold = threading.Event(), threading.Event()
     read = []

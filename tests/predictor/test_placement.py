@@ -1,4 +1,4 @@
-"""Rows on their way to targets: cut to what is held, each row once and with all its columns."""
+"""Rows sent to targets are cut to the target's range, each once and with all its columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TABLE = torch.arange(1.0, 49.0).view(8, 6)
 
 
 def _rows(rows: tuple[int, int], columns: tuple[int, int], ids: list[int] | None, table: Tensor) -> BlockRows:
-    """A block of ``table``; with ``ids`` None it is whole."""
+    """Return a block of ``table``; with ``ids`` None it is whole."""
     whole = ids is None
     held = torch.arange(*rows) if whole else torch.tensor(ids, dtype=torch.int64)
     values = table[held, columns[0] : columns[1]]
@@ -32,7 +32,7 @@ def _rows(rows: tuple[int, int], columns: tuple[int, int], ids: list[int] | None
 
 
 class _Recorder(RowTarget):
-    """A float table that checks what it is promised."""
+    """A float table that checks its arguments against the contract."""
 
     def __init__(
         self, table: Tensor, rows: tuple[int, int], columns: tuple[tuple[int, int], ...], *, whole: bool = False
@@ -60,14 +60,14 @@ class _Recorder(RowTarget):
 
 
 def _edges(draw: Any, end: int) -> list[tuple[int, int]]:
-    """Ranges that cover 0 up to ``end``."""
+    """Draw ranges that cover 0 up to ``end``."""
     cuts = sorted({0, end, *draw(st.lists(st.integers(1, end), max_size=3))})
     return list(itertools.pairwise(cuts))
 
 
 @st.composite
 def _versions(draw: Any) -> tuple[Tensor, list[BlockRows]]:
-    """What a trainer holds, and blocks of it as any sharding may give them."""
+    """Draw a trainer's table, and blocks of it as any sharding may produce them."""
     num_rows, dim = draw(st.integers(1, 12)), draw(st.integers(1, 6))
     table = torch.arange(1.0, num_rows * dim + 1).view(num_rows, dim)
     blocks = []
@@ -95,14 +95,14 @@ def _held(draw: Any, size: int) -> tuple[int, int]:
 
 @settings(deadline=None)
 @given(st.data())
-def test_every_row_comes_once_with_all_its_columns(data: Any) -> None:
+def test_every_row_is_written_once_with_all_its_columns(data: Any) -> None:
     table, blocks = data.draw(_versions())
     num_rows, dim = table.shape
     cuts = sorted(data.draw(st.sets(st.integers(0, dim), max_size=4)))
     columns = tuple(zip(cuts[::2], cuts[1::2], strict=False))
     target = _Recorder(torch.zeros(num_rows, dim), data.draw(_held(num_rows)), columns)
     expected = torch.zeros(num_rows, dim)
-    for block in blocks:  # the slow reference: cell by cell
+    for block in blocks:  # slow reference: cell by cell
         ids = range(*block.block.rows) if block.ids is None else block.ids.tolist()
         for row in ids:
             for column in range(*block.block.columns):
@@ -172,14 +172,14 @@ def test_whole_rows_are_joined_or_refused() -> None:
         place(blocks, {_FQN: target})
     assert (caught.value.table, caught.value.found, caught.value.needed) == (_FQN, ((0, 2),), (0, 4))
     assert caught.value.num_rows == 2
-    # one of the target's ranges alone is whole
+    # only one of the target's ranges is whole
     (placement,) = place([_rows((0, 8), (4, 6), [2], table)], {_FQN: target})
     (chunk,) = placement.chunks(8)
     chunk.write()
     assert torch.equal(target.table[2, 4:], table[2, 4:])
 
 
-def test_nothing_held_receives_nothing() -> None:
+def test_a_target_without_rows_receives_no_rows() -> None:
     table = _TABLE[:, :4]
     blocks = [_rows((0, 8), (0, 4), [1, 5], table)]
     for rows, columns in (((0, 0), ()), ((0, 8), ()), ((2, 5), ((0, 4),)), ((5, 5), ((0, 4),))):

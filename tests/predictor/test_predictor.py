@@ -1,4 +1,4 @@
-"""Predictor against real streams: in order, exact, refusing whole."""
+"""Predictor against real streams: versions apply in order, exactly, and completely or not at all."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_follow_applies_in_the_background_and_readers_see_whole_rows(tmp_path: P
     predictor.follow(poll_seconds=0.001)
     with pytest.raises(InvalidArgumentError, match="already following"):
         predictor.follow()
-    time.sleep(0.02)  # nothing there yet
+    time.sleep(0.02)  # the stream is still empty
     writer.snapshot()
     torn, versions, done = [], set(), threading.Event()
 
@@ -287,7 +287,7 @@ def test_an_error_in_the_background_reaches_the_caller(writer: Writer, tmp_path:
         predictor.stop()
 
 
-def test_a_stream_that_was_made_anew_is_noticed(tmp_path: Path) -> None:
+def test_a_recreated_stream_is_detected(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/stream"
     writer = Writer(Storage(url, create=True))
     writer.snapshot()
@@ -322,7 +322,7 @@ def test_large_tables_are_written_in_chunks(tmp_path: Path) -> None:
 
 
 def _two_parts(writer: Writer) -> Manifest:
-    """A delta whose rows stand in two parts, as those of two ranks do."""
+    """Commit a delta with two parts, as two ranks would."""
     writer.table[[1, 15]] = 7.0
     records = []
     for rows, row in (((0, 10), 1), ((10, 20), 15)):
@@ -356,7 +356,7 @@ def test_a_version_is_applied_whole_or_not_at_all(writer: Writer, tmp_path: Path
     assert torch.equal(model[FQN], writer.table)
 
 
-def test_the_version_is_told_after_its_rows_are_written(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_is_reported_after_its_rows_are_written(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage)
     seen = []
@@ -376,7 +376,7 @@ def test_a_part_larger_than_its_record_is_not_read(writer: Writer, tmp_path: Pat
         Predictor(writer.model(), writer.storage).sync()
 
 
-def test_tables_are_looked_up_anew_for_each_version(writer: Writer) -> None:
+def test_tables_are_looked_up_again_for_each_version(writer: Writer) -> None:
     model = nn.ModuleDict({"ec": nn.ModuleDict({"embeddings": nn.ModuleDict({"t": nn.Embedding(20, 4)})})})
     writer.snapshot()
     predictor = Predictor(model, writer.storage)
@@ -416,7 +416,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_any_row_is(tmp_path: P
 @pytest.mark.parametrize(
     "model", [None, [torch.zeros(2, 2)], {"t": [1.0]}, {"t": torch.zeros(2, 2), "t.weight": torch.zeros(2, 2)}, {}]
 )
-def test_what_is_no_model_is_refused(model: object) -> None:
+def test_an_invalid_model_is_refused(model: object) -> None:
     with pytest.raises(InvalidArgumentError, match="model="):
         Predictor(model, Storage("memory://"))
 
@@ -429,7 +429,7 @@ def test_readers_read_together_and_may_nest_but_not_wait_for_themselves(writer: 
 
     def read() -> None:
         with predictor.reading(), predictor.reading():
-            together.wait()  # broken unless all three are inside at once
+            together.wait()  # breaks unless all three hold the lock at the same time
 
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
@@ -454,7 +454,7 @@ class _Failing(Storage):
         return super().read(name, **bound)
 
 
-def test_following_outlives_a_store_that_fails_for_a_while(tmp_path: Path) -> None:
+def test_following_survives_a_temporary_store_failure(tmp_path: Path) -> None:
     storage = _Failing(f"file://{tmp_path}", create=True)
     writer = Writer(Storage(storage.url))
     writer.snapshot()
@@ -476,7 +476,7 @@ def _wait(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_following_goes_on_once_a_fault_is_mended(writer: Writer, tmp_path: Path) -> None:
+def test_following_continues_once_a_fault_is_repaired(writer: Writer, tmp_path: Path) -> None:
     part = tmp_path / writer.snapshot().parts[0].name
     content = part.read_bytes()
     _truncate(part)
@@ -501,7 +501,7 @@ def test_the_manifest_is_that_of_rows_not_of_a_claim(writer: Writer) -> None:
 
 
 class _CountedModel(dict[str, Tensor]):
-    """A mapping of tables that counts how often its tables are looked up."""
+    """A mapping of tables that counts its lookups."""
 
     num_lookups = 0
 

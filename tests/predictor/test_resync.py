@@ -1,4 +1,4 @@
-"""Ways back after faults: either the right rows or a typed error, and right again once there is a new snapshot."""
+"""Resync after faults: correct rows or a typed error, and correct rows after the next snapshot."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_each_fault_is_overcome_and_named_in_the_log(
     )
 
 
-def test_a_merged_version_leads_past_a_fault(caplog) -> None:
+def test_a_merged_version_skips_a_fault(caplog) -> None:
     history = History(Storage("memory://"), 2)
     model = empty_model()
     predictor = Predictor(model, history.storage)
@@ -145,8 +145,8 @@ def test_a_merged_version_leads_past_a_fault(caplog) -> None:
     assert (predictor.manifest.kind, predictor.manifest.version) == ("delta", 6)
 
 
-def test_a_gap_stays_an_error_until_it_is_mended(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    """Nothing leads past it. A listing costs much, so polling alone does not see it."""
+def test_a_gap_stays_an_error_until_it_is_repaired(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """No version skips the gap. A listing is expensive, so polling alone does not detect it."""
     shorten_waits(monkeypatch, gap_check_seconds=0.05, back_off_seconds=0.002)
     history = History(Storage("memory://"), 3)
     follower = Follower(history)
@@ -182,7 +182,7 @@ def test_a_store_that_fails_at_each_operation_in_turn() -> None:
     assert number > 5
 
 
-def test_a_store_that_fails_for_a_while_is_named_once_and_gets_over_it(caplog) -> None:
+def test_a_temporary_store_failure_is_logged_once(caplog) -> None:
     history = a_history(6, 2)
     follower = Follower(history)
     predictor = follower.predictor
@@ -205,8 +205,8 @@ def test_a_store_that_fails_for_a_while_is_named_once_and_gets_over_it(caplog) -
     assert caplog.text.count("recovered at version") == 1
 
 
-def test_tables_may_be_newer_than_the_kept_place() -> None:
-    """The place is written after its rows, so a process that dies in between leaves it behind."""
+def test_tables_may_be_newer_than_the_saved_position() -> None:
+    """The stream position is written after the rows, so a process that dies in between leaves an old one."""
     history = a_history(7, 0)
     for _ in range(6):
         history.delta()
@@ -230,7 +230,7 @@ def test_tables_may_be_newer_than_the_kept_place() -> None:
     "state", [{"version": 1}, {"stream": "0" * 32, "version": "1", "xxh3": ""}, {"stream": 1, "version": 1, "xxh3": ""},
               {"stream": "", "version": True, "xxh3": ""}, {"stream": "", "version": 1, "xxh3": "", "more": 1}],
 )  # fmt: skip
-def test_what_is_no_state_is_refused(state: dict) -> None:
+def test_an_invalid_state_is_refused(state: dict) -> None:
     history = a_history(8, 2)
     follower = Follower(history)
     follower.sync()
@@ -256,8 +256,8 @@ def test_a_state_of_another_stream_leads_to_its_snapshot(caplog) -> None:
     assert "StreamReplacedError" in moved.predictor.status().last_resync
 
 
-def test_a_planted_delta_is_no_start() -> None:
-    """An entry that is not the snapshot that the others say it is."""
+def test_a_delta_in_place_of_a_snapshot_is_no_start() -> None:
+    """The other entries name this entry as their snapshot, but it is a delta."""
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     writer.delta([1])
@@ -271,7 +271,7 @@ def test_a_planted_delta_is_no_start() -> None:
     assert predictor.version is None
 
 
-def test_a_merged_version_of_another_stream_leads_nowhere() -> None:
+def test_a_merged_version_of_another_stream_is_not_applied() -> None:
     history, other = (History(Storage("memory://"), seed) for seed in (13, 14))
     follower = Follower(history)
     follower.sync()
@@ -288,7 +288,7 @@ def test_a_merged_version_of_another_stream_leads_nowhere() -> None:
 
 
 @pytest.mark.parametrize("fold", [1e9, 1e-9])
-def test_a_damaged_merged_version_holds_nobody_up(fold: float) -> None:
+def test_a_damaged_merged_version_delays_no_reader(fold: float) -> None:
     history = History(Storage("memory://"), 15)
     follower = Follower(history)
     follower.sync()
@@ -313,7 +313,7 @@ class _Whole(TensorTarget):
     needs_whole_rows = True
 
 
-def test_a_version_of_which_nothing_was_written_is_not_on_its_way() -> None:
+def test_a_version_without_written_rows_is_not_in_progress() -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     table = torch.zeros(20, 4)

@@ -1,4 +1,4 @@
-"""Random faults of a stream: readers hold exactly the version that they tell, and get over all of it."""
+"""Random faults of a stream: readers equal the version that they report, and recover from every fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.stream.histories import Clock, History, Killed
 
 
 def begin_anew(history: History, followers: list[Follower]) -> None:
-    """A new publisher on what is left of a stream, with all its rows."""
+    """Publish a snapshot with a new publisher on what is left of a stream."""
     history.claim()
     for each in followers:
         each.is_lost = True
@@ -56,7 +56,7 @@ def test_a_half_deleted_stream_gives_the_right_rows_or_a_typed_error(
 
 
 def overcome(follower: Follower) -> None:
-    """Up to three attempts: so often an object has to fail before a reader goes around it."""
+    """Sync up to three times; a reader skips an object only after several failures."""
     errors = [follower.sync() for _ in range(3)]
     assert errors[-1] is None, errors
 
@@ -90,7 +90,7 @@ _READER_STEPS = [
 
 
 class Schedule:
-    """What may happen to a stream and its readers; each method is a step."""
+    """A stream and its readers; each method is a step that may happen to them."""
 
     def __init__(self, seed: int, clock: Clock) -> None:
         self.clock = clock
@@ -172,13 +172,13 @@ class Schedule:
         self.one.follow(self.random.randrange(1, 30))
 
     def broken(self) -> None:
-        """Memory runs short in the middle of a version; at the next attempt there is enough of it."""
+        """Run out of memory in the middle of a version; the next attempt succeeds."""
         follower = self.one
         follower.break_at(self.random.randrange(1, 12), self.random.choice([MemoryError, torch.OutOfMemoryError]))
         self.random.choice([follower.sync, lambda: follower.follow(20)])()
 
     def unknown(self) -> None:
-        """A version with a table that the models do not have; the next publisher has it no more."""
+        """Publish a version with a table that the models lack; the next publisher does not have it."""
         self.history.fqns = [*self.history.fqns, "unknown"] if "unknown" not in self.history.fqns else self.history.fqns
         self.random.choice([self.history.delta, self.history.snapshot])()
 
@@ -207,7 +207,7 @@ class Schedule:
             self.storage.put(each, [memoryview(content)])
 
     def stale(self, name: str, _: str) -> None:
-        """What was deleted or damaged comes back, under its name or another."""
+        """Restore a deleted or damaged object, under its name or another."""
         if self.old:
             kept = self.random.choice(sorted(self.old))
             self.storage.put(self.random.choice([kept, name]), [memoryview(self.old[kept])])
@@ -221,7 +221,7 @@ def _run(steps: list[str], seed: int) -> None:
             try:
                 schedule.step(name)
             except FencedError:
-                return  # what it stands on was taken from under the publisher
+                return  # the entry that the publisher builds on was deleted
             except (StreamError, InvalidArgumentError, MemoryError, torch.OutOfMemoryError):
                 assert name not in ("delta", "snapshot", "fuzzy", "unknown")
             schedule.check()
@@ -245,14 +245,14 @@ def test_random_faults_never_show_wrong_rows_and_are_overcome(steps: list[str], 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_faults_of_readers_are_overcome(seed: int) -> None:
-    """The same with more of the faults that one reader has; as it is not shrunk, it fails soon."""
+    """Run the same with more faults of single readers; without shrinking it fails quickly."""
     chance = random.Random(seed)
     for _ in range(2):
         _run(chance.choices(_READER_STEPS, k=25), chance.randrange(1 << 30))
 
 
 class Sleepers(Schedule):
-    """Publishers that sleep, are fenced, wake after retention, and die right after they created their entry."""
+    """Publishers that sleep, are fenced, wake up after retention, and die right after they created an entry."""
 
     STEPS = (
         "delta",
@@ -278,12 +278,12 @@ class Sleepers(Schedule):
         retain(self.storage, Retention(versions=1, grace_seconds=0), self.clock)
 
     def sleep(self) -> None:
-        """A follower holds the sleeper's newest version that it knows of. The next publisher fences it."""
+        """Let a follower reach the sleeper's newest known version; the next publisher fences the sleeper."""
         self.newcomer()
         self.followers[-1].sync()
         sleeper = self.history.fork()
         if self.random.random() < 0.5:
-            self.history.delta()  # its newest version, whose answer was lost
+            self.history.delta()  # its newest version, of which it got no answer
         self.asleep.append(sleeper)
         self.history.claim()
         self.history.snapshot()
@@ -304,7 +304,7 @@ class Sleepers(Schedule):
 
 @given(steps=st.lists(st.sampled_from(Sleepers.STEPS), min_size=10, max_size=20), seed=st.integers(0, 1 << 30))
 @settings(max_examples=15, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
-def test_no_reader_takes_what_a_sleeper_leaves(steps: list[str], seed: int) -> None:
+def test_no_reader_applies_the_entries_of_a_sleeper(steps: list[str], seed: int) -> None:
     clock = Clock()
     with clock.of_the_log():
         schedule = Sleepers(seed, clock)

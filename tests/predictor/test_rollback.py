@@ -1,4 +1,4 @@
-"""Rollback: back to exactly what was held then, staying there, going on; and what comes in between."""
+"""Rollback: restores the exact earlier tables, holds them until released, and handles faults in between."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def grow(history: History, chance: random.Random, num_versions: int) -> None:
         kind = chance.choice(["delta"] * 5 + ["claim", "snapshot", "fuzzy"])
         if kind == "claim":
             history.claim()
-            history.delta()  # a publisher may go on where the last one stopped
+            history.delta()  # a publisher may continue from the last one's head
             history.snapshot()
         elif kind == "fuzzy":
             history.snapshot(is_fuzzy=True)
@@ -50,7 +50,7 @@ def grow(history: History, chance: random.Random, num_versions: int) -> None:
 
 
 def followed(history: History) -> tuple[Predictor, dict[str, torch.Tensor]]:
-    """A predictor that applied every version from the first snapshot on."""
+    """Return a predictor that applied every version, starting at the first snapshot."""
     model = empty_model()
     predictor = Predictor(model, history.storage)
     first = history.log.read(1)
@@ -63,7 +63,7 @@ def followed(history: History) -> tuple[Predictor, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("is_compacted", [False, True])
-def test_back_to_every_version_and_on(clock: Clock, seed: int, is_compacted: bool) -> None:
+def test_rollback_to_every_version_and_forward(clock: Clock, seed: int, is_compacted: bool) -> None:
     history = History(ClockedStorage(clock), seed)
     history.fqns = ["a", "b", "c"]
     history.snapshot()
@@ -113,7 +113,7 @@ def test_it_stays_there_while_following_until_it_is_released(clock: Clock, caplo
     assert predictor.status().resyncs == 0
 
 
-def test_what_the_stream_has_not_changes_nothing(clock: Clock) -> None:
+def test_a_version_that_the_stream_lacks_changes_nothing(clock: Clock) -> None:
     history = History(ClockedStorage(clock), 2)
     for kind in ("delta", "snapshot", "delta", "delta"):
         clock.seconds += 10
@@ -137,8 +137,8 @@ def test_what_the_stream_has_not_changes_nothing(clock: Clock) -> None:
     assert_holds(model, history, 4)
 
 
-def test_back_over_what_retention_left_merged(clock: Clock) -> None:
-    """The versions in the middle are gone, a merged one stands for them."""
+def test_rollback_over_merged_versions(clock: Clock) -> None:
+    """The versions in the middle were removed; a merged version replaces them."""
     history = History(ClockedStorage(clock), 3)
     for _ in range(4):
         history.delta()
@@ -203,7 +203,7 @@ def test_another_stream_has_no_earlier_versions_of_this_one(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("was_pinned", [False, True])
 def test_a_rollback_whose_store_fails_is_finished_or_was_not_begun(was_pinned: bool) -> None:
-    """The store fails at each of its operations in turn."""
+    """Make each operation of the store fail in turn."""
     storage = Flaky("memory://")
     history = History(storage, 8)
     for kind in ("delta", "delta", "delta", "snapshot", "delta"):
@@ -237,7 +237,7 @@ def test_a_rollback_whose_store_fails_is_finished_or_was_not_begun(was_pinned: b
 
 
 class _Breaking(TensorTarget):
-    """A table whose n-th write fails, half way."""
+    """A table whose n-th write fails half-way."""
 
     left = -1
 
@@ -252,8 +252,8 @@ class _Breaking(TensorTarget):
 
 
 @pytest.mark.parametrize("release", [False, True])
-def test_rows_that_were_left_between_versions_are_mended(release: bool) -> None:
-    """Between a newer version's rows and an older one's no delta leads anywhere: only a whole snapshot."""
+def test_rows_that_were_left_between_versions_are_repaired(release: bool) -> None:
+    """Tables with rows of a newer and an older version can recover via a whole snapshot only, not via a delta."""
     history = History(Storage("memory://"), 9)
     for kind in ("delta", "delta", "snapshot", "delta"):
         getattr(history, kind)()
@@ -285,12 +285,12 @@ def test_rows_that_were_left_between_versions_are_mended(release: bool) -> None:
 
 
 def test_a_replaced_stream_that_comes_back_is_not_followed_on_from_rows_of_both(tmp_path: Path) -> None:
-    """A mount that shows another directory for a while, and a write that fails meanwhile."""
+    """A mount shows another directory for a while, and a write fails during that time."""
     url = f"file://{tmp_path}/stream"
     history = History(Storage(url, create=True, fsync=False), 10)
     history.delta()
     (tmp_path / "stream").rename(tmp_path / "mine")
-    # the same stream as it was long ago, before its last versions
+    # the same stream before its last versions
     shutil.copytree(tmp_path / "mine", tmp_path / "old")
     (tmp_path / "old" / entry_name(2)).unlink()
     (tmp_path / "mine").rename(tmp_path / "stream")
@@ -316,7 +316,7 @@ def test_a_replaced_stream_that_comes_back_is_not_followed_on_from_rows_of_both(
 
 @pytest.mark.timeout(60)
 def test_snapshots_that_lead_to_each_other_are_not_followed_for_ever() -> None:
-    """Entries of another stream lie between those of this one, so that each of its snapshots ends in a fault."""
+    """Entries of another stream are mixed with those of this one, so each of its snapshots leads to a fault."""
     history, other = (History(Storage("memory://"), seed) for seed in (11, 12))
     for each in (history, other):
         for kind in ("delta", "delta", "delta", "snapshot", "delta"):

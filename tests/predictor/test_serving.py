@@ -1,4 +1,4 @@
-"""Predictors of sharded and quantised models behind real trainers that are sharded in other ways."""
+"""Predictors of sharded and quantised models that follow real trainers with other shardings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_sharding_serves_every_sharding(two_ranks: RankPool, url: str, bag
     answers = two_ranks.run(f"{_CASES}:sharded", url=url, shardings=shardings, bag=bag, kernels=kernels)
     for answer in answers:
         assert answer["tables"] == len(shardings) ** 2
-        assert len(shardings) <= answer["held"] < answer["tables"]  # a table-wise one is not held on the other rank
+        assert len(shardings) <= answer["held"] < answer["tables"]  # a table-wise table is on one rank only
         assert all(answer["rows"])
 
 
@@ -83,7 +83,7 @@ def test_a_cache_is_written_back_before_a_write_and_dropped_after_it(two_ranks: 
 
 
 def test_four_trainers_serve_two_predictors(four_ranks: RankPool, two_ranks: RankPool, tmp_path: Path) -> None:
-    """Two jobs at a time, which have a directory in common and nothing else."""
+    """Run two jobs that share a directory and nothing else."""
     trained = ["grid:0,1", "row", "column:0,1,2,3", "table_row:1", "table:3", "data"]
     served = ["row", "column:0,1", "table:1", "column:1,1", "row", "table:0"]
     directory = str(tmp_path)

@@ -1,4 +1,4 @@
-"""`Predictor.stop()` ends its thread whoever calls it, and whatever other threads do meanwhile."""
+"""`Predictor.stop()` ends its thread from any caller, whatever other threads are doing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _threads() -> list[str]:
 
 @contextmanager
 def _interrupting(handler: object) -> Iterator[None]:
-    """Call ``handler`` in the main thread, a moment from now."""
+    """Call ``handler`` in the main thread after a short delay."""
     former = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
@@ -61,7 +61,7 @@ class _Stuck:
         assert inside.wait(_LONG_SECONDS)
 
 
-def test_a_signal_handler_may_stop_while_the_thread_that_it_interrupts_does(writer: Writer) -> None:
+def test_a_signal_handler_may_call_stop_during_stop(writer: Writer) -> None:
     stuck, calls = _Stuck(writer), []
 
     def handler(*_: object) -> None:
@@ -74,7 +74,7 @@ def test_a_signal_handler_may_stop_while_the_thread_that_it_interrupts_does(writ
     assert calls == [[]]
 
 
-def test_a_signal_handler_may_stop_what_is_being_started(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_handler_may_call_stop_during_follow(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     predictor, answers = Predictor(writer.model(), writer.storage), threading.Event()
     monkeypatch.setattr(predictor, "_check_newest", lambda: answers.wait(_LONG_SECONDS))
 

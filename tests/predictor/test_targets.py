@@ -1,4 +1,4 @@
-"""Targets in plain models are found by name and checked before anything is written."""
+"""Targets in plain models are found by name and checked before the first write."""
 
 from __future__ import annotations
 

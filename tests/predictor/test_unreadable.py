@@ -1,4 +1,4 @@
-"""One object that cannot be read while the others can: a predictor resyncs around it."""
+"""A predictor resyncs past a single object that cannot be read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _make_pipe(path: Path) -> None:
 
 
 def _make_loop(path: Path) -> None:
-    """Opening it is an error that is not "not found", also for root, whom no permission stops."""
+    """Make a link to itself: opening it fails with another error than "not found", also for root."""
     path.unlink()
     path.symlink_to(path)
 
@@ -53,7 +53,7 @@ def _synced(predictor: Predictor, num_times: int) -> list[type[Exception] | None
 
 @pytest.mark.parametrize(("harm", "kind"), [(_make_pipe, "entry"), (_make_pipe, "part"), (_make_loop, "part")])
 @pytest.mark.parametrize("way", ["snapshot", "merged"])
-def test_a_newer_version_leads_past_an_object_that_cannot_be_read(
+def test_a_newer_version_skips_an_object_that_cannot_be_read(
     tmp_path: Path, harm: Callable[[Path], None], kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_waits(monkeypatch, back_off_seconds=0.002)
@@ -85,7 +85,7 @@ def test_a_newer_version_leads_past_an_object_that_cannot_be_read(
 
 
 @_KINDS
-def test_a_new_predictor_starts_from_an_older_snapshot_meanwhile(tmp_path: Path, kind: str) -> None:
+def test_a_new_predictor_starts_from_an_older_snapshot(tmp_path: Path, kind: str) -> None:
     writer = Writer(Storage(f"file://{tmp_path}", create=True, fsync=False))
     writer.snapshot()
     writer.delta([4])
@@ -118,8 +118,8 @@ def test_a_newest_entry_that_cannot_be_read_hides_no_snapshot() -> None:
     assert torch.equal(model[FQN], before)
 
 
-def test_a_store_that_cannot_be_read_at_all_is_asked_little() -> None:
-    """Each request may take until its timeout: an outage is told from one bad object by a few of them."""
+def test_a_store_that_cannot_be_read_at_all_gets_few_requests() -> None:
+    """Each request may take until its timeout, so few requests must distinguish an outage from one bad object."""
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     for _ in range(30):

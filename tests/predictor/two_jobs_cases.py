@@ -1,4 +1,4 @@
-"""Cases of two jobs that meet in a directory only: trainers on some ranks, sharded predictors on others."""
+"""Cases of two jobs that share only a directory: trainers on some ranks, sharded predictors on others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _spec(shardings: list[str], local_size: int) -> Spec:
 
 
 def trainer(rank: int, world_size: int, directory: str, shardings: list[str], num_batches: int) -> int:
-    """Train beside a publisher; leave the tables of the last version."""
+    """Train and publish; write the tables of the last version to files."""
     spec = _spec(shardings, local_size=2)
     with hosts(rank, 2):
         model = shard(spec)
@@ -47,7 +47,7 @@ def trainer(rank: int, world_size: int, directory: str, shardings: list[str], nu
 
 
 def predictor(rank: int, world_size: int, directory: str, shardings: list[str]) -> int:
-    """Follow in the background until the trainers' end, and compare the tables."""
+    """Follow in the background until the trainers end, and compare the tables."""
     model = shard(_spec(shardings, local_size=world_size))
     clear(model)
     end, file = None, Path(directory, "end.json")

@@ -1,4 +1,4 @@
-"""The waits of a following thread, made short."""
+"""Shorter waits for threads of ``follow()``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def shorten_waits(
     gap_check_seconds: float | None = None,
     no_stream_seconds: float | None = None,
 ) -> None:
-    """Wait no longer than given after a fault, between two checks for a gap, and for a stream to begin."""
+    """Shorten the waits after a fault, between checks for a gap, and for a stream to begin."""
     waits = {
         "_MAX_BACK_OFF_SECONDS": back_off_seconds,
         "_GAP_CHECK_SECONDS": gap_check_seconds,

@@ -1,4 +1,4 @@
-"""Cases for a publisher that publishes by itself, beside training, on all ranks."""
+"""Cases for a publisher that publishes in the background on all ranks during training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATIENCE = 30.0
 
 
 class Trainer:
-    """A rank's model in training, with a copy of what it held after each batch."""
+    """A rank's model in training, with a copy of its weights after each batch."""
 
     def __init__(self, rank: int, world_size: int, consumers: list[str] | None = None, **kwargs: Any) -> None:
         self.spec = Spec.every_sharding(world_size, bag=True)
@@ -58,7 +58,7 @@ class Trainer:
         self.held[self.tracker.num_batches] = tables, dense
 
     def assert_equal(self, manifest: Manifest, model: dict[str, Tensor]) -> None:
-        """This rank's shards, as they were at the version's cut, are what the predictor holds."""
+        """Check that the predictor equals this rank's shards at the version's cut."""
         tables, _ = self.held[manifest.batches[1]]
         for fqn, spec in self.tracker.shards.items():
             rows = slice(spec.row_offset, spec.row_offset + spec.num_rows)
@@ -67,7 +67,7 @@ class Trainer:
 
 
 class Slow(Storage):
-    """A store that waits before each buffer of a part until it is let go."""
+    """A store that blocks before each buffer of a part until it is released."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, create=True)
@@ -89,7 +89,7 @@ class Slow(Storage):
 
 
 def follow(trainer: Trainer, url: str) -> list[Manifest]:
-    """Apply the versions one by one, each of which must be the trainer at its cut, dense tensors too."""
+    """Apply the versions one by one; each must equal the trainer at its cut, including dense tensors."""
     held = empty_model(trainer.tracker)
     _, last = trainer.held[trainer.tracker.num_batches]
     held |= {f"dense.{name}": torch.full_like(tensor, -1) for name, tensor in last.items()}
@@ -114,7 +114,7 @@ def follow(trainer: Trainer, url: str) -> list[Manifest]:
 
 
 def cadence(rank: int, world_size: int, url: str) -> dict[str, Any]:
-    """Every third batch, cut at the same one on all ranks, whichever of them is slower."""
+    """Publish every third batch; all ranks cut at the same batch, also if one is slower."""
     trainer = Trainer(rank, world_size)
     with trainer.tracker:
         publisher = Publisher(trainer.tracker, url, dense=trainer.model.module.dense, cadence=Cadence(batches=3))
@@ -133,7 +133,7 @@ def cadence(rank: int, world_size: int, url: str) -> dict[str, Any]:
 
 
 def slow_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
-    """While a version waits for the store, training goes on, nothing else is begun, and nothing is lost."""
+    """While a version waits for the store, training continues, no other version starts, and no row is lost."""
     trainer = Trainer(rank, world_size)
     with trainer.tracker:
         storage = Slow(url)
@@ -161,7 +161,7 @@ def slow_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
 
 
 def copied_while_training(rank: int, world_size: int, url: str) -> dict[str, Any]:
-    """A snapshot whose rows change while they are copied is the trainer at its cut."""
+    """A snapshot whose rows change while they are copied equals the trainer at its cut."""
     trainer = Trainer(rank, world_size)
     with trainer.tracker:
         storage = Slow(url)
@@ -195,7 +195,7 @@ def copied_while_training(rank: int, world_size: int, url: str) -> dict[str, Any
 
 
 def broken_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
-    """A store that fails for a while reaches neither training nor the stream; a fenced publisher stops for good."""
+    """A temporary store failure affects neither training nor the stream; a fenced publisher stops permanently."""
     trainer = Trainer(rank, world_size, ["first", "second"])
     with trainer.tracker:
         storage = Slow(url)
@@ -236,7 +236,7 @@ def broken_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
 
 
 def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:
-    """Versions are announced, merged and removed beside training, and a predictor follows to the end."""
+    """Versions are announced, merged and removed during training, and a predictor applies all of them."""
     trainer = Trainer(rank, world_size)
     notifier = LocalNotifier()
     with trainer.tracker:
@@ -278,7 +278,7 @@ def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:
 
 
 def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
-    """A bound on pending rows or bytes cuts a version on all ranks once one of them has reached it."""
+    """A bound on pending rows or bytes cuts a version on all ranks once one rank reaches it."""
     trainer = Trainer(rank, world_size)
     with trainer.tracker:
         cuts = {}
@@ -293,10 +293,10 @@ def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
             for _ in range(20):
                 trainer.step(publisher)
                 if publisher._flight is not None:
-                    futures.wait([publisher._flight.job])  # so that the pace of the worker makes no difference
+                    futures.wait([publisher._flight.job])  # the result must not depend on the worker's speed
             publisher.flush()
             cuts[name] = publisher.version
-            pending = trainer.tracker.num_pending()  # takes nothing, so the reservation does not matter
+            pending = trainer.tracker.num_pending()  # does not read, so the reservation does not matter
             publisher.close()
             delta = trainer.tracker.get_delta()
             for fqn, count in pending.items():
@@ -306,7 +306,7 @@ def bounds(rank: int, world_size: int, url: str) -> dict[str, Any]:
 
 
 def encoded(rank: int, world_size: int, url: str, encoding: str) -> int:
-    """A predictor of a quantized stream holds what the trainer's rows decode to, snapshot and deltas alike."""
+    """A predictor of a quantized stream holds the trainer's rows, encoded and decoded, from snapshots and deltas."""
     trainer = Trainer(rank, world_size, mode=TrackingMode.EMBEDDING)
     with trainer.tracker:
         chosen = Encoding(encoding)
@@ -335,14 +335,14 @@ def encoded(rank: int, world_size: int, url: str, encoding: str) -> int:
         top.publish()
         trainer.step()
         manifest = top.publish()
-        assert manifest.num_rows <= 3 * 2  # a row of a column-wise table is one for each column shard
+        assert manifest.num_rows <= 3 * 2  # a row of a column-wise table counts once per column shard
         assert manifest.pending_rows
         top.close()
         return manifest.num_bytes
 
 
 def refused(rank: int, world_size: int, url: str) -> dict[str, Any]:
-    """What no version could be made of is refused when the publisher is built; a user's consumers are left alone."""
+    """Unsupported models and arguments are refused by the constructor; the user's consumers are unchanged."""
     trainer = Trainer(rank, world_size, ["a", "a (snapshot)"])
     with trainer.tracker:
         dense = trainer.model.module.dense

@@ -1,9 +1,9 @@
-"""Publishers that not every rank builds: ``python -m tests.publisher.building_cases --seeds 20``.
+"""Publishers that some ranks fail to build: ``python -m tests.publisher.building_cases --seeds 20``.
 
-In each run of the program one rank of two or three is killed at a random moment of building its publisher. Every other
-rank must get a typed error in bounded time and keep nothing of the publisher, and the survivors must be able to build
-a new one in a new process group. The parent imports everything and touches neither store nor process group, so that
-it can fork.
+In each run one of two or three ranks is killed at a random moment while it builds its publisher. Every other rank must
+get a typed error in bounded time and release everything that the publisher held. The survivors must be able to build a
+new publisher in a new process group. The parent imports everything and uses neither store nor process group, so that it
+can fork.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.models import Spec, Table, batch, shard
 from tests.publisher.publishing_cases import attempt
 
 _TIMEOUT = timedelta(seconds=1)
-_GROUP_TIMEOUT = timedelta(seconds=90)  # of the default group: far above what a rank may take to notice
+_GROUP_TIMEOUT = timedelta(seconds=90)  # of the default group: far above the time in which a rank must raise
 _SLACK_SECONDS = 15.0
 _LIFE_SECONDS = 60
 _FILES = ("distributed_c10d.py", "process_group.py", "exchange.py", "coordinator.py")
@@ -46,7 +46,7 @@ _MAX_DELAY = 0.03
 
 
 def lone(rank: int, world_size: int, url: str) -> dict[str, Any]:
-    """Only rank 0 builds a publisher, twice; then all ranks do, first with arguments that differ."""
+    """Build a publisher on rank 0 alone, twice; then on all ranks, first with arguments that differ."""
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     messages = []
@@ -70,7 +70,7 @@ def lone(rank: int, world_size: int, url: str) -> dict[str, Any]:
 
 
 def _init(root: Path, name: str, draw: random.Random, rank: int, world_size: int) -> None:
-    """Join a group whose store is a file, or a server of rank 0."""
+    """Join a process group whose store is a file or a server on rank 0."""
     if draw.random() < 0.5:
         method = f"file://{root}/{name}"
     else:
@@ -86,7 +86,7 @@ def _init(root: Path, name: str, draw: random.Random, rank: int, world_size: int
 
 
 def _arm(draw: random.Random) -> None:
-    """Kill this process at a random step of what it calls in torch.distributed, or after a random time."""
+    """Kill this process at a random call of torch.distributed, or after a random time."""
     if draw.random() < 0.6:
         last = draw.randrange(_MAX_STEPS)
         steps = 0
@@ -104,7 +104,7 @@ def _arm(draw: random.Random) -> None:
 
 
 def _survive(root: Path, seed: int, rank: int, world_size: int) -> str:
-    """One rank of a run; what it got."""
+    """Run one rank; return which error it got."""
     draw = random.Random(seed)  # the same on all ranks
     _init(root, "first", draw, rank, world_size)
     victim = draw.randrange(world_size)
@@ -135,7 +135,7 @@ def _survive(root: Path, seed: int, rank: int, world_size: int) -> str:
     assert got != "nothing", "it published without the dead rank"
     left = set(threading.enumerate()) - threads
     assert not left, left
-    tracker.get_delta(commit=False)  # the consumer is free
+    tracker.get_delta(commit=False)  # the consumer is not reserved
     for call in (lambda: tracker.get_delta(top_k=TopK(rows=1)), lambda: tracker.state_dict(strategy="gather")):
         assert attempt(call).startswith("RankLostError")
     dist.destroy_process_group()
@@ -162,7 +162,7 @@ def _fork(root: Path, seed: int, rank: int, world_size: int) -> int:
 
 
 def run(seed: int, root: Path) -> list[str]:
-    """What the survivors of a run got."""
+    """Return the errors that the survivors of a run got."""
     world_size = random.Random(f"ranks of {seed}").choice([2, 3])
     pids = [_fork(root, seed, rank, world_size) for rank in range(world_size)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -175,7 +175,7 @@ def run(seed: int, root: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the seeds; print how many survivors got which error."""
+    """Run the seeds; print the number of survivors by error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=0)

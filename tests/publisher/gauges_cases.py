@@ -1,4 +1,4 @@
-"""Cases for the figures of publishers."""
+"""Cases for the metrics of publishers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.monitor.figures import Figures
 
 
 def counts(rank: int, world_size: int, url: str) -> dict[str, Any]:
-    """The figures of a publisher from its claim to its end."""
+    """Check the metrics of a publisher from its claim to its close."""
     monitor, spec = Monitor(), Spec.every_sharding(world_size)
     figures, model = Figures(monitor), shard(spec)
     by_kind = {"publisher": "publisher", "kind": "delta"}
@@ -59,7 +59,7 @@ def counts(rank: int, world_size: int, url: str) -> dict[str, Any]:
 
 
 def two_publishers(rank: int, world_size: int, folder: str) -> None:
-    """Two publishers with one monitor, and one with another."""
+    """Build two publishers with one monitor and a third with another monitor."""
     model, monitor, other = shard(Spec([Table("t", 6, "row")])), Monitor(), Monitor()
     figures = Figures(monitor)
     with ModelDeltaTracker(model, ["a", "b", "c"]) as tracker:

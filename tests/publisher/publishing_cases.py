@@ -31,7 +31,7 @@ def empty_model(tracker: ModelDeltaTracker) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(tracker: ModelDeltaTracker, model: dict[str, torch.Tensor]) -> None:
-    """This rank's shards are what the predictor holds, bit for bit."""
+    """Check that the predictor equals this rank's shards bit for bit."""
     for fqn, shard_spec in tracker.shards.items():
         rows = slice(shard_spec.row_offset, shard_spec.row_offset + shard_spec.num_rows)
         for (first, end), view in zip(shard_spec.columns, tracker.column_views(fqn), strict=True):
@@ -48,7 +48,7 @@ def attempt(action: Any) -> str:
 
 
 def equal(rank: int, world_size: int, url: str, spec: dict[str, Any], num_versions: int = 6) -> dict[str, Any]:
-    """After every version the predictor of each rank equals the trainer, with updates and evals in between."""
+    """After every version each rank's predictor equals the trainer, with updates and evaluations in between."""
     model_spec = Spec.every_sharding(world_size, **spec)
     model = shard(model_spec)
     kinds = []
@@ -102,7 +102,7 @@ class _Failing(Storage):
 
 
 def failing_rank(rank: int, world_size: int, url: str, broken_rank: int, operation: str) -> list[str]:
-    """A rank fails before the commit: nothing is visible, nothing is lost, the next publish carries it."""
+    """A rank fails before the commit: nothing is visible, and the next version has the pending rows."""
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     with ModelDeltaTracker(model) as tracker:
@@ -132,7 +132,7 @@ def failing_rank(rank: int, world_size: int, url: str, broken_rank: int, operati
 
 
 def fenced(rank: int, world_size: int, url: str) -> list[str]:
-    """A second publisher takes the stream over; the first publishes nothing from then on, on no rank."""
+    """A second publisher claims the stream; afterwards the first cannot publish on any rank."""
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     with ModelDeltaTracker(model, ["first", "second"]) as tracker:
@@ -160,7 +160,7 @@ def fenced(rank: int, world_size: int, url: str) -> list[str]:
 
 
 def out_of_step(rank: int, world_size: int, url: str) -> list[str]:
-    """Ranks that stand at different batches publish nothing."""
+    """Ranks at different batches publish nothing."""
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     with ModelDeltaTracker(model) as tracker:
@@ -176,7 +176,7 @@ def out_of_step(rank: int, world_size: int, url: str) -> list[str]:
 
 
 def unwritable(rank: int, world_size: int, url: str) -> list[str]:
-    """A url that one rank or all ranks cannot use; and a consumer that does not exist."""
+    """Refuse a URL that one rank or all ranks cannot use, and an unknown consumer."""
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     with ModelDeltaTracker(model) as tracker:
@@ -188,7 +188,7 @@ def unwritable(rank: int, world_size: int, url: str) -> list[str]:
 
 
 def killed_before_commit(rank: int, world_size: int, url: str) -> None:
-    """Rank 0 is killed with every part written and the manifest not; it never returns."""
+    """Kill rank 0 after every part and before the manifest is written; never returns."""
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     tracker = ModelDeltaTracker(model)
@@ -201,7 +201,7 @@ def killed_before_commit(rank: int, world_size: int, url: str) -> None:
 
 
 def refused(rank: int, world_size: int, url: str, other: str) -> dict[str, str]:
-    """What a publisher refuses, on every rank; the stream and the pending rows are as they were."""
+    """Return the errors for invalid arguments and calls on every rank; stream and pending rows are unchanged."""
     spec = Spec([Table("t", 6, "row"), Table("u", 6, "row")])
     model = shard(spec)
     answers = {}
@@ -235,7 +235,7 @@ def refused(rank: int, world_size: int, url: str, other: str) -> dict[str, str]:
 
 
 def detached_rank(rank: int, world_size: int, url: str) -> list[str]:
-    """A rank whose tracker is detached says so before the others wait for it."""
+    """A rank whose tracker is detached reports it, so that the other ranks do not wait."""
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     tracker = ModelDeltaTracker(model)
@@ -249,7 +249,7 @@ def detached_rank(rank: int, world_size: int, url: str) -> list[str]:
 
 
 def lost_rank(rank: int, world_size: int, url: str) -> list[str]:
-    """A rank that never comes is reported, and later calls do not wait for it again."""
+    """A rank that never joins is reported, and later calls do not wait for it again."""
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     with ModelDeltaTracker(model) as tracker:
@@ -260,7 +260,7 @@ def lost_rank(rank: int, world_size: int, url: str) -> list[str]:
 
 
 def top_k_and_snapshots(rank: int, world_size: int, url: str) -> list[int]:
-    """Rows that top-k leaves out are counted in the manifest and come later; a snapshot brings them all."""
+    """Rows that top-k leaves out are counted in the manifest and sent later; a snapshot has all rows."""
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -289,7 +289,7 @@ def top_k_and_snapshots(rank: int, world_size: int, url: str) -> list[int]:
 
 
 def given_up(rank: int, world_size: int, url: str) -> list[str]:
-    """A publisher whose consumer was given up on one rank publishes a snapshot by itself."""
+    """A publisher whose consumer was dropped on one rank publishes a snapshot without being asked."""
     spec = Spec([Table("t", 40, "row", dim=64)])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -312,7 +312,7 @@ def given_up(rank: int, world_size: int, url: str) -> list[str]:
 
 
 def replicated(rank: int, world_size: int, url: str) -> None:
-    """Tables under ordinary optimizers, also one that every rank holds: written once, equal at the end."""
+    """Tables with ordinary optimizers, including a replicated one, are written once and equal at the end."""
     spec = Spec([Table("copy", 12, "data"), Table("dense", 13, "row", kernel="dense"), Table("t", 9, "row")], bag=True)
     model = shard(spec)
     ordinary = ordinary_optimizer(model, "Adam", lr=0.1)
@@ -333,7 +333,7 @@ def replicated(rank: int, world_size: int, url: str) -> None:
 
 
 class _Interrupting(Storage):
-    """A store that interrupts the thread that waits for a part, and writes the part only once it is told to."""
+    """A store that interrupts the thread that waits for a part, and writes the part only once released."""
 
     interrupts = False
 
@@ -344,7 +344,7 @@ class _Interrupting(Storage):
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         if self.interrupts:
             self.interrupts = False
-            # Python does not notice a signal that comes just as the thread begins to wait, so it is sent again.
+            # Python misses a signal that arrives just as the thread begins to wait, so send it again.
             while not self.is_heard.wait(0.05):
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             self.goes_on.wait()
@@ -352,7 +352,7 @@ class _Interrupting(Storage):
 
 
 def interrupted(rank: int, world_size: int, url: str) -> int:
-    """Interrupted in its wait, a version is finished before the next one gathers: into the same memory."""
+    """A version whose wait is interrupted is finished before the next one gathers rows into the same memory."""
     spec = Spec([Table("t", 40, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -361,7 +361,7 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
         storage = _Interrupting(url)
         publisher = Publisher(tracker, storage)
         publisher.snapshot()
-        for _ in range(3):  # makes its memory large enough for all that follow
+        for _ in range(3):  # grows the buffers to their final size
             model(batch(spec, generator, size=40)).backward()
             tracker.step()
         publisher.publish()
@@ -400,7 +400,7 @@ def interrupted(rank: int, world_size: int, url: str) -> int:
 
 
 def forked(rank: int, world_size: int, url: str) -> str:
-    """What a publisher says in a fork of its process."""
+    """Return the error of a publisher that is used in a forked process."""
     spec = Spec([Table("t", 6, "row")])
     with ModelDeltaTracker(shard(spec)) as tracker:
         publisher = Publisher(tracker, url)
@@ -454,7 +454,7 @@ def mixed_calls(rank: int, world_size: int, url: str) -> list[str]:
 
 
 def interrupted_among_ranks(rank: int, world_size: int, url: str) -> list[str]:
-    """Ctrl-C ends the wait for a late rank at once; the ranks then notice that they are out of step, and go on."""
+    """Ctrl-C ends the wait for a late rank immediately; the ranks then report that they differ, and continue."""
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -478,7 +478,7 @@ def interrupted_among_ranks(rank: int, world_size: int, url: str) -> list[str]:
             finally:
                 timer.join()
                 signal.signal(signal.SIGINT, before)
-        dist.barrier()  # the other rank calls publish() only now
+        dist.barrier()  # now the other rank calls publish()
         messages.append(attempt(publisher.publish))
         publisher.publish()
         predictor.sync()
@@ -594,7 +594,7 @@ def interrupted_cut(rank: int, world_size: int, url: str) -> None:
 
 
 def counted_steps(rank: int, world_size: int, url: str) -> list[int]:
-    """A version is committed by the calls of ``step()``, a bounded number of them, and by nothing else."""
+    """Calls of ``step()`` alone commit a version, within a bounded number of calls."""
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     with ModelDeltaTracker(model) as tracker:
@@ -607,7 +607,7 @@ def counted_steps(rank: int, world_size: int, url: str) -> list[int]:
             publisher.step()
             flight = publisher._flight
             if flight is not None:
-                futures.wait([flight.job])  # so that the number of calls does not depend on the worker's pace
+                futures.wait([flight.job])  # the number of calls must not depend on the worker's speed
             dist.barrier()
             versions.append(log.head().version)
         publisher.flush()

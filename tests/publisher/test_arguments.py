@@ -1,4 +1,4 @@
-"""What publisher and predictor refuse, before anything has happened."""
+"""Publisher and predictor refuse invalid arguments before they change anything."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
 @pytest.mark.parametrize(
     "arguments", [{"chunk_rows": "a"}, {"chunk_rows": 1.5}, {"chunk_rows": 0}, {"gate": 5}, {"names": ["a"]}], ids=str
 )
-def test_a_predictor_checks_what_it_is_built_with(writer: Writer, arguments: dict[str, Any]) -> None:
+def test_a_predictor_checks_its_constructor_arguments(writer: Writer, arguments: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(arguments))):
         Predictor(writer.model(), writer.storage, **arguments)
 

@@ -1,4 +1,4 @@
-"""A publisher beside training: cadence, back-pressure, snapshots of moving tables, encodings, dense tensors."""
+"""Publishing during training: cadence, back-pressure, snapshots of changing tables, encodings, dense tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_slow_store_slows_publishing_and_not_training(two_ranks: RankPool, url
         assert max(end - first for first, end in answer["cuts"]) >= 25
 
 
-def test_a_snapshot_is_copied_while_training_goes_on(two_ranks: RankPool, url: str) -> None:
+def test_a_snapshot_is_copied_while_training_continues(two_ranks: RankPool, url: str) -> None:
     for answer in two_ranks.run(f"{_CASES}:copied_while_training", url=url):
         assert answer["kinds"][:2] == ["snapshot", "delta"]
         assert answer["first"][1] > 6, "it was cut after the copy"
@@ -41,14 +41,14 @@ def test_a_snapshot_is_copied_while_training_goes_on(two_ranks: RankPool, url: s
         assert answer["consumers"] == ["default"]
 
 
-def test_a_broken_store_does_not_reach_training(two_ranks: RankPool, url: str) -> None:
+def test_a_store_failure_does_not_affect_training(two_ranks: RankPool, url: str) -> None:
     first, last = two_ranks.run(f"{_CASES}:broken_store", url=url)
     assert "rank 1 failed with StorageError" in first["error"]
     assert "the network is unreachable" in last["error"]
     assert all(answer["flushed"].startswith("FencedError") for answer in (first, last))
 
 
-def test_versions_are_announced_merged_and_removed_beside_training(two_ranks: RankPool, url: str) -> None:
+def test_versions_are_announced_merged_and_removed_during_training(two_ranks: RankPool, url: str) -> None:
     for answer in two_ranks.run(f"{_CASES}:kept_up", url=url):
         claim, *versions = answer["versions"]
         assert claim == 0, "claims are kept"
@@ -63,7 +63,7 @@ def test_every_encoding(two_ranks: RankPool, url: str, encoding: str) -> None:
     two_ranks.run(f"{_CASES}:encoded", url=url, encoding=encoding)
 
 
-def test_what_no_version_could_be_made_of_is_refused_at_once(one_rank: RankPool, url: str) -> None:
+def test_unsupported_models_and_arguments_are_refused_by_the_constructor(one_rank: RankPool, url: str) -> None:
     (said,) = one_rank.run(f"{_CASES}:refused", url=url)
     assert said.keys() == {"top_k", "dense", "cadence", "name taken", "close"}
     assert all(message.startswith("InvalidArgumentError") for message in said.values()), said

@@ -1,4 +1,4 @@
-"""Publishers and top-k reads that not every rank takes part in: typed errors in bounded time, and nothing is kept."""
+"""Publishers and top-k reads in which a rank is missing raise typed errors in bounded time and leave nothing behind."""
 
 from __future__ import annotations
 

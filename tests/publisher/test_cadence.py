@@ -1,4 +1,4 @@
-"""Cadences check themselves, and publish as soon as one of their bounds is reached."""
+"""Cadences validate their bounds, and a version is cut once one bound is reached."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def url(tmp_path: Path) -> str:
 def test_bounds_on_what_is_pending(two_ranks: RankPool, url: str) -> None:
     for cuts in two_ranks.run(f"{_CASES}:bounds", url=url):
         assert cuts["never"] == 1
-        assert abs(cuts["rows"] - cuts["num_bytes"]) <= 2  # the worker's pace differs, not the rule
+        assert abs(cuts["rows"] - cuts["num_bytes"]) <= 2  # the worker's speed varies
         assert 2 <= cuts["rows"] < 20
         assert cuts["seconds"] >= 4
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other for a version: one that disagrees, fails or never comes is reported by all."""
+"""Agreement of ranks on a version: every rank reports one that disagrees, fails or never joins."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_ranks_at_different_batches_publish_nothing(two_ranks: RankPool, url: st
         assert "rank 1 failed with batch 1 where rank 0 has batch 0" in message
 
 
-def test_a_rank_that_cannot_read_says_so_to_the_others(two_ranks: RankPool, url: str) -> None:
+def test_a_rank_that_cannot_read_is_reported_to_the_others(two_ranks: RankPool, url: str) -> None:
     first, second = two_ranks.run(f"{_CASES}:detached_rank", url=url)
     assert all(message.startswith("PublishError") and "rank 1" in message for message in first)
     assert all(message.startswith("DetachedError") for message in second)
 
 
-def test_a_rank_that_never_comes_is_reported(two_ranks: RankPool, url: str) -> None:
+def test_a_rank_that_never_joins_is_reported(two_ranks: RankPool, url: str) -> None:
     messages, _ = two_ranks.run(f"{_CASES}:lost_rank", url=url)
     assert all(message.startswith("RankLostError") and "Restart the job" in message for message in messages)

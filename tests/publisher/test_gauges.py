@@ -1,4 +1,4 @@
-"""What publishers count and show."""
+"""Metrics of publishers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_versions_and_failures_are_counted(one_rank: RankPool, tmp_path: Path) -
     one_rank.run(f"{_CASES}:counts", url=f"file://{tmp_path}/stream")
 
 
-def test_two_publishers_show_two_sets_of_figures(one_rank: RankPool, tmp_path: Path) -> None:
+def test_two_publishers_have_separate_metrics(one_rank: RankPool, tmp_path: Path) -> None:
     one_rank.run(f"{_CASES}:two_publishers", folder=tmp_path.as_uri())
 
 

@@ -1,4 +1,4 @@
-"""Publisher on real ranks, with a real predictor behind a real directory."""
+"""Publisher on real ranks, with a predictor that follows through a directory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_kill_between_parts_and_commit_leaves_the_stream_as_it_was(two_ranks: 
 
 
 @pytest.mark.promise("refused")
-def test_what_would_lose_rows_is_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_calls_that_would_lose_rows_are_refused_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
     url, other = f"file://{tmp_path}/stream", f"file://{tmp_path}/other"
     for rank, said in enumerate(two_ranks.run(f"{_CASES}:refused", url=url, other=other)):
         for call in ("read", "clear", "remove", "second"):
@@ -95,13 +95,13 @@ def test_what_would_lose_rows_is_refused_on_every_rank(two_ranks: RankPool, tmp_
 
 
 @pytest.mark.promise("equal")
-def test_pending_rows_are_counted_and_come_later(two_ranks: RankPool, url: str) -> None:
+def test_pending_rows_are_counted_and_sent_later(two_ranks: RankPool, url: str) -> None:
     for pending in two_ranks.run(f"{_CASES}:top_k_and_snapshots", url=url):
         assert pending[0] == pending[-1] == 0
         assert all(count > 0 for count in pending[1:-1])
 
 
-def test_a_consumer_that_was_given_up_gets_a_snapshot(two_ranks: RankPool, url: str) -> None:
+def test_a_dropped_consumer_gets_a_snapshot(two_ranks: RankPool, url: str) -> None:
     for kinds in two_ranks.run(f"{_CASES}:given_up", url=url):
         assert kinds == ["snapshot", "snapshot", "delta", "delta"]
 
@@ -110,7 +110,7 @@ def test_tables_of_ordinary_optimizers_are_published_once(two_ranks: RankPool, u
     two_ranks.run(f"{_CASES}:replicated", url=url)
 
 
-def test_an_interrupt_leaves_the_version_under_way_its_memory(one_rank: RankPool, url: str) -> None:
+def test_an_interrupt_does_not_free_the_memory_of_the_current_version(one_rank: RankPool, url: str) -> None:
     assert one_rank.run(f"{_CASES}:interrupted", url=url) == [4]
 
 

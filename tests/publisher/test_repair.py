@@ -1,4 +1,4 @@
-"""Rows to publish again after a restart: those that later versions carried, or every row where that is unknown."""
+"""Rows to republish after a restart: the rows of later versions, or every row where those are unknown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def writer() -> Writer:
     return writer
 
 
-def test_what_later_versions_carried_is_repaired(writer: Writer) -> None:
+def test_rows_of_later_versions_are_repaired(writer: Writer) -> None:
     note = _place(writer)
     assert _repair(writer, note) == {}
     writer = _again(writer)
@@ -41,7 +41,7 @@ def test_what_later_versions_carried_is_repaired(writer: Writer) -> None:
     assert _repair(writer, note) == {FQN: [2, 5, 19]}
     writer = _again(writer)
     writer.delta([7])
-    # Two generations later, from the same old checkpoint; and of one rank, its own rows.
+    # Two generations later, from the same old checkpoint; and one rank republishes its own rows only.
     assert _repair(writer, note) == {FQN: [2, 5, 7, 19]}
     assert _repair(writer, note, ShardSpec(writer.spec, 5, 3, ((0, 4),))) == {FQN: [0, 2]}
 
@@ -52,7 +52,7 @@ def _again(writer: Writer) -> Writer:
     return again
 
 
-def test_where_it_cannot_be_known_everything_is_sent(writer: Writer) -> None:
+def test_every_row_is_sent_if_the_changed_rows_are_unknown(writer: Writer) -> None:
     note = _place(writer)
     for other in (None, {}, "x", note | {"stream": "0" * 32}, note | {"xxh3": "0" * 32}, note | {"version": 10**6}):
         assert _repair(writer, other) is None

@@ -40,7 +40,7 @@ REVERTS = [
     ),
     Revert(
         defect="follow() does not refuse a model that cannot receive the newest version",
-        generator="tests/predictor/test_follower.py::test_follow_refuses_at_once_what_the_model_cannot_receive",
+        generator="tests/predictor/test_follower.py::test_follow_refuses_a_stream_that_does_not_fit_the_model",
         edits={
             "delta_tracker/predictor/predictor.py": [
                 (
@@ -52,7 +52,7 @@ REVERTS = [
     ),
     Revert(
         defect="rows of a version that was cut short are hidden by the version before it",
-        generator="tests/predictor/test_follower.py::test_rows_of_a_later_version_that_was_cut_short_are_not_hidden",
+        generator="tests/predictor/test_follower.py::test_rows_of_a_later_partly_applied_version_are_reported",
         edits={
             "delta_tracker/predictor/predictor.py": [
                 (
@@ -108,7 +108,7 @@ REVERTS = [
     ),
     Revert(
         defect="a signal handler that calls stop() hangs while stop() or follow() waits",
-        generator="tests/predictor/test_stopping.py::test_a_signal_handler_may_stop_while_the_thread_that_it_interrupts_does",
+        generator="tests/predictor/test_stopping.py::test_a_signal_handler_may_call_stop_during_stop",
         edits={
             "delta_tracker/predictor/follower.py": [
                 ("self._control = threading.RLock()", "self._control = threading.Lock()")

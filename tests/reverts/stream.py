@@ -7,7 +7,7 @@ from tests.reverts.revert import Revert
 REVERTS = [
     Revert(
         defect="retention frees claims, and random readers take what a sleeper leaves",
-        generator="tests/predictor/test_resync_random.py::test_no_reader_takes_what_a_sleeper_leaves",
+        generator="tests/predictor/test_resync_random.py::test_no_reader_applies_the_entries_of_a_sleeper",
         edits={
             "delta_tracker/stream/maintenance/retention.py": [
                 ("    guards = held.guards()\n", "    guards: set[int] = set()\n"),

@@ -51,7 +51,7 @@ REVERTS = [
     ),
     Revert(
         defect="weights that are loaded or edited in place are not watched",
-        generator="tests/tracker/test_tracker.py::test_reads_inside_a_backward_happened",
+        generator="tests/tracker/test_tracker.py::test_schedules_include_reads_inside_a_backward",
         edits={
             "delta_tracker/tracker/store/make_store.py": [
                 ("was_written=WriteWatch(shard)", "was_written=None"),
@@ -60,7 +60,7 @@ REVERTS = [
     ),
     Revert(
         defect="a delta holds the carried rows themselves",
-        generator="tests/tracker/test_tracker.py::test_reads_inside_a_backward_happened",
+        generator="tests/tracker/test_tracker.py::test_schedules_include_reads_inside_a_backward",
         edits={
             "delta_tracker/tracker/delta_reader.py": [
                 ("                sent = sent.copy(new_rows)\n", "                pass\n"),
@@ -69,7 +69,7 @@ REVERTS = [
     ),
     Revert(
         defect="a score works on the rows of the delta",
-        generator="tests/tracker/test_tracker.py::test_reads_inside_a_backward_happened",
+        generator="tests/tracker/test_tracker.py::test_schedules_include_reads_inside_a_backward",
         edits={
             "delta_tracker/tracker/delta_reader.py": [
                 ("self._rows(fqn, changed.copy(new_rows), with", "self._rows(fqn, changed, with"),
@@ -78,7 +78,7 @@ REVERTS = [
     ),
     Revert(
         defect="what top-k left out is kept in the caller's tensors",
-        generator="tests/tracker/test_tracker.py::test_reads_inside_a_backward_happened",
+        generator="tests/tracker/test_tracker.py::test_schedules_include_reads_inside_a_backward",
         edits={
             "delta_tracker/types.py": [
                 ("{fqn: rows.copy() for fqn, rows in self.kept.items()}", "dict(self.kept)"),
@@ -87,7 +87,7 @@ REVERTS = [
     ),
     Revert(
         defect="in-place writes are forgotten if memory runs out while they are marked",
-        generator="tests/tracker/test_change_log.py::test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call",
+        generator="tests/tracker/test_change_log.py::test_writes_not_marked_for_lack_of_memory_are_marked_by_the_next_call",
         edits={
             "delta_tracker/tracker/store/segments.py": [
                 (

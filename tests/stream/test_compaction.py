@@ -309,6 +309,6 @@ def test_entries_that_do_not_hang_together_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("fold", 0), ("fold", float("nan")), ("max_bytes", 0), ("min_versions", 1), ("max_bytes", 1.5)]
 )
-def test_bounds_that_are_none_are_refused(name: str, value: object) -> None:
+def test_invalid_bounds_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
         compact(Storage("memory://"), **{name: value})

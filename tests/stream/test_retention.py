@@ -456,7 +456,7 @@ def test_two_passes_at_once_take_what_one_takes(history: History, clock: Clock, 
         ("orphan_seconds", 3599),
     ],
 )
-def test_bounds_that_are_none_are_refused(name: str, value: object) -> None:
+def test_invalid_bounds_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
         Retention(**{name: value})
 

@@ -98,6 +98,6 @@ def test_a_failure_is_logged_once_and_gone_when_a_pass_succeeds(caplog: pytest.L
 @pytest.mark.parametrize(
     ("name", "value"), [("compact_every", 1), ("retain_every", 0), ("fold", 0), ("fold", "x"), ("max_bytes", 0)]
 )
-def test_bounds_that_are_none_are_refused(name: str, value: object) -> None:
+def test_invalid_bounds_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
         Upkeep(Storage("memory://"), None, **{name: value})

@@ -1,6 +1,6 @@
-"""What ranks had pending when they saved, against what ranks had pending after they restored it, cell by cell.
+"""Cell-by-cell comparison of the rows pending at a save with those pending after a restore.
 
-The files are those that the cases in ``tests/tracker/checkpointing_cases.py`` leave.
+The cases in ``tests/tracker/checkpointing_cases.py`` write the files.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 
 def load(path: Path, kind: str, world_size: int) -> list[dict[str, Any]]:
-    """What each rank held, by rank."""
+    """Load what each rank held, by rank."""
     return [torch.load(path / f"{kind}-{rank}of{world_size}.pt") for rank in range(world_size)]
 
 
 def compare(saved: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> dict[str, int]:
-    """Each loaded rank has pending what any saved block under its own has, with that block's values and ages."""
+    """Check that each loaded rank has the pending rows, values and ages of the saved blocks that overlap its own."""
     counts = dict.fromkeys(("rows", "aged", "states"), 0)
     tables = [fqn for fqn in saved[0] if fqn != "num_batches"]
     for (rank, here), fqn, name in itertools.product(enumerate(loaded), tables, ("a", "b", "c")):
@@ -71,7 +71,7 @@ def columns_of(block: dict[str, Any]) -> list[int]:
 
 
 def weights(parts: list[dict[str, Any]], fqn: str) -> torch.Tensor:
-    """The whole table."""
+    """Return the whole table."""
     sizes = [
         max(max(part[fqn]["rows"]) for part in parts),
         max(max(columns_of(part[fqn]), default=0) for part in parts) + 1,
@@ -83,6 +83,6 @@ def weights(parts: list[dict[str, Any]], fqn: str) -> torch.Tensor:
 
 
 def same_weights(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> bool:
-    """Whether the ranks of both hold the same tables."""
+    """Return whether the ranks of both hold the same tables."""
     tables = set(left[0]) - {"num_batches"}
     return all(torch.equal(weights(left, fqn), weights(right, fqn)) for fqn in tables)

@@ -1,7 +1,7 @@
 """Cases for the tracker's state in a checkpoint, on real sharded models; each runs on every rank.
 
-One case trains and saves, another one restores, possibly on another number of ranks under another plan. Both leave what
-they hold in files, which the test compares.
+One case trains and saves, another one restores, possibly at another world size under another plan. Both write what they
+hold to files, which the test compares.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def train(spec: Spec, model: Any, generator: torch.Generator, num_batches: int) 
 
 
 def log_state(tracker: ModelDeltaTracker) -> LogState:
-    """Return what is saved of the log, before it is packed into the tensors of a checkpoint."""
+    """Return the log's saved state before it is packed into the tensors of a checkpoint."""
     return tracker._log.state()
 
 
 def dump(tracker: ModelDeltaTracker, state: LogState, file: Path) -> None:
-    """What is pending on this rank, with global ids, and the rows that it holds."""
+    """Write this rank's pending rows, with global ids, and its weights to a file."""
     held: dict[str, Any] = {"num_batches": state.num_batches}
     for fqn, spec in tracker.shards.items():
         held[fqn] = {
@@ -78,7 +78,7 @@ def dump(tracker: ModelDeltaTracker, state: LogState, file: Path) -> None:
 
 
 def same(left: LogState, right: LogState) -> bool:
-    """Whether two states of one rank are equal, bit for bit."""
+    """Return whether two states of one rank are equal bit for bit."""
     for name, consumer in left.consumers.items():
         for fqn, rows in consumer.rows.items():
             other = right.consumers[name].rows.get(fqn)
@@ -92,7 +92,7 @@ def same(left: LogState, right: LogState) -> bool:
     return left.num_batches == right.num_batches
 
 
-# Whatever moves something between ranks, and what of its arguments this rank sends.
+# The functions that exchange data between ranks, and which of their arguments this rank sends.
 _SENT: dict[str, Callable[..., Any]] = {
     "all_gather": lambda _, tensor, **kwargs: [tensor],
     "all_gather_into_tensor": lambda _, tensor, **kwargs: [tensor],
@@ -109,7 +109,7 @@ _SENT: dict[str, Callable[..., Any]] = {
 
 
 class Messages:
-    """While it is entered, counts the calls by which this rank exchanges anything with others, and the bytes sent."""
+    """Context manager that counts this rank's calls that exchange data with other ranks, and the bytes sent."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -132,7 +132,7 @@ class Messages:
 
 
 def save(model: Any, tracker: ModelDeltaTracker, path: str, how: str = "sync") -> dict[str, int]:
-    """Save both; what ranks exchanged for the tracker."""
+    """Save model and tracker; return what ranks exchanged for the tracker."""
     with Messages() as own:
         tracker.state_dict()
     with Messages() as alone:
@@ -144,7 +144,7 @@ def save(model: Any, tracker: ModelDeltaTracker, path: str, how: str = "sync") -
             dcp.async_save(
                 {"model": model, "tracker": tracker},
                 checkpoint_id=f"{path}/checkpoint",
-                async_stager=BlockingAsyncStager(),  # the newer one cannot copy a ShardedTensor
+                async_stager=BlockingAsyncStager(),  # the newer stager cannot copy a ShardedTensor
             ).result()
     assert both.calls >= alone.calls > 0 or dist.get_world_size() == 1
     return {
@@ -155,7 +155,7 @@ def save(model: Any, tracker: ModelDeltaTracker, path: str, how: str = "sync") -
 
 
 def saving(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: str, how: str = "sync") -> dict[str, Any]:
-    """Train; read, leave out, seal; save. Saving changes nothing."""
+    """Train, read, leave rows out, and save; saving changes nothing."""
     made, model, tracker = build(spec, mode)
     generator = torch.Generator().manual_seed(rank)
     for number in range(5):
@@ -186,9 +186,9 @@ def saving(rank: int, world_size: int, path: str, spec: dict[str, Any], mode: st
 def loading(
     rank: int, world_size: int, path: str, spec: dict[str, Any], mode: str, again: str | None = None
 ) -> dict[str, Any]:
-    """Restore, under the plan of ``spec``; save ``again``; go on."""
+    """Restore under the plan of ``spec``, save ``again``, and continue training."""
     made, model, tracker = build(spec, mode)
-    train(made, model, torch.Generator().manual_seed(100 + rank), 1)  # leaves something to be forgotten
+    train(made, model, torch.Generator().manual_seed(100 + rank), 1)  # pending rows that the restore must replace
     tracker.step()
     dcp.load(
         {"model": model, "tracker": SavedTracker(tracker, f"{path}/checkpoint")}, checkpoint_id=f"{path}/checkpoint"
@@ -220,14 +220,14 @@ def loading(
 
 
 def exchange(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parts of all ranks, as if each had read all ranks' files."""
+    """Return the parts of all ranks, as if each had read all ranks' files."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, state)
     return {key: tensor for part in every for key, tensor in part.items()}
 
 
 def _renamed(state: dict[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:
-    """A state whose headers say something else."""
+    """Return a state whose headers have ``old`` replaced by ``new``."""
     changed = {}
     for key, tensor in state.items():
         text = bytes(tensor.numpy()).decode() if key.endswith("/header") else ""
@@ -239,7 +239,7 @@ def _renamed(state: dict[str, torch.Tensor], old: str, new: str) -> dict[str, to
 
 
 def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
-    """What cannot be loaded is refused by name, and changes nothing."""
+    """Return the errors for states that cannot be loaded; they change nothing."""
     spec = spec_of("row", "column:0,1")
     made, model, tracker = build(spec, "embedding")
     train(made, model, torch.Generator().manual_seed(rank), 2)
@@ -294,7 +294,7 @@ def _with_counter(model: Any) -> ModelDeltaTracker:
 
 
 def spec_of(*shardings: str, **kwargs: Any) -> dict[str, Any]:
-    """A model with one table for each sharding."""
+    """Return the spec of a model with one table for each sharding."""
     rows = (17, 10, 9, 12)
     return {
         "tables": [{"name": f"t{i}", "rows": rows[i], "sharding": each} for i, each in enumerate(shardings)],
@@ -303,7 +303,7 @@ def spec_of(*shardings: str, **kwargs: Any) -> dict[str, Any]:
 
 
 class Total:
-    """The smallest thing that merges."""
+    """A minimal object that can be merged."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -323,7 +323,7 @@ class Total:
 
 
 def column_ranges(rank: int, world_size: int) -> str:
-    """Sums over column ranges cannot be cut anew."""
+    """Sums over column ranges cannot be split at other columns."""
     _, _, tracker = build(spec_of("column:0,1"), "momentum_diff")
     saved = exchange(tracker.state_dict())
     tracker.detach()
@@ -335,7 +335,7 @@ def column_ranges(rank: int, world_size: int) -> str:
 
 
 def legacy(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint without tracker state: everything counts as changed, and that is said."""
+    """A checkpoint without tracker state makes every row pending and logs a warning."""
     _, model, tracker = build(spec, "embedding")
     dcp.save({"model": model}, checkpoint_id=f"{path}/checkpoint")
     tracker.get_delta("a", commit=False)
@@ -356,7 +356,7 @@ def legacy(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> dict[
 
 
 def one_rank_cannot(rank: int, world_size: int, path: str) -> list[str]:
-    """A checkpoint lacks a tensor of rank 1, which no other rank needs: all refuse it, so that none waits."""
+    """A checkpoint lacks a tensor that rank 1 alone needs: all ranks refuse it, so that no rank waits."""
     made, model, tracker = build(spec_of("row"), "embedding")
     train(made, model, torch.Generator().manual_seed(rank), 2)
     dcp.save({"model": model, "tracker": tracker}, checkpoint_id=f"{path}/checkpoint")
@@ -388,7 +388,7 @@ def capture_logs() -> Any:
 
 
 def behind(rank: int, world_size: int) -> list[list[str]]:
-    """A consumer that was given up stays so wherever rows go of the rank that gave it up; here rank 1."""
+    """A consumer that rank 1 dropped stays dropped on every rank that receives rows of rank 1."""
     made, model, tracker = build(spec_of("row", "table:0"), "embedding")
     train(made, model, torch.Generator().manual_seed(rank), 2)
     if rank == 1:
@@ -428,7 +428,7 @@ def _counting(model: Any) -> tuple[ModelDeltaTracker, dict[str, Any]]:
 
 
 def counting(rank: int, world_size: int, path: str, strategy: str, held: list[list[float]]) -> list[str]:
-    """Rank ``r`` counts ``held[r]``; a state of all ranks is left in files."""
+    """Count ``held[r]`` on rank ``r``, and write the state of all ranks to files."""
     made = Spec([Table(**spec_of("row")["tables"][0])])
     model = shard(made)
     tracker, counters = _counting(model)
@@ -454,7 +454,7 @@ def counting(rank: int, world_size: int, path: str, strategy: str, held: list[li
 
 
 def counted(rank: int, world_size: int, path: str, how: str) -> dict[str, Any]:
-    """What this rank holds of it afterwards, which counted before."""
+    """Restore the counters on this rank, which counted before; return what it holds afterwards."""
     made = Spec([Table(**spec_of("row")["tables"][0])])
     model = shard(made)
     tracker, counters = _counting(model)
@@ -491,7 +491,7 @@ def counted(rank: int, world_size: int, path: str, how: str) -> dict[str, Any]:
 
 
 def refused_counters(rank: int, world_size: int) -> dict[str, str]:
-    """What cannot be restored is refused when it is registered."""
+    """Return the errors for registering counters that cannot be restored."""
 
     class Mean(torchmetrics.Metric):
         def __init__(self) -> None:
@@ -524,7 +524,7 @@ def refused_counters(rank: int, world_size: int) -> dict[str, str]:
 
 
 def two_trackers(rank: int, world_size: int, path: str) -> str:
-    """A checkpoint of two trackers, and a name that neither has."""
+    """Load a checkpoint of two trackers with a name that neither has."""
     model = shard(Spec([Table("t", 6, "row")]))
     left, right = ModelDeltaTracker(model), ModelDeltaTracker(model)
     dcp.save({"left": left, "right": right}, checkpoint_id=path)
@@ -534,7 +534,7 @@ def two_trackers(rank: int, world_size: int, path: str) -> str:
 
 
 def read_before_publishing(rank: int, world_size: int, path: str) -> list[str]:
-    """Kinds of the first versions after a load: at once, and when somebody else took rows from the consumer first."""
+    """Return the kinds of the first versions after a load, without and with an earlier read by another caller."""
     model = shard(Spec([Table("t", 6, "row")]))
     tracker = ModelDeltaTracker(model)
     publisher = Publisher(tracker, f"file://{path}")

@@ -1,4 +1,4 @@
-"""A managed-collision EmbeddingCollection, row-wise and fused: the smallest that trains on CPU."""
+"""Minimal managed-collision EmbeddingCollection that trains on CPU, row-wise and fused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def shard_collision(world_size: int) -> DistributedModelParallel:
 
 
 def collision_batch(generator: torch.Generator, size: int = 4) -> KeyedJaggedTensor:
-    """Random ids, far more than rows, so that ids are evicted."""
+    """Return a batch of random ids from a range far larger than the table, so that ids are evicted."""
     lengths = torch.randint(1, 3, (len(_TABLES) * size,), generator=generator)
     ids = torch.randint(0, _NUM_IDS, (int(lengths.sum()),), generator=generator)
     return KeyedJaggedTensor(list(_TABLES), ids, lengths=lengths)

@@ -29,9 +29,9 @@ def verdicts(  # noqa: C901  one loop per step
     dim: int = 8,
     local_size: int = 2,
 ) -> dict[str, dict[str, str]]:
-    """Train one model, and say of each sharding in ``places``, by mode, how its table was tracked on this rank.
+    """Train one model, and return for each sharding in ``places``, by mode, how its table was tracked on this rank.
 
-    It was "exact", "refused", or the fault; "no rows" where this rank holds nothing of it, and reads nothing.
+    The result is "exact", "refused", a fault, or "no rows" where this rank holds and reads no rows of the table.
     """
     tables = [Table(name.lower(), 13, place, dim=dim) for name, place in places.items()]
     spec = Spec(tables, bag=bag, kernel=kernel, optimizer=optimizer, local_size=local_size)
@@ -71,7 +71,7 @@ def verdicts(  # noqa: C901  one loop per step
 
 @contextlib.contextmanager
 def hosts(rank: int, local_size: int) -> Iterator[None]:
-    """TorchRec asks the environment which ranks share a host."""
+    """Set the environment variables from which TorchRec derives the ranks of a host."""
     before = {name: os.environ[name] for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK")}
     os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "LOCAL_RANK": str(rank % local_size)}
     try:
@@ -81,7 +81,7 @@ def hosts(rank: int, local_size: int) -> Iterator[None]:
 
 
 class _Cell:
-    """A tracker of one table in one mode, beside copies of the rows and of the optimizer's states."""
+    """A tracker of one table in one mode, with copies of the rows and of the optimizer's states."""
 
     def __init__(self, tracker: ModelDeltaTracker, model: DistributedModelParallel) -> None:
         self.tracker = tracker
@@ -110,7 +110,7 @@ class _Cell:
         self._check_states(rows, before, states)
 
     def verdict(self) -> str:
-        """What to say of the cell."""
+        """Return the result for the cell."""
         has_rows = self.tracker.shards[self._fqn].num_rows > 0
         self._expect("some row changed", self._num_rows > 0 or not has_rows)
         self._expect("no hook failed", self.tracker.num_hook_errors == 0)
@@ -146,7 +146,7 @@ def _bits(rows: Tensor) -> Tensor:
 
 
 def _optimizer_states(model: Any, table: str) -> list[Tensor]:
-    """A copy of the fused optimizer's states ``[R, ...]`` of a table, by the kernels' own configs, in column order."""
+    """Copy the fused optimizer's states ``[R, ...]`` of a table, located by the kernels' configs, in column order."""
     found = []
     for lookup in model.module.ec._lookups:
         for kernel in getattr(lookup, "module", lookup)._emb_modules:
@@ -163,7 +163,7 @@ def _optimizer_states(model: Any, table: str) -> list[Tensor]:
 
 
 def refusal(rank: int, world_size: int, place: str) -> str:
-    """What torchrec says to an EmbeddingCollection that it cannot shard."""
+    """Return torchrec's error for an EmbeddingCollection that it cannot shard."""
     try:
         with hosts(rank, local_size=2):
             shard(Spec([Table("t", 13, place, dim=256)], local_size=2))

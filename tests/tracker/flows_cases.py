@@ -19,7 +19,7 @@ from tests.tracker.tracking_cases import _Copy, differing, rows_of
 
 
 class _Parts(nn.Module):
-    """A sharded model in two parts: what is looked up, and what becomes of it."""
+    """A sharded model in two parts: the lookups, and the layers above them."""
 
     def __init__(self, model: DistributedModelParallel, spec: Spec) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _nothing(tracker: ModelDeltaTracker) -> dict[str, set[int]]:
 
 
 def _read(copy: _Copy, extra: dict[str, set[int]] | None = None) -> int:
-    """Read all that differs and, of what does not, at most ``extra``; the number of rows."""
+    """Read every row that differs and at most ``extra`` others; return the number of rows."""
     copy.read(_nothing(copy.tracker) if extra is None else extra)
     num_rows = copy.open[0].num_rows
     copy.commit()
@@ -59,7 +59,7 @@ def _read(copy: _Copy, extra: dict[str, set[int]] | None = None) -> int:
 
 
 def pipeline(rank: int, world_size: int, bag: bool) -> list[int]:
-    """TorchRec's pipeline, which distributes a batch's ids while it trains the one before; reads in between."""
+    """Read between steps of TorchRec's pipeline, which distributes a batch's ids while it trains the previous batch."""
     spec = _spec(world_size, bag)
     model = shard(spec)
     parts = _Parts(model, spec)
@@ -79,7 +79,7 @@ def pipeline(rank: int, world_size: int, bag: bool) -> list[int]:
 
 
 def accumulation(rank: int, world_size: int) -> None:
-    """Several backwards before one step of the ordinary optimizer, reads between all of them, and nobody calls step."""
+    """Read between several backward passes before one ordinary optimizer step, without calling the tracker's step()."""
     spec = _spec(world_size, bag=True)
     spec.tables[0].kernel = "dense"
     model = shard(spec)
@@ -102,7 +102,7 @@ def accumulation(rank: int, world_size: int) -> None:
 
 
 def checkpointed(rank: int, world_size: int, around: str, use_reentrant: bool, bag: bool) -> None:
-    """A part of the forward runs a second time inside the backward, with or without a graph in the first."""
+    """Run a part of the forward again inside the backward, with or without a graph in the first run."""
     spec = _spec(world_size, bag)
     model = shard(spec)
     parts = _Parts(model, spec)
@@ -111,7 +111,7 @@ def checkpointed(rank: int, world_size: int, around: str, use_reentrant: bool, b
         copy = _Copy(tracker, "default")
         for _ in range(3):
             features = batch(spec, generator)
-            if around == "lookup":  # a reentrant checkpoint wants an input with a gradient
+            if around == "lookup":  # a reentrant checkpoint needs an input with a gradient
 
                 def lookup(one: Tensor, features: KeyedJaggedTensor = features) -> Tensor:
                     return parts.lookup(features) * one
@@ -127,7 +127,7 @@ def checkpointed(rank: int, world_size: int, around: str, use_reentrant: bool, b
 
 
 def second_backward(rank: int, world_size: int) -> None:
-    """Every backward of a retained graph is an update, a read between them or not."""
+    """Every backward of a retained graph is an update, with or without a read in between."""
     spec = _spec(world_size, bag=False)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -143,7 +143,7 @@ def second_backward(rank: int, world_size: int) -> None:
 
 
 class _BoomError(RuntimeError):
-    """What the user's code raises."""
+    """Error of the user's code."""
 
 
 def _boom(*_: object) -> None:
@@ -151,7 +151,7 @@ def _boom(*_: object) -> None:
 
 
 def raising(rank: int, world_size: int, where: str) -> list[int]:
-    """A backward that raises in the user's code before the lookup's node, at it, or after it; then training goes on."""
+    """Raise in the user's backward before, at or after the lookup's node, and continue training."""
     spec = Spec([Table("t", 30, "row")])
     model = shard(spec)
     parts = _Parts(model, spec)
@@ -190,7 +190,7 @@ def raising(rank: int, world_size: int, where: str) -> list[int]:
 
 
 def managed_collision(rank: int, world_size: int, mode: str) -> dict[str, int]:
-    """A managed-collision EC by remapped row: also a row that is reset because its id is evicted, before any update."""
+    """Track a managed-collision EC by remapped row, including rows that an eviction resets before any update."""
     from tests.tracker.collision_cases import collision_batch, shard_collision  # noqa: PLC0415  it imports a lot
 
     model = shard_collision(world_size)
@@ -201,7 +201,7 @@ def managed_collision(rank: int, world_size: int, mode: str) -> dict[str, int]:
     for number in range(20):
         before = rows_of(first)
         loss = model(collision_batch(generator))
-        if number % 3 == 0:  # what the forward itself wrote
+        if number % 3 == 0:  # rows that the forward wrote
             forward = first.get_delta(commit=False)
             for fqn, now in rows_of(first).items():
                 assert forward[fqn].ids.tolist() == differing(before[fqn], now), fqn
@@ -224,7 +224,7 @@ def managed_collision(rank: int, world_size: int, mode: str) -> dict[str, int]:
 
 
 def loaded(rank: int, world_size: int, bag: bool, through: str) -> None:
-    """``load_state_dict`` may write any row of a fused table; of a compared one it is known which."""
+    """``load_state_dict`` marks all rows of a fused table, and only the changed rows of a compared table."""
     spec = _spec(world_size, bag)
     if bag:
         spec.tables.append(Table("dense", 17, "row", kernel="dense"))
@@ -261,7 +261,7 @@ def loaded(rank: int, world_size: int, bag: bool, through: str) -> None:
 
 
 def _changed_copy(value: Any) -> Any:
-    """A copy of an entry of a state dict, whose row 1 of every shard moved."""
+    """Copy an entry of a state dict, with row 1 of every shard changed."""
     import copy  # noqa: PLC0415
 
     value = copy.deepcopy(value.detach() if isinstance(value, Tensor) else value)
@@ -273,7 +273,7 @@ def _changed_copy(value: Any) -> Any:
 
 
 def reattached(rank: int, world_size: int) -> None:
-    """Nothing is lost between detaching and re-attaching; re-attaching to what is watched already keeps the log."""
+    """Detaching and re-attaching loses no row; re-attaching to modules that are already tracked keeps the log."""
     spec = _spec(world_size, bag=False)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -296,7 +296,7 @@ def reattached(rank: int, world_size: int) -> None:
 
 
 def resharded(rank: int, world_size: int, trains_between: bool) -> dict[str, Any]:
-    """TorchRec moves a table to another rank, and makes every lookup anew."""
+    """Let TorchRec move a table to another rank, which recreates every lookup."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig  # noqa: PLC0415
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: PLC0415
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise  # noqa: PLC0415
@@ -323,11 +323,11 @@ def resharded(rank: int, world_size: int, trains_between: bool) -> dict[str, Any
         _reshard(model, plan)
         if trains_between:
             tracker.get_delta()
-            model(batch(spec, generator)).backward()  # on lookups that nobody watches
+            model(batch(spec, generator)).backward()  # on lookups without hooks
         tracker.reattach()
         shards = {fqn.rpartition(".")[2]: spec.num_rows for fqn, spec in tracker.shards.items()}
         copy.rows = {fqn: torch.full_like(rows, torch.nan) for fqn, rows in rows_of(tracker).items()}
-        _read(copy)  # all rows that this rank holds now
+        _read(copy)  # all rows that this rank now holds
         model(batch(spec, generator)).backward()
         counts = _read(copy)
         assert tracker.num_hook_errors == 0
@@ -342,7 +342,7 @@ def _reshard(model: DistributedModelParallel, plan: Any) -> None:
 
 
 def chained(rank: int, world_size: int, order: list[str]) -> None:
-    """Other hooks on the same modules, also such as exchange the output, and TorchRec's slot; they go in any order."""
+    """Other hooks on the same modules and in TorchRec's slot, some replacing the output, are removed in any order."""
     spec = _spec(world_size, bag=False)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)

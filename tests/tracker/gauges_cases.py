@@ -1,4 +1,4 @@
-"""Cases for the figures of trackers."""
+"""Cases for the metrics of trackers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = {"tracker": "tracker"}
 
 
 def _check_a_copys_consumer(tracker: ModelDeltaTracker, figures: Figures) -> None:
-    """A consumer that a publisher adds for the time of a snapshot has no gauges."""
+    """Check that the temporary consumer of a snapshot's copy has no gauges."""
     with tracker.reserve("a") as handle, handle.begin_copy() as copy:
         assert copy.name in tracker.consumers
         assert figures.of("consumer_lag_seconds", **_NAME, consumer=copy.name) is None
@@ -28,7 +28,7 @@ def _check_a_copys_consumer(tracker: ModelDeltaTracker, figures: Figures) -> Non
 
 
 def figures_of_a_tracker(rank: int, world_size: int) -> dict[str, Any]:
-    """What a tracker tells, beside what is true; the sums over ranks are the caller's to check."""
+    """Return a tracker's metrics with the expected values; the caller checks the sums over ranks."""
     spec = Spec.every_sharding(world_size)
     model, monitor = shard(spec), Monitor()
     figures = Figures(monitor)
@@ -92,7 +92,7 @@ def figures_of_a_tracker(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def figures_during_a_read(rank: int, world_size: int) -> dict[str, float]:
-    """Collect while a read chooses its rows: nobody waits for it, and no fault is counted."""
+    """Collect while a read chooses its rows: the collection does not wait, and no fault is counted."""
     model, monitor = shard(Spec([Table("t", 6, "row")])), Monitor()
     tracker = ModelDeltaTracker(model, monitor=monitor)
     tracker.mark_changed("ec.embeddings.t")
@@ -113,7 +113,7 @@ def figures_during_a_read(rank: int, world_size: int) -> dict[str, float]:
 
 
 def compared_lookups(rank: int, world_size: int) -> list[bool]:
-    """Whether there is a number of lookups of a table that is compared: nobody counts them."""
+    """Return whether a compared table has a lookup counter; its lookups are not counted."""
     model, monitor = shard(Spec([Table("compared", 6, "row", kernel="dense")], bag=True)), Monitor()
     figures = Figures(monitor)
     first = ModelDeltaTracker(model, monitor=monitor)
@@ -126,7 +126,7 @@ def compared_lookups(rank: int, world_size: int) -> list[bool]:
 
 
 def two_trackers(rank: int, world_size: int) -> None:
-    """Two trackers with one monitor, and one that records to the program's."""
+    """Build two trackers with one monitor, and a third that records to the default monitor."""
     model, monitor = shard(Spec([Table("t", 6, "row")])), Monitor()
     fqn, figures = "ec.embeddings.t", Figures(monitor)
     first = ModelDeltaTracker(model, monitor=monitor)

@@ -1,7 +1,7 @@
 """Random kinds of modules, kernels, optimizers and records: each is tracked exactly, or refused with a typed error.
 
-What changed is found with copies of all sharded tensors of the model's ``state_dict``, not through the tracker, so that
-a table that the tracker overlooks is noticed.
+Changes are found by comparing copies of all sharded tensors of the model's ``state_dict``, not through the tracker, so
+that a table that the tracker misses is detected.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
         "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
         "emainplace_mode": EmainplaceModeDefinition(step_ema=2, step_start=0, step_ema_coef=0.5),
     },
-    # the other two are not to be trained on a CPU, only to be refused
+    # the other two cannot be trained on a CPU, only refused
     "ensemble": {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD},
     "global decay": {
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -110,17 +110,17 @@ class _OwnBagSharder(EmbeddingBagCollectionSharder):
 
 
 class Replicas(DMPCollection):
-    """2D parallelism as far as it runs on a CPU: :meth:`sync` writes all rows in place."""
+    """CPU stand-in for 2D parallelism; :meth:`sync` writes all rows in place."""
 
     def sync(self, include_optimizer_state: bool = True) -> None:
-        """Write what an average of replicas would."""
+        """Write to all rows, as averaging replicas does."""
         del include_optimizer_state
         for weight in kernel_weights(self):
             weight.data.mul_(0.5)
 
 
 class Pruning(GenericITEPModule):
-    """Pruning as far as it runs on a CPU: it resets rows of the kernels that it was given, as the real one does."""
+    """CPU stand-in for pruning; it resets rows of its kernels like the real module."""
 
     def __init__(self, collection: nn.Module) -> None:
         super().__init__(table_name_to_unpruned_hash_sizes={}, lookups=None)
@@ -136,7 +136,7 @@ class Pruning(GenericITEPModule):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model: see :meth:`draw` for the values."""
+    """A kind of model; :meth:`draw` has the values."""
 
     module: str = "ec"
     sharding: str = "row"
@@ -148,7 +148,7 @@ class Kind:
 
     @classmethod
     def draw(cls, draw: random.Random) -> Kind:
-        """A random kind: about every second one has something unusual."""
+        """Draw a random kind; about half of them have an unusual setting."""
         module = draw.choices(
             ["ec", "ebc", "own ec", "own ebc", "fused ec", "fused ebc", "bag"], [2, 2, 2, 2, 1, 1, 1]
         )[0]
@@ -161,7 +161,7 @@ class Kind:
             sharding = "row"
         optimizer = draw.choice(list(_OPTIMIZERS))
         if optimizer == "ensemble":
-            sharding = "row"  # it is set in the kernels, so every rank must have one
+            sharding = "row"  # it is set in the kernels, so every rank needs a kernel
         has_own = module in ("bag", "fused ec", "fused ebc") or sharding in ("dense", "data")
         return cls(
             module,
@@ -175,7 +175,7 @@ class Kind:
 
     @property
     def is_refused(self) -> bool:
-        """Whether no tracker can follow it."""
+        """True if the tracker must refuse it."""
         return (
             self.module == "bag"
             or self.optimizer in ("ema", "ensemble", "global decay")
@@ -202,7 +202,7 @@ class _Model(nn.Module):
 
 
 def _tables(kind: Kind) -> tuple[nn.Module, Any]:
-    """The unsharded tables and their sharder."""
+    """Build the unsharded tables and their sharder."""
     if kind.module == "bag":
         bag = nn.EmbeddingBag(_ROWS, _DIM, mode="sum", include_last_offset=True)
         return bag, EmbeddingBagSharder(fused_params={"learning_rate": 0.1})
@@ -214,7 +214,7 @@ def _tables(kind: Kind) -> tuple[nn.Module, Any]:
         collection = FusedEmbeddingBagCollection if is_bag else FusedEmbeddingCollection
         module = collection(tables, torchrec.optim.RowWiseAdagrad, {"lr": 0.1}, device=meta)
         if not is_bag:
-            # torchrec 1.8 and later ask for these and do not define them
+            # torchrec 1.8 and later read these and do not define them
             module.use_gather_select = module.use_sorted_select = lambda: False
             module.use_gather_select_per_sharding = lambda: None
             module.device = meta
@@ -231,7 +231,7 @@ def _tables(kind: Kind) -> tuple[nn.Module, Any]:
 
 
 def build(kind: Kind) -> DistributedModelParallel:
-    """A sharded model over all ranks."""
+    """Build a sharded model over all ranks."""
     torch.manual_seed(0)
     world_size = dist.get_world_size()
     tables, sharder = _tables(kind)
@@ -265,12 +265,12 @@ def build(kind: Kind) -> DistributedModelParallel:
 
 
 def inner(model: DistributedModelParallel) -> Any:
-    """The model without its wrappers."""
+    """Return the model without its wrappers."""
     return getattr(model.module, "module", model.module) if not isinstance(model.module, _Model) else model.module
 
 
 def kernel_weights(model: DistributedModelParallel) -> list[Tensor]:
-    """The live rows of all kernels of this rank."""
+    """Return the live rows of all kernels of this rank."""
     tables = inner(model).tables
     lookups = getattr(tables, "_lookups", None) or [tables._lookup]
     kernels = [kernel for lookup in lookups for kernel in getattr(lookup, "module", lookup)._emb_modules]
@@ -278,7 +278,7 @@ def kernel_weights(model: DistributedModelParallel) -> list[Tensor]:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """FQN to a copy of this rank's rows ``[R, D]``, of all tables that the model's ``state_dict`` has."""
+    """Return a copy of this rank's rows ``[R, D]`` by FQN, of all tables in the model's ``state_dict``."""
     found = {}
     for key, value in model.state_dict().items():
         if key.startswith("tables"):
@@ -293,9 +293,9 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def track(rank: int, world_size: int, kind: dict[str, Any], seed: int = 0, num_events: int = 12) -> dict[str, Any]:
-    """Random events; at each read every row that changed is in the delta, and in the mode with old states their own."""
+    """Run random events; each delta must have every changed row and, in modes with old states, the right states."""
     chosen = Kind(**kind)
-    draw = random.Random(seed)  # the same events on every rank: they hold collectives
+    draw = random.Random(seed)  # the same events on every rank, because some are collective
     generator = torch.Generator().manual_seed(seed * 100 + rank)
     model = build(chosen)
     try:
@@ -335,7 +335,7 @@ def track(rank: int, world_size: int, kind: dict[str, Any], seed: int = 0, num_e
 
 
 def _together(check: Callable[[], int]) -> int:
-    """The result of ``check``; if it fails on any rank, it fails on all: none waits for the others' collectives."""
+    """Return the result of ``check``; raise on all ranks if it fails on one, so that no rank waits in a collective."""
     problem, result = "", 0
     try:
         result = check()
@@ -366,7 +366,7 @@ def _check_read(tracker: ModelDeltaTracker, kind: Kind, before: dict[str, Tensor
 
 
 def random_kinds(rank: int, world_size: int, seeds: list[int]) -> list[dict[str, Any]]:
-    """One random kind for each seed, and what became of it."""
+    """Track one random kind for each seed; return the results."""
     outcomes = []
     for seed in seeds:
         kind = Kind.draw(random.Random(seed))
@@ -379,7 +379,7 @@ def random_kinds(rank: int, world_size: int, seeds: list[int]) -> list[dict[str,
 
 
 def lookups_of_compared(rank: int, world_size: int, mode: str) -> dict[str, int]:
-    """record="lookups" adds the lookups of a compared table to what an ordinary optimizer moves in it."""
+    """``record="lookups"`` adds a compared table's lookups to the rows that an ordinary optimizer changes."""
     kind = Kind("ebc", "data", record="lookups", mode=mode)
     model = build(kind)
     ordinary = ordinary_optimizer(model, "Adam", lr=0.1)
@@ -406,7 +406,7 @@ def lookups_of_compared(rank: int, world_size: int, mode: str) -> dict[str, int]
             counts["only looked up"] += len(rows)
             moved = differing(before[fqn], weights(model)[fqn])
             assert not moved
-            ordinary.step()  # no gradient is new: Adam moves rows all the same
+            ordinary.step()  # without a new gradient; Adam changes rows anyway
             moved = differing(before[fqn], weights(model)[fqn])
             assert tracker.get_delta()[fqn].ids.tolist() == moved
             counts["moved"] += len(moved)
@@ -414,20 +414,20 @@ def lookups_of_compared(rank: int, world_size: int, mode: str) -> dict[str, int]
 
 
 class _Tower(ShardedEmbeddingTower):
-    """A tower as far as it is needed here: its real constructor needs several hosts."""
+    """Minimal tower; the real constructor needs several hosts."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
 
 def subclasses_serve(rank: int, world_size: int, module: str) -> dict[str, list[str]]:
-    """A subclass is a table for predictors and no dense tensor, as its base is."""
+    """Predictors treat a subclass as a table and not as dense tensors, like its base."""
     model = build(Kind(module))
     return {"dense": sorted(dense_tensors(model, model)), "targets": sorted(find_targets(inner(model)))}
 
 
 def refused_modules(rank: int, world_size: int) -> dict[str, str]:
-    """All modules with sharded parameters that the tracker does not know are named together; skipping them helps."""
+    """One error names all unknown modules with sharded parameters; skipping them avoids it."""
     model = build(Kind())
     mesh = init_device_mesh("cpu", (world_size,))
     root = nn.Module()
@@ -456,7 +456,7 @@ def refused_modules(rank: int, world_size: int) -> dict[str, str]:
 
 
 def replicas_without_wrapper(rank: int, world_size: int) -> str:
-    """A tracker that is given the model inside of a DMPCollection refuses it as well."""
+    """Return the error for a tracker of the model inside a DMPCollection."""
     model = inner(build(Kind()))
     model.tables._env = object.__new__(ShardingEnv2D)
     try:

@@ -1,7 +1,7 @@
 """Long random schedules: ``python -m tests.tracker.long_run --store-steps 100000 --model-steps 2000``.
 
-The same schedules as in the tests, on seeds that those do not use. Fails if the log and its reference disagree, if a
-copy differs from the model's rows, or if something that a schedule is about never happened.
+Runs the tests' schedules with other seeds. Fails if the log and its reference disagree, if a copy differs from the
+model's rows, or if an event that a schedule must cover never happened.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EVENTS_OF_A_MODEL = 250
 
 
 def store_schedules(num_steps: int) -> Counter[str]:
-    """The bare log, on both engines, with and without old states, forgetting and not."""
+    """Run the log alone, on both engines, with and without old states, with and without delete_on_read."""
     counts: Counter[str] = Counter()
     for number in range(-(-num_steps // _EVENTS_OF_A_STORE)):
         make = make_store(("torch", "numba")[number % 2], keeps_states=number % 4 < 2)
@@ -42,7 +42,7 @@ def store_schedules(num_steps: int) -> Counter[str]:
 
 
 def model_schedules(num_steps: int, world_size: int) -> Counter[str]:
-    """A real sharded model, EC and EBC in turn, on ``world_size`` ranks."""
+    """Run a real sharded model, alternating EC and EBC, on ``world_size`` ranks."""
     counts: Counter[str] = Counter()
     pool = RankPool(world_size)
     try:
@@ -56,7 +56,7 @@ def model_schedules(num_steps: int, world_size: int) -> Counter[str]:
             )
             for rank, found in enumerate(ranks):
                 counts += Counter({f"{name}, rank {rank}": count for name, count in found.items()})
-                # A rank on which nothing happened must show, and a Counter drops its zeros.
+                # A rank on which nothing happened must be visible, and adding Counters drops zeros.
                 counts.update({f"{name}, rank {rank}": 0 for name in found})
             counts["steps"] += _EVENTS_OF_A_MODEL
     finally:
@@ -68,7 +68,7 @@ _NUM_ROWS, _DIM = 2048, 64
 
 
 def _look_up(predictor: Predictor, model: Mapping[str, Tensor], done: threading.Event, seed: int) -> Counter[str]:
-    """Look rows up until ``done``; counts what is seen."""
+    """Look rows up until ``done``; return counts of what was seen."""
     generator = torch.Generator().manual_seed(seed)
     seen, last = Counter(), -1
     while not done.is_set():
@@ -88,7 +88,7 @@ def _look_up(predictor: Predictor, model: Mapping[str, Tensor], done: threading.
 
 
 def _publish(writer: Writer, generator: torch.Generator) -> int:
-    """A version, every tenth a snapshot, in which all values of a row are the same."""
+    """Publish a version in which all values of a row are equal; every tenth is a snapshot."""
     version = writer.claim.head.version + 1
     writer.dense["w"] = torch.tensor(float(version))
     ids = torch.randperm(_NUM_ROWS, generator=generator)[:500].sort().values
@@ -101,11 +101,11 @@ def _publish(writer: Writer, generator: torch.Generator) -> int:
 def serve_while_applying(url: str, *, num_versions: int | None = None, seconds: float = math.inf) -> Counter[str]:
     """Two threads look rows up while a predictor applies versions without a pause.
 
-    All values of a row are the same in every version, so that a torn row shows; the dense tensor is the number of the
-    version that it came with. It goes on until there are ``num_versions`` or time is up.
+    All values of a row are equal in every version, so that torn rows are visible. The dense tensor holds the number of
+    its version. Runs until there are ``num_versions`` versions or the time is over.
 
     Returns:
-        How much was seen of what should be, and of what must never be.
+        Counts of expected events, and of events that must never happen.
     """
     writer = Writer(Storage(url, create=True, fsync=False), num_rows=_NUM_ROWS, dim=_DIM)
     model = writer.model() | {"w": torch.full((), -1.0)}
@@ -132,7 +132,7 @@ def serve_while_applying(url: str, *, num_versions: int | None = None, seconds: 
 
 
 def serving(seconds: float) -> Counter[str]:
-    """Lookups beside apply for some time; fails if any row was torn, a dense tensor early, or a version went back."""
+    """Look rows up during apply; fail if a row was torn, a dense tensor was early, or a version went back."""
     with tempfile.TemporaryDirectory() as directory:
         counts = serve_while_applying(f"file://{directory}/stream", seconds=seconds)
     for wrong in ("torn rows", "wrong dense tensors", "steps back"):
@@ -141,7 +141,7 @@ def serving(seconds: float) -> Counter[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all schedules; 0 if none failed and everything that they are about happened."""
+    """Run all schedules; return 0 if they passed and every event that they must cover happened."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.tracker.long_run", description="Run random schedules for long."
     )

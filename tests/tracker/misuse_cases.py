@@ -1,4 +1,4 @@
-"""Cases for what callers do to tensors, weights, backward passes and reads; each runs on every rank."""
+"""Cases for misuse of tensors, weights, backward passes and reads by callers; each runs on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TABLE = "ec.embeddings.t"
 
 
 def spoiled(rank: int, world_size: int, what: str) -> None:
-    """What a caller writes to a returned tensor changes nothing inside the tracker."""
+    """Writing to a returned tensor changes nothing inside the tracker."""
     spec = Spec([Table("t", 40, "row"), Table("u", 40, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -48,7 +48,7 @@ def spoiled(rank: int, world_size: int, what: str) -> None:
                 assert rows.ids.tolist() == [row for row in changed[fqn] if row not in sent[fqn]], fqn
                 assert rows.known.all()
                 assert torch.equal(rows.states, start[fqn][rows.ids]), fqn
-            spoil(again)  # nothing came since: these are all carried rows
+            spoil(again)  # no new changes: all of these are carried rows
             tracker.abort(again)
 
 
@@ -70,7 +70,7 @@ def one_score_buffer(rank: int, world_size: int) -> None:
 
 
 def live_counter(rank: int, world_size: int) -> None:
-    """A saved state stays as it is when a counter whose state_dict gives its live tensors counts on."""
+    """A saved state does not change when a counter whose state_dict returns its live tensors counts further."""
 
     class Live:
         def __init__(self) -> None:
@@ -96,7 +96,7 @@ def live_counter(rank: int, world_size: int) -> None:
 
 
 def narrow_ids(rank: int, world_size: int, dtype: str) -> int:
-    """The kernel may keep a copy of ids of another dtype: writing to them before the backward must lose no row."""
+    """Writing to ids before the backward loses no row, also if the kernel kept a copy in another dtype."""
     spec = Spec([Table("t", 40, "table:0")])
     model = shard(spec)
     with ModelDeltaTracker(model) as tracker:
@@ -111,7 +111,7 @@ def narrow_ids(rank: int, world_size: int, dtype: str) -> int:
 
 
 def _saves(model: Any, path: str) -> Callable[[], None]:
-    """Save the model; the result loads it in place."""
+    """Save the model; return a function that loads it in place."""
     dcp.save({"model": model.state_dict()}, checkpoint_id=path)
     return lambda: dcp.load({"model": model.state_dict()}, checkpoint_id=path)
 
@@ -119,7 +119,7 @@ def _saves(model: Any, path: str) -> Callable[[], None]:
 def written_in_place(  # noqa: C901
     rank: int, world_size: int, how: str, spec: dict[str, Any], mode: str, path: str
 ) -> dict[str, int]:
-    """In-place writes to weights: every row that differs is in the next delta, with a right old row or none."""
+    """Write to weights in place: every changed row is in the next delta, with a correct old row or without one."""
     made = Spec.every_sharding(world_size, **spec)
     model = shard(made)
     generator = torch.Generator().manual_seed(rank)
@@ -147,7 +147,7 @@ def written_in_place(  # noqa: C901
             edited = rows_of(tracker)
             counts["edited"] += sum(len(differing(before[fqn], edited[fqn])) for fqn in edited)
             if number != 1:
-                model(batch(made, generator)).backward()  # the rows that it captures are edited already
+                model(batch(made, generator)).backward()  # it captures rows that are already edited
             for name in ("a", "b") if number else ("a",):
                 assert sum(tracker.num_pending(name).values()) > 0
                 delta = tracker.get_delta(name, with_values=True)
@@ -166,7 +166,7 @@ def written_in_place(  # noqa: C901
 
 
 def nothing_written(rank: int, world_size: int, spec: dict[str, Any]) -> None:
-    """Training, evaluation, reads, saving and flushing are no writes from outside."""
+    """Training, evaluation, reads, saving and flushing do not count as in-place writes."""
     made = Spec.every_sharding(world_size, **spec)
     model = shard(made)
     generator = torch.Generator().manual_seed(rank)
@@ -189,7 +189,7 @@ def nothing_written(rank: int, world_size: int, spec: dict[str, Any]) -> None:
 
 
 def restored_in_place(rank: int, world_size: int, path: str) -> None:
-    """After a model was loaded in place and then its tracker, exactly what was saved is pending."""
+    """After loading a model in place and then its tracker, exactly the saved rows are pending."""
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -208,10 +208,10 @@ def restored_in_place(rank: int, world_size: int, path: str) -> None:
 
 
 def _fail(model: Any, features: KeyedJaggedTensor, how: str) -> None:
-    """A backward pass that raises around the write of the looked-up rows."""
+    """Run a backward pass that raises before or after the looked-up rows are written."""
     loss = model(features)
     if how == "ids":
-        features.values().add_(0)  # what the kernel saved was modified: its node raises before it writes
+        features.values().add_(0)  # modifies a tensor that the kernel saved, so its node raises before it writes
     else:
 
         def raise_error(*_: object) -> None:
@@ -227,7 +227,7 @@ def _fail(model: Any, features: KeyedJaggedTensor, how: str) -> None:
 
 
 def failed_backwards(rank: int, world_size: int, how: str, num_failures: int) -> dict[str, int]:
-    """Rows of a backward that raised are in one more delta, and then never again."""
+    """Rows of a backward that raised are in exactly one more delta."""
     spec = Spec([Table("t", 1000, "table:0"), Table("u", 30, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -251,7 +251,7 @@ def failed_backwards(rank: int, world_size: int, how: str, num_failures: int) ->
 
 
 def failed_reads(rank: int, world_size: int, how: str) -> dict[str, int]:
-    """Reads that raise leave the log as it was, and the uncommitted read of before valid."""
+    """Reads that raise leave the log unchanged and the previous uncommitted read valid."""
     spec = Spec([Table("t", 20_000, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)

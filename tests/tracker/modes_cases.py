@@ -15,7 +15,7 @@ from tests.tracker.tracking_cases import differing, rows_of
 
 
 def dense(rank: int, world_size: int, optimizer: str, arguments: dict[str, float], mode: str) -> dict[str, int]:
-    """DATA_PARALLEL and DENSE tables: whatever an ordinary optimizer moves, on whatever rank, is in the delta."""
+    """Deltas of DATA_PARALLEL and DENSE tables have every row that an ordinary optimizer changes on any rank."""
     spec = Spec(
         [
             Table("replicated", 12, "data"),
@@ -56,7 +56,7 @@ def dense(rank: int, world_size: int, optimizer: str, arguments: dict[str, float
 
 
 def first_seen(rank: int, world_size: int, seed: int, bag: bool) -> int:
-    """EMBEDDING: the old state of a row is what the consumer last received, whatever happened in between."""
+    """In mode EMBEDDING the old state of a row is the state that the consumer last received."""
     spec = Spec.every_sharding(world_size, bag=bag)
     model = shard(spec)
     draw = random.Random(seed)
@@ -88,7 +88,7 @@ def first_seen(rank: int, world_size: int, seed: int, bag: bool) -> int:
 
 
 def momentum(rank: int, world_size: int, mode: str, optimizer: str) -> str:
-    """The optimizer's states of the right rows, for every table of a fused group."""
+    """Old optimizer states belong to the right rows, for every table of a fused group."""
     spec = Spec.every_sharding(world_size, optimizer=optimizer)
     model = shard(spec)
     refused = attempt(lambda: ModelDeltaTracker(model, mode=TrackingMode(mode)).detach())
@@ -120,7 +120,7 @@ def momentum(rank: int, world_size: int, mode: str, optimizer: str) -> str:
 
 
 def _sums(model: Any) -> dict[tuple[str, int], torch.Tensor]:
-    """FQN and first column to the optimizer's first state ``[R, ...]``, found by the kernels' configs."""
+    """Return the optimizer's first state ``[R, ...]`` by FQN and first column, located by the kernels' configs."""
     found = {}
     for kernel in kernels_of(model.module.ec):
         for config, states in zip(
@@ -132,7 +132,7 @@ def _sums(model: Any) -> dict[tuple[str, int], torch.Tensor]:
 
 
 def top_k(rank: int, world_size: int, budget: dict[str, Any], mode: str) -> dict[str, Any]:  # noqa: C901
-    """Rows left out stay pending with their old value until they are sent; in the end nothing is missing."""
+    """Rows left out stay pending with their old value until they are sent; at the end no row is missing."""
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -184,7 +184,7 @@ def top_k(rank: int, world_size: int, budget: dict[str, Any], mode: str) -> dict
 
 
 def top_k_of_replicated(rank: int, world_size: int) -> list[int]:
-    """A table that every rank holds is chosen from on rank 0; the others' deltas hold all of it."""
+    """Top-k selects from a replicated table on rank 0; the other ranks' deltas have all of its rows."""
     spec = Spec([Table("replicated", 12, "data")], bag=True)
     model = shard(spec)
     ordinary = ordinary_optimizer(model, "SGD", lr=0.1)
@@ -196,7 +196,7 @@ def top_k_of_replicated(rank: int, world_size: int) -> list[int]:
 
 
 def unknown_first(rank: int, world_size: int) -> None:
-    """Rows without a known old value go before all others, and are marked as such."""
+    """Rows without a known old value are selected first, and are marked as such."""
     spec = Spec([Table("t", 30, "row")])
     model = shard(spec)
     with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
@@ -215,7 +215,7 @@ def unknown_first(rank: int, world_size: int) -> None:
 
 
 def refused_top_k(rank: int, world_size: int) -> dict[str, str]:
-    """What top-k refuses; nothing has moved afterwards."""
+    """Return the errors for invalid top-k reads; they change nothing."""
     spec = Spec([Table("t", 30, "row")])
     model = shard(spec)
 
@@ -246,7 +246,7 @@ def refused_top_k(rank: int, world_size: int) -> dict[str, str]:
 
 
 def lookups(rank: int, world_size: int, mode: str) -> None:
-    """record="lookups" counts evaluation too, with the weights before the forward; updates are not lost by it."""
+    """``record="lookups"`` also records evaluation, with the weights before the forward, and loses no update."""
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -268,7 +268,7 @@ def lookups(rank: int, world_size: int, mode: str) -> None:
 
 
 def consumers(rank: int, world_size: int) -> None:
-    """Readers come and go; clear does what it says."""
+    """Add, remove and clear consumers."""
     spec = Spec([Table("t", 300, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -304,7 +304,7 @@ def consumers(rank: int, world_size: int) -> None:
 
 
 def recorded_by_hand(rank: int, world_size: int) -> None:
-    """The seed interface's recorders: a feature counts for every table that it is looked up in."""
+    """The seed interface's recorders count a feature for every table in which it is looked up."""
     spec = Spec([Table("t", 30, "table:0"), Table("u", 30, "table:0", features=("t",))])
     model = shard(spec)
     features = batch(spec, torch.Generator().manual_seed(1), size=6)
@@ -331,7 +331,7 @@ def recorded_by_hand(rank: int, world_size: int) -> None:
 
 
 def slow_consumer(rank: int, world_size: int) -> str:
-    """A consumer that falls behind is given up, told so, and finds its way back."""
+    """A lagging consumer is dropped, its read raises, and it recovers with a snapshot."""
     spec = Spec([Table("t", 200, "row", dim=64)])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)

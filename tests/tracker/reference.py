@@ -1,9 +1,9 @@
-"""The slow, obviously right reference of a rank's log, and the schedule that drives both side by side.
+"""Slow reference of a rank's log, and the schedule that runs the log and the reference together.
 
 The reference keeps every batch with the times at which it opened and closed. A consumer's read must hold exactly the
 rows of the batches that opened since its last committed cut or were open at that cut, and what earlier reads left out.
-Beside it runs a table of counters that stands for the weights: a copy that takes each committed read must end up equal
-to it, and the old state of a row is what that copy holds.
+A table of counters represents the weights: a copy that applies each committed read must end up equal to it, and the
+old state of a row is the state in that copy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Reader:
 
 
 class Schedule:
-    """A log under test, the reference, and one method per event that can happen to both."""
+    """A log under test and its reference, with one method per event."""
 
     def __init__(self, make_store: MakeStore, *, delete_on_read: bool = True) -> None:
         self.weights = [0] * NUM_ROWS
@@ -56,11 +56,11 @@ class Schedule:
         self.counts = dict.fromkeys(("nothing open", "something open", "rows", "left out", "unknown"), 0)
 
     def held(self, ids: Tensor) -> Tensor:
-        """The states that rows hold now."""
+        """Return the current states of rows."""
         return torch.tensor([[float(self.weights[row])] for row in ids.tolist()]).reshape(len(ids), 1)
 
     def was_written(self) -> bool:
-        """Whether rows were changed silently since the last call."""
+        """Return whether rows were changed silently since the last call."""
         seen, self.seen_version = self.seen_version, self.version
         return seen != self.version
 
@@ -69,7 +69,7 @@ class Schedule:
         return [key for key, batch in self.batches.items() if batch.closed is None]
 
     def open(self, ids: list[int] | None) -> None:
-        """A batch is about to be written; None is a hook that failed."""
+        """Open a batch before its write; None is a failed hook."""
         self.time += 1
         key = len(self.batches)
         rows = set(range(NUM_ROWS)) if ids is None else {i if 0 <= i < NUM_ROWS else 0 for i in ids}
@@ -90,7 +90,7 @@ class Schedule:
         self.log.applied(key, ["t"])
 
     def raise_in(self, key: int, *, is_written: bool) -> None:
-        """The pass of an open batch raises, before or after the write; nothing but its end is reported."""
+        """Raise in the backward of an open batch, before or after the write; only its end is reported."""
         if is_written:
             self.write(key)
         self.time += 1
@@ -98,7 +98,7 @@ class Schedule:
         self.log.ended(key)
 
     def edit(self, ids: list[int]) -> None:
-        """Rows are changed from outside, and the log is told afterwards."""
+        """Change rows outside a batch, then notify the log."""
         self.time += 1
         for row in set(ids):
             self.weights[row] += 1
@@ -106,7 +106,7 @@ class Schedule:
         self.log.mark("t", torch.tensor(ids, dtype=torch.int64), is_written=True)
 
     def overwrite(self, ids: list[int]) -> None:
-        """Rows are changed from outside, and nothing but the version counter of the weights says so."""
+        """Change rows outside a batch; only the version counter of the weights shows it."""
         self.time += 1
         for row in set(ids):
             self.weights[row] += 1
@@ -114,7 +114,7 @@ class Schedule:
         self.batches[len(self.batches)] = _Batch(set(range(NUM_ROWS)), self.time, closed=self.time, failed=True)
 
     def read(self, name: str, left_out: set[int] = frozenset()) -> None:
-        """Read without committing, and leave some rows out."""
+        """Read without committing, leaving some rows out."""
         self.time += 1
         reading = self.log.read(name)
         changed = reading.rows["t"]
@@ -136,7 +136,7 @@ class Schedule:
         self.readers[name].open_read = (self.time, delta, list(self.weights), ages)
 
     def fail_read(self, name: str) -> None:
-        """A read that raises before it is sealed; the consumer's earlier read stays valid."""
+        """Raise in a read before it is sealed; the consumer's earlier read stays valid."""
         num_segments = self.store.num_segments
         self.check(name, self.log.read(name))
         self.log.discard()
@@ -202,7 +202,7 @@ class Schedule:
         self.readers[name] = _Reader(self.time, list(self.weights))
 
     def finish(self) -> None:
-        """Close everything; every consumer's copy must then become equal to the weights."""
+        """Close every batch; then every consumer's copy must become equal to the weights."""
         for key in self.open_batches:
             self.close(key)
         for name, reader in self.readers.items():

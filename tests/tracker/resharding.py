@@ -1,9 +1,9 @@
-"""A table split over ranks in any way, and the slow reference of what each consumer has not received of it.
+"""A table split over ranks in any way, and a slow reference of what each consumer has not yet received.
 
-The reference knows no ranks: it keeps, for each consumer and each number of the table, what the consumer was sent last,
-and whether the number counts as pending, since when its old value is unknown, and how many reads have left it out. Only
-two things depend on the split: a rank marks and leaves out whole rows of its block, and a restore makes a row of a
-block pending as soon as one of its numbers is.
+The reference is independent of ranks. For each consumer and each element of the table it keeps the value that was last
+sent, whether the element is pending, whether its old value is known, and how many reads left it out. Only two
+things depend on the split: a rank marks and leaves out whole rows of its block, and a restore makes a row of a block
+pending if one of its elements is.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Blocks = list[tuple[range, tuple[tuple[int, int], ...]]]
 
 
 def random_blocks(draw: random.Random, column_edges: tuple[int, ...] | None = None) -> Blocks:
-    """A split of the table: for each rank its rows and column ranges, for some ranks none.
+    """Draw a split of the table: the rows and column ranges of each rank; some ranks have none.
 
     Args:
-        draw: where chance comes from.
-        column_edges: cut columns there and nowhere else.
+        draw: random generator.
+        column_edges: split columns only there.
     """
     row_edges = [0, *sorted(draw.sample(range(1, NUM_ROWS), draw.randrange(3))), NUM_ROWS]
     edges = column_edges or (0, *sorted(draw.sample(range(1, DIM), draw.randrange(3))), DIM)
@@ -58,7 +58,7 @@ def random_blocks(draw: random.Random, column_edges: tuple[int, ...] | None = No
 
 
 class Rank:
-    """One rank's log over its block of the table, with a kernel that has nothing of FBGEMM but the memory."""
+    """One rank's log over its block of the table, with a minimal kernel that only has memory."""
 
     def __init__(
         self,
@@ -89,14 +89,14 @@ class Rank:
 
 
 def units_of(columns: tuple[tuple[int, int], ...], mode: TrackingMode) -> list[list[int]]:
-    """Of each column range, which numbers of the reference it holds: columns, or the one sum of the range."""
+    """Return which reference elements each column range holds: its columns, or the one sum of the range."""
     if mode is TrackingMode.MOMENTUM_DIFF:
         return [[start] for start, _ in columns]
     return [list(range(start, stop)) for start, stop in columns]
 
 
 def _module(mode: TrackingMode, memory: Tensor) -> SimpleNamespace:
-    # Writes of a fused kernel do not change the version counters of its tensors, so it shows none.
+    # Writes of a fused kernel do not change the version counters of its tensors, so it has none.
     kernel = SimpleNamespace(_parameters={}, _buffers={}, split_optimizer_states=lambda: [[memory[:, 0]]])
     if mode is TrackingMode.MOMENTUM_DIFF:
         return SimpleNamespace(flush=lambda: None, emb_module=kernel)
@@ -105,14 +105,14 @@ def _module(mode: TrackingMode, memory: Tensor) -> SimpleNamespace:
 
 @dataclass
 class _Cells:
-    """``[NUM_ROWS, DIM]`` each: is the number pending, is its old value known, how many reads have left it out."""
+    """Per element, ``[NUM_ROWS, DIM]`` each: pending, old value known, number of reads that left it out."""
 
     pending: Tensor = field(default_factory=lambda: torch.zeros(NUM_ROWS, DIM, dtype=torch.bool))
     known: Tensor = field(default_factory=lambda: torch.ones(NUM_ROWS, DIM, dtype=torch.bool))
     ages: Tensor = field(default_factory=lambda: torch.zeros(NUM_ROWS, DIM, dtype=torch.int32))
 
     def mark(self, where: Tensor, *, known: bool) -> None:
-        """What is pending already stays as it is."""
+        """Mark elements; those already pending do not change."""
         new = where & ~self.pending
         self.pending |= new
         self.known[new] = known
@@ -123,12 +123,12 @@ class _Cells:
 class _Reader:
     has: Tensor
     cells: _Cells = field(default_factory=_Cells)
-    # Of an open read: what was marked since its cut, the values that it saw, what it left out.
+    # For an open read: elements marked since its cut, the values that it read, and what it left out.
     since: tuple[_Cells, Tensor, Tensor] | None = None
 
 
 class World:
-    """The split table and the reference, and one method for each event that can happen to both."""
+    """The split table and the reference, with one method per event."""
 
     def __init__(self, blocks: Blocks, mode: TrackingMode, *, is_fused: bool = True, keeps_all: bool = False) -> None:
         self.mode, self.is_fused, self.keeps_all = mode, is_fused, keeps_all
@@ -157,13 +157,13 @@ class World:
                 reader.since[0].mark(where, known=known)
 
     def open(self, rows: set[int], failing: int | None = None) -> int:
-        """A batch is about to be written; on one rank, if any, the hook fails, so that all its rows count."""
+        """Open a batch before its write; on rank ``failing`` the hook fails, so that all its rows are marked."""
         key = next(self.keys)
         where = torch.zeros(NUM_ROWS, DIM, dtype=torch.bool)
         where[sorted(rows)] = True
         self.opened[key] = where
         if not self.is_fused:
-            self._mark(where, known=True)  # found by the comparison at the next cut: nobody looks before
+            self._mark(where, known=True)  # found by the comparison at the next cut, not earlier
             return key
         for number, rank in enumerate(self.ranks):
             failed = number == failing
@@ -188,7 +188,7 @@ class World:
         del self.opened[key]
 
     def edit(self, rows: set[int]) -> None:
-        """Rows are changed from outside, and the log is told afterwards."""
+        """Change rows outside a batch, then notify the log."""
         where = torch.zeros(NUM_ROWS, DIM, dtype=torch.bool)
         where[sorted(rows)] = True
         self._add(where)
@@ -197,7 +197,7 @@ class World:
             rank.log.mark("t", torch.tensor(rank.local(rows), dtype=torch.int64), is_written=True)
 
     def distrust(self, name: str, rows: set[int]) -> None:
-        """A consumer's copy of some rows is not what it was thought to be."""
+        """Mark rows whose copy at a consumer is unknown."""
         self.abort(name)
         cells = self.readers[name].cells
         where = torch.zeros(NUM_ROWS, DIM, dtype=torch.bool)
@@ -223,7 +223,7 @@ class World:
                 memory.copy_(self.values[rank.rows.start : rank.rows.stop, units])
 
     def read(self, name: str, leave_out: Callable[[int], bool]) -> None:
-        """Read on every rank without committing, each leaving out rows of its own choice."""
+        """Read on every rank without committing; each rank chooses the rows that it leaves out."""
         reader, left = self.readers[name], torch.zeros(NUM_ROWS, DIM, dtype=torch.bool)
         for rank in self.ranks:
             reading = rank.log.read(name)
@@ -249,7 +249,7 @@ class World:
         reader.since = since, self.values.clone(), left
 
     def check(self, name: str, rank: Rank, changed: object) -> None:
-        """The rows, old states and ages of a consumer on a rank are those of the reference."""
+        """Check a consumer's rows, old states and ages on a rank against the reference."""
         reader, columns = self.readers[name], rank.columns
         pending = reader.cells.pending[:, columns]
         expected = [row for row in rank.rows if bool(pending[row].any())]
@@ -292,12 +292,12 @@ class World:
             self.readers[name].since = None
 
     def reshard(self, blocks: Blocks) -> None:
-        """Save on every rank, and go on in another world that was restored from it."""
+        """Save on every rank, and continue in another world that is restored from it."""
         saved = self._save()
         before = self.ranks
         self.ranks = self._ranks(blocks)
         self._restore(saved)
-        for rank in before:  # what was saved goes on undisturbed
+        for rank in before:  # saving leaves the ranks undisturbed
             for name in CONSUMERS:
                 if self.readers[name].since is None:
                     self.check(name, rank, rank.log.read(name).rows["t"])
@@ -308,7 +308,7 @@ class World:
         self.saved = self._save(), copy.deepcopy((self.values, self.readers, self.ever, self.num_batches))
 
     def roll_back(self) -> None:
-        """Take the same ranks back to what was saved."""
+        """Restore the same ranks from the last save."""
         if self.saved is None:
             return
         for key in list(self.opened):
@@ -342,7 +342,7 @@ class World:
             assert rank.log.num_batches == self.num_batches
 
     def _forget_ranks(self) -> None:
-        """What ranks knew and a checkpoint does not: open batches and open reads."""
+        """Discard what a checkpoint does not contain: open batches and open reads."""
         self.opened, self.failed, self._written = {}, {}, {}
         for reader in self.readers.values():
             reader.since = None
@@ -350,7 +350,7 @@ class World:
                 self._join(reader, rank)
 
     def _join(self, reader: _Reader, rank: Rank) -> None:
-        """A row of a block is pending as a whole."""
+        """Make whole rows of a block pending if one of their elements is."""
         cells, columns = reader.cells, rank.columns
         for row in rank.rows:
             pending = cells.pending[row, columns]
@@ -363,14 +363,14 @@ class World:
             cells.ages[row, columns] = age
 
     def finish(self) -> None:
-        """Close everything; what each consumer was sent must then be the table."""
+        """Close every batch; then the values sent to each consumer must equal the table."""
         for key in list(self.opened):
             self.close(key)
         if self.keeps_all:
             for rank in self.ranks:
                 rank.log.rewind("a")
                 found = rank.log.read("a").rows["t"].ids + rank.rows.start
-                # what was joined in a row at a restore stays joined in it
+                # elements that a restore joined in a row stay joined
                 assert set(found.tolist()) >= {row for row in rank.rows if bool(self.ever[row, rank.columns].any())}
                 assert set(found.tolist()) <= {row for row in rank.rows if bool(self.ever[row].any())}
             return
@@ -392,7 +392,7 @@ def _held(ranks: list[Rank]) -> Tensor:
 
 
 def run_events(world: World, draw: random.Random, num_events: int, blocks: Callable[[], Blocks]) -> None:
-    """Random events, all of them allowed at any time."""
+    """Run random events, all of them allowed at any time."""
     for _ in range(num_events):
         _run_event(world, draw, blocks)
         if not world.is_fused:

@@ -1,4 +1,4 @@
-"""Cases for the names that TorchRec's tracker has too, on a real sharded model."""
+"""Cases for the seed interface, which has the names of TorchRec's tracker, on a real sharded model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _T, _U = "ec.embeddings.t", "ec.embeddings.u"
 
 
 def what_is_tracked(rank: int, world_size: int) -> None:
-    """Modules, features, modes, and what is logged of them."""
+    """Check modules, features, modes, and what is logged for them."""
     model = shard(_SPEC)
     with mock.patch.object(module, "_logger", mock.Mock(spec=logging.Logger)) as logger:
         tracker = ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING)
@@ -42,7 +42,7 @@ def what_is_tracked(rank: int, world_size: int) -> None:
 
 
 def batches_and_compaction(rank: int, world_size: int) -> None:
-    """Batches are counted by step, for each consumer up to its last committed read, and for compaction."""
+    """Batches are counted by step(), per consumer up to its last committed read, and for compaction."""
     model, generator = shard(_SPEC), torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model, ["a", "b"], delete_on_read=False) as tracker:
 
@@ -74,7 +74,7 @@ def batches_and_compaction(rank: int, world_size: int) -> None:
 
 
 def profiled(rank: int, world_size: int) -> dict[str, int]:
-    """How often each range is in a profile of two batches, a compaction and a read."""
+    """Return how often each range occurs in a profile of two batches, a compaction and a read."""
     model, generator = shard(_SPEC), torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model) as tracker:
         with profile(activities=[ProfilerActivity.CPU]) as recorded:

@@ -1,4 +1,4 @@
-"""The log of changes: bounds, reads, consumers that fall behind, and several threads at once."""
+"""The change log: bounds, reads, lagging consumers, and concurrent threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUM_ROWS = 512
 
 @pytest.fixture
 def frequent_switches() -> Iterator[None]:
-    """Threads take turns as often as Python can."""
+    """Make Python switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -50,7 +50,7 @@ def _delta(reading: Reading, *, leaves_out: bool = False) -> Delta:
 
 
 def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], object]]:
-    """One call for each public name of the log."""
+    """Return one call for each public name of the log."""
     ids = torch.tensor(generator.sample(range(_NUM_ROWS), 5))
     key, name = generator.randrange(1 << 40), f"extra {generator.randrange(3)}"
 
@@ -112,7 +112,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
 
 
 class _CountedLock:
-    """A lock that knows how often it was taken."""
+    """A lock that counts how often it was acquired."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -138,7 +138,7 @@ def test_every_method_takes_the_lock(name: str) -> None:
     log = _log(["reader", "other"])
     calls = _calls(log, random.Random(0))
     assert name in calls, "a new method: add a call of it"
-    if name in ("commit", "abort", "seal", "discard"):  # those calls hold the lock themselves: count the method's
+    if name in ("commit", "abort", "seal", "discard"):  # the calls acquire the lock too, so count the method's own
         delta = _delta(log.read("other"))
         log.seal(delta, commit=False)
         argument = {"seal": {"commit": False}}.get(name, {})
@@ -156,12 +156,12 @@ def test_every_method_takes_the_lock(name: str) -> None:
         calls[name]()
     except DeltaTrackerError:
         assert name == "rewind", "a log that forgets cannot rewind"
-    # The hook takes it without blocking, and only where there is something to compact.
+    # The hook acquires it without blocking, and only if there are segments to compact.
     assert (lock.num_taken > 0) == (name not in ("ended", "output_launched"))
 
 
 class _Threads:
-    """Threads that use one log at once, until the one that marks rows is done."""
+    """Threads that use one log concurrently until the marking thread is done."""
 
     def __init__(self) -> None:
         self.log = _log(["reader", "other", *(f"idle {number}" for number in range(20))])
@@ -201,7 +201,7 @@ class _Threads:
 
     def _call(self, draw: random.Random, names: list[str]) -> None:
         for name in draw.sample(names, len(names)):
-            with suppress(DeltaTrackerError):  # there is such a consumer already, or none, or it is reserved
+            with suppress(DeltaTrackerError):  # the consumer exists already, is unknown, or is reserved
                 _calls(self.log, draw)[name]()
 
     def _mark(self) -> None:
@@ -238,12 +238,12 @@ def test_reads_alone_keep_the_log_short() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [0, -1, 1.5, "x"])
-def test_a_bound_that_is_none_is_refused(max_bytes: object) -> None:
+def test_an_invalid_bound_is_refused(max_bytes: object) -> None:
     with pytest.raises(InvalidArgumentError, match="max_bytes"):
         ChangeLog({}, ["a"], delete_on_read=True, max_bytes=max_bytes)
 
 
-def test_what_was_left_out_of_a_table_that_moved_is_forgotten() -> None:
+def test_rows_left_out_of_a_moved_table_are_forgotten() -> None:
     log = ChangeLog({"t": SegmentStore(30)}, ["a"], delete_on_read=True, max_bytes=None)
     log.mark("t", torch.tensor([3, 25]))
     reading = log.read("a")
@@ -261,7 +261,7 @@ def test_what_was_left_out_of_a_table_that_moved_is_forgotten() -> None:
 
 
 @pytest.mark.promise("independent")
-def test_a_slow_consumer_is_given_up_and_finds_its_way_back() -> None:
+def test_a_slow_consumer_is_dropped_and_recovers() -> None:
     store = SegmentStore(1000, engine="torch", old_states=lambda ids: torch.zeros(len(ids), 16))
     log = ChangeLog({"t": store}, ["fast", "slow"], delete_on_read=True, max_bytes=20_000)
     for batch in range(50):
@@ -283,7 +283,7 @@ def test_a_slow_consumer_is_given_up_and_finds_its_way_back() -> None:
     assert log.read("slow").rows["t"].ids.tolist() == [7]
 
 
-def test_writes_that_no_memory_was_left_to_mark_are_marked_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_not_marked_for_lack_of_memory_are_marked_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     writes = [True]
     store = SegmentStore(8, engine="torch", was_written=lambda: bool(writes) and writes.pop())
     log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)

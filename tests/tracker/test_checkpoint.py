@@ -1,4 +1,4 @@
-"""The tracker's state in a checkpoint: random schedules against a slow reference, and real models."""
+"""Tracker state in checkpoints: random schedules against a slow reference, and real models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EVERYTHING = {"rows", "unknown", "aged", "joined", "sealed", "open", "rolled ba
     ],
     ids=str,
 )
-def test_a_restored_log_goes_on_where_the_saved_one_stood(
+def test_a_restored_log_continues_from_the_saved_one(
     mode: TrackingMode, is_fused: bool, keeps_all: bool, seen: set[str]
 ) -> None:
     counts = dict.fromkeys(_EVERYTHING, 0)
@@ -88,7 +88,7 @@ def test_the_readme_of_the_benchmarks_has_the_table_of_this_run() -> None:
 
 
 @pytest.mark.promise("refused")
-def test_what_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_path: Path) -> None:
     expected = {
         "version": ("UnknownFormatError", "format version 99, this release reads 1"),
         "mode": ("StateMismatchError", "mode id_only, where embedding is expected"),
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_path: Pat
         assert sorted(messages) == sorted(expected)
 
 
-def test_sums_over_column_ranges_are_not_cut_anew(two_ranks: RankPool) -> None:
+def test_sums_over_column_ranges_are_not_split_at_other_columns(two_ranks: RankPool) -> None:
     for message in two_ranks.run(f"{_CASES}:column_ranges"):
         assert message.startswith("StateMismatchError")
         assert "old states of table 'ec.embeddings.t0' for the column ranges ((" in message
@@ -138,7 +138,7 @@ def test_sums_over_column_ranges_are_not_cut_anew(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("spec", "num_rows"), [(spec_of("row", "data", bag=True, kernel="dense"), (19, 18)), (spec_of("table:0"), (17, 0))]
 )
-def test_a_checkpoint_without_state_means_that_everything_changed(
+def test_a_checkpoint_without_state_makes_every_row_pending(
     two_ranks: RankPool, tmp_path: Path, spec: dict[str, Any], num_rows: tuple[int, int]
 ) -> None:
     for rank, answer in enumerate(two_ranks.run(f"{_CASES}:legacy", path=str(tmp_path), spec=spec)):
@@ -149,13 +149,13 @@ def test_a_checkpoint_without_state_means_that_everything_changed(
         assert "every row counts as changed" in answer["logs"][0]
 
 
-def test_what_one_rank_cannot_load_is_refused_by_all(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_state_that_one_rank_cannot_load_is_refused_by_all(two_ranks: RankPool, tmp_path: Path) -> None:
     for messages in two_ranks.run(f"{_CASES}:one_rank_cannot", path=str(tmp_path)):
         assert len(set(messages)) == 1
         assert messages[0].startswith("MalformedStateError: part 'rank1of2/rows/ec.embeddings.t0'"), messages
 
 
-def test_a_consumer_that_was_given_up_stays_so(two_ranks: RankPool) -> None:
+def test_a_dropped_consumer_stays_dropped(two_ranks: RankPool) -> None:
     (first, second) = two_ranks.run(f"{_CASES}:behind")
     fine, lost = "nothing was raised", "NeedsSnapshotError"
     kinds = [[[message.split(":")[0] for message in plan] for plan in rank] for rank in (first, second)]

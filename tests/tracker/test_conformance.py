@@ -33,7 +33,7 @@ def test_every_cell_is_run_or_torchrec_cannot_run_it() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)
-def test_a_cell_comes_out_as_declared(two_ranks: RankPool, four_ranks: RankPool, group: Group) -> None:
+def test_a_cell_has_the_declared_result(two_ranks: RankPool, four_ranks: RankPool, group: Group) -> None:
     found = group.run({2: two_ranks, 4: four_ranks}[group.world_size])
     results = Results()
     results.add(group, found)
@@ -52,7 +52,7 @@ def test_the_readme_of_the_benchmarks_has_the_table_of_this_run() -> None:
     assert f"<!-- conformance -->\n{results.markdown().strip()}\n<!-- /conformance -->" in readme
 
 
-def test_torchrec_refuses_to_shard_an_ec_so(four_ranks: RankPool) -> None:
+def test_torchrec_refuses_this_sharding_of_an_ec(four_ranks: RankPool) -> None:
     for place in (FOUR_RANKS[sharding] for sharding in EBC_ONLY):
         for said in four_ranks.run("tests.tracker.conformance_cases:refusal", place=place):
             assert "not supported" in said

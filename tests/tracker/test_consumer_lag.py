@@ -1,4 +1,4 @@
-"""How long consumers were without a read and rows pending, against every moment kept."""
+"""Seconds since a consumer's last read and age of its oldest pending row, against a full history."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class _Reference:
-    """Keeps each moment with its position, and forgets nothing."""
+    """Reference that keeps every timestamp with its position."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[int, float]] = []
@@ -87,7 +87,7 @@ def test_rows_that_are_left_out_keep_their_age_until_all_are_sent(clock: list[fl
     assert lags.lag("a", 0).oldest_pending == 2
 
 
-def test_whoever_is_taken_back_finds_what_came_before(clock: list[float]) -> None:
+def test_a_consumer_moved_back_has_the_earlier_ages(clock: list[float]) -> None:
     lags = LagClock()
     lags.placed("a", 0)
     lags.recorded(0)
@@ -98,7 +98,7 @@ def test_whoever_is_taken_back_finds_what_came_before(clock: list[float]) -> Non
     assert lags.lag("a", 0).oldest_pending == 4
 
 
-def test_a_row_under_way_at_a_read_is_pending_again_from_then_on(clock: list[float]) -> None:
+def test_a_row_open_at_a_read_is_pending_since_that_read(clock: list[float]) -> None:
     log = ChangeLog({"t": SegmentStore(8)}, ["a"], delete_on_read=True, max_bytes=None)
     log.opened(0, {"t": torch.tensor([3])})
     clock[0] = 5
@@ -109,8 +109,8 @@ def test_a_row_under_way_at_a_read_is_pending_again_from_then_on(clock: list[flo
     assert _oldest_pending(log) == 2
 
 
-def test_a_consumer_that_was_given_up_lags_since_its_last_read(clock: list[float]) -> None:
-    """It is shown as a consumer for which all is pending, not as one that has just read everything."""
+def test_a_dropped_consumer_lags_since_its_last_read(clock: list[float]) -> None:
+    """Its metrics show that rows are pending, not that it has just read everything."""
     log = ChangeLog({"t": SegmentStore(1 << 12)}, ["a", "b"], delete_on_read=True, max_bytes=800)
     for _ in range(20):
         clock[0] += 1
@@ -134,7 +134,7 @@ def test_a_consumer_that_was_given_up_lags_since_its_last_read(clock: list[float
     assert _oldest_pending(log) is None
 
 
-def test_rows_that_a_read_finds_by_comparison_are_pending_from_then_on(clock: list[float]) -> None:
+def test_rows_that_a_read_finds_by_comparison_are_pending_since_that_read(clock: list[float]) -> None:
     rows = torch.zeros(4, 2)
     store = ShadowStore(lambda ids: rows.clone() if ids is None else rows[ids], 4)
     log = ChangeLog({"t": store}, ["a"], delete_on_read=True, max_bytes=None)

@@ -13,7 +13,7 @@ def _delta(consumer: str, stop: int) -> Delta:
     return Delta({}, consumer=consumer, start=0, stop=stop, batches=(0, stop))
 
 
-def test_cursors_refuse_what_they_do_not_know() -> None:
+def test_unknown_consumers_are_refused() -> None:
     for names in ([], ["a", "a"], "a"):
         with pytest.raises(InvalidArgumentError, match="consumers"):
             ConsumerPositions(names)

@@ -1,4 +1,4 @@
-"""When a row counts as changed, whatever the way to train."""
+"""Rows count as changed correctly in every way to train."""
 
 from __future__ import annotations
 

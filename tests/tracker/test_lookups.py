@@ -1,4 +1,4 @@
-"""The store of raw lookups against TorchRec's, a slow reference, and bad input."""
+"""The store of raw lookups against TorchRec's store, a slow reference, and invalid input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODES = list(EmbdUpdateMode)
 
 
 class _Reference:
-    """Every lookup as a list of (id, state); merged by walking through it."""
+    """Reference that keeps every lookup as a list of (id, state) and merges by iterating over it."""
 
     def __init__(self, mode: EmbdUpdateMode) -> None:
         self.mode = mode
@@ -68,7 +68,7 @@ def _pairs(mode: EmbdUpdateMode, rows: Any) -> list[tuple[int, float]]:
 
 
 def _theirs(mode: EmbdUpdateMode) -> Any:
-    """TorchRec's store; versions before 1.5 have it under another name."""
+    """Make TorchRec's store, which has another name before version 1.5."""
     store = pytest.importorskip("torchrec.distributed.model_tracker.delta_store")
     types = pytest.importorskip("torchrec.distributed.model_tracker.types")
     modes = getattr(types, "UpdateMode", None) or types.EmbdUpdateMode
@@ -76,7 +76,7 @@ def _theirs(mode: EmbdUpdateMode) -> Any:
 
 
 def _their_delta(theirs: Any, from_idx: int) -> Any:
-    """What TorchRec's store says; None where it raises because a table has nothing new."""
+    """Return the delta of TorchRec's store; None where it raises because a table has no new rows."""
     read = getattr(theirs, "get_unique", None) or theirs.get_delta
     if any(all(each.batch_idx < from_idx for each in lookups) for lookups in theirs.per_fqn_lookups.values()):
         return None

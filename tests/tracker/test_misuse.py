@@ -1,4 +1,4 @@
-"""What callers do to tensors, weights, backward passes and reads costs no row."""
+"""Misuse of tensors, weights, backward passes and reads by callers loses no row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_in_place_writes_to_weights_are_seen(two_ranks: RankPool, tmp_path: Path
 
 @pytest.mark.parametrize("bag", [False, True], ids=["ec", "ebc"])
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
-def test_what_training_does_is_no_in_place_write(one_rank: RankPool, kernel: str, bag: bool) -> None:
+def test_training_does_not_count_as_an_in_place_write(one_rank: RankPool, kernel: str, bag: bool) -> None:
     spec: dict[str, Any] = {"kernel": kernel, "bag": bag}
     one_rank.run(f"{_CASES}:nothing_written", spec=spec)
 

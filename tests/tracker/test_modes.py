@@ -22,7 +22,7 @@ _CASES = "tests.tracker.modes_cases"
     ],
     ids=str,
 )
-def test_whatever_an_ordinary_optimizer_moves(
+def test_rows_that_an_ordinary_optimizer_moves(
     two_ranks: RankPool, optimizer: str, arguments: dict[str, float], mode: str
 ) -> None:
     totals = two_ranks.run(f"{_CASES}:dense", optimizer=optimizer, arguments=arguments, mode=mode)
@@ -77,7 +77,7 @@ def test_top_k(two_ranks: RankPool, budget: dict[str, Any], mode: str) -> None:
         assert max(sent) <= 400 // (4 * 4 + 8)
 
 
-def test_a_replicated_table_is_chosen_from_once(two_ranks: RankPool) -> None:
+def test_rows_of_a_replicated_table_are_selected_once(two_ranks: RankPool) -> None:
     (sent, left), (all_of_it, none_left) = two_ranks.run(f"{_CASES}:top_k_of_replicated")
     assert (sent, left + sent, none_left) == (2, all_of_it, 0)
 
@@ -109,6 +109,6 @@ def test_case(two_ranks: RankPool, case: str) -> None:
 
 
 @pytest.mark.promise("independent")
-def test_a_slow_consumer_is_told_that_it_needs_a_snapshot(two_ranks: RankPool) -> None:
+def test_a_slow_consumer_gets_an_error_that_it_needs_a_snapshot(two_ranks: RankPool) -> None:
     for message in two_ranks.run(f"{_CASES}:slow_consumer"):
         assert message.startswith("NeedsSnapshotError: consumer 'slow' needs a snapshot")

@@ -1,4 +1,4 @@
-"""The names that TorchRec's tracker has too."""
+"""The seed interface, which has the names of TorchRec's tracker."""
 
 from __future__ import annotations
 

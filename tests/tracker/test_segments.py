@@ -1,4 +1,4 @@
-"""The log and its stores against the reference, on random schedules, and broken on purpose."""
+"""The log and its stores against the reference on random schedules, also with deliberate defects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EVENTS = {
 
 
 def happen(schedule: Schedule, event: str, draw: random.Random) -> None:
-    """Let one event happen, with whatever it needs drawn at random."""
+    """Run one event with random arguments."""
     key = draw.choice(schedule.open_batches) if schedule.open_batches else None
     name = draw.choice(sorted(schedule.readers))
     ids = [draw.randrange(-1, NUM_ROWS + 1) for _ in range(draw.randrange(5))]
@@ -61,7 +61,7 @@ def make_store(
 
 
 def run_random(seed: int, make: Callable[[Any], SegmentStore], num_events: int = 300, **kwargs: Any) -> Schedule:
-    """A plain random schedule, quick enough to try many mutations with."""
+    """Run a plain random schedule, fast enough for many mutations."""
     draw = random.Random(seed)
     schedule = Schedule(make, **kwargs)
     for event in draw.choices(list(_EVENTS), list(_EVENTS.values()), k=num_events):
@@ -72,7 +72,7 @@ def run_random(seed: int, make: Callable[[Any], SegmentStore], num_events: int =
 
 
 class LogMachine(RuleBasedStateMachine):
-    """The same events, in the orders that hypothesis finds worth a try."""
+    """The same events in orders that hypothesis chooses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_random_schedules_agree_with_the_reference(engine: str, keeps_states: bo
 
 
 class _Padded(SegmentStore):
-    """Captures states as on a device that nobody waits for."""
+    """Captures states as on a device, without a sync."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,7 +160,7 @@ class _MergeAcrossPins(SegmentStore):
 
 class _KeepsOpen(SegmentStore):
     def close_batch(self, batch: int) -> None:
-        """Never closes: sends too much."""
+        """Never close a batch: sends too many rows."""
 
 
 class _SkipsLastRow(SegmentStore):
@@ -175,7 +175,7 @@ class _DeletesTooMuch(SegmentStore):
 
 
 class _RemarksWithOldState(SegmentStore):
-    """Marks open rows at a cut with the state that they had when they were opened."""
+    """Marks open rows at a cut with their state at opening."""
 
     def cut(self, position: int) -> None:
         before = {
@@ -197,7 +197,7 @@ class _RemarksWithOldState(SegmentStore):
 
 
 class _GathersAtRead(SegmentStore):
-    """Takes the states at the read, after the writes, instead of before them."""
+    """Gathers the states at the read, after the writes, instead of before them."""
 
     def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
         changed = super().changed(start, stop, with_states=with_states)
@@ -286,7 +286,7 @@ def test_the_reference_catches_a_consumer_added_without_a_cut(monkeypatch: pytes
         _run_seeds(SegmentStore)
 
 
-def test_a_shard_without_rows_takes_everything() -> None:
+def test_a_shard_without_rows_accepts_every_call() -> None:
     store = SegmentStore(0)
     store.open_batch(0, torch.tensor([3]))
     store.mark(None)
@@ -313,14 +313,12 @@ def test_backward_passes_that_raised_cost_bounded_memory() -> None:
 
 @pytest.fixture
 def always_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row sets of any size are kept to be used again."""
+    """Keep row sets of any size for reuse."""
     monkeypatch.setattr(segments, "_SPARE_BYTES", 0)
 
 
 @pytest.mark.parametrize("engine", ["torch", "numba"])
-def test_row_sets_that_are_used_again_hold_nothing_of_before(
-    always_spare: None, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
+def test_reused_row_sets_are_empty(always_spare: None, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     for seed in range(6):
         run_random(seed, make_store(engine, keeps_states=True))
     monkeypatch.setattr(RowSet, "clear", lambda _: None)
@@ -328,7 +326,7 @@ def test_row_sets_that_are_used_again_hold_nothing_of_before(
         _run_seeds(SegmentStore)
 
 
-def test_a_row_set_that_is_kept_to_be_used_again_costs_no_consumer_its_place(always_spare: None) -> None:
+def test_a_row_set_kept_for_reuse_drops_no_consumer(always_spare: None) -> None:
     log = ChangeLog({"t": SegmentStore(1000, engine="torch")}, ["a", "b"], delete_on_read=True, max_bytes=1500)
     for batch in range(3):
         for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""The shadow store sees every change bit for bit."""
+"""The shadow store detects every change bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from delta_tracker.tracker.store.shadow import ShadowStore
 
 
-def test_a_shadow_sees_every_change_bit_for_bit() -> None:
+def test_a_shadow_detects_every_change_bit_for_bit() -> None:
     weights = torch.zeros(9, 2)
     weights[3] = torch.nan
 

@@ -1,4 +1,4 @@
-"""Top-k against a slow choice by sorting, over several ranks that agree in one process."""
+"""Top-k against slow selection by sorting, over several ranks in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FQNS = ["t", "u"]
 
 
 class _Threads:
-    """Ranks that are threads: a collective is a barrier."""
+    """Ranks as threads, whose collectives are barriers."""
 
     def __init__(self, world_size: int) -> None:
         self._barrier = threading.Barrier(world_size, timeout=20)
@@ -47,7 +47,7 @@ class _Rank:
 
 
 def agree(top_k: TopK, ranks: list[Any]) -> tuple[list[Any], int]:
-    """What each rank chooses, or raises, and how many collectives it took."""
+    """Return what each rank selects or raises, and the number of collectives."""
     threads = _Threads(len(ranks))
     answers: list[Any] = [None] * len(ranks)
 
@@ -66,7 +66,7 @@ def agree(top_k: TopK, ranks: list[Any]) -> tuple[list[Any], int]:
 
 
 def sorted_choice(top_k: TopK, ranks: list[dict[str, Candidates]]) -> list[dict[str, list[bool]]]:
-    """The obviously right choice: sort all rows of a budget, and take from the top while it lasts."""
+    """Reference selection: sort all rows of a budget, and take the first ones that fit."""
     chosen = [{fqn: table.is_due.tolist() for fqn, table in rank.items()} for rank in ranks]
     for group in [[fqn] for fqn in _FQNS] if top_k.per_table else [_FQNS]:
         rows = [
@@ -120,7 +120,7 @@ def test_rows_of_different_cost_share_a_budget_in_bytes() -> None:
     assert answer["t"].tolist() == [True, True, False, False]
 
 
-def test_a_rank_that_fails_is_heard_by_all() -> None:
+def test_a_failing_rank_is_reported_to_all() -> None:
     table = Candidates(torch.tensor([1.0]), torch.tensor([False]), 8)
     answers, _ = agree(TopK(rows=1), [{"t": table, "u": table}, ZeroDivisionError("my score")])
     assert isinstance(answers[0], InvalidArgumentError)

@@ -39,7 +39,7 @@ def test_no_update_is_lost_in_any_order(two_ranks: RankPool, seed: int, bag: boo
 
 
 @pytest.mark.promise("lossless")
-def test_reads_inside_a_backward_happened(one_rank: RankPool) -> None:
+def test_schedules_include_reads_inside_a_backward(one_rank: RankPool) -> None:
     (counts,) = one_rank.run(f"{_CASES}:schedule", seed=11, num_events=200, bag=False)
     assert counts["reads inside"] > 5
 

@@ -1,4 +1,4 @@
-"""Cases for the choice of rows on several ranks."""
+"""Cases for top-k selection on several ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.models import Spec, Table, batch, shard
 
 
 def failing_rank(rank: int, world_size: int, how: str) -> list[str]:
-    """A rank that cannot read its rows says so to the others, which would wait for it otherwise."""
+    """Fail to read on one rank; it must report this to the others, which would wait otherwise."""
     spec = Spec([Table("t", 40, "row", dim=64)])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)

@@ -67,7 +67,7 @@ def spoil(delta: Delta) -> None:
 
 
 def spoiling_score(_: str, rows: DeltaRows) -> torch.Tensor:
-    """How far rows moved, computed in place, in tensors that then hold garbage."""
+    """Return how far rows moved, computed in place in tensors that then hold garbage."""
     assert rows.values is not None
     moved = rows.values.norm(dim=1) if rows.states is None else rows.values.sub_(rows.states).norm(dim=1)
     for tensor in (rows.ids, rows.states, rows.values):
@@ -77,7 +77,7 @@ def spoiling_score(_: str, rows: DeltaRows) -> torch.Tensor:
 
 
 def local_weights(model: Any) -> list[torch.Tensor]:
-    """The first local shard of every sharded table in the model's state dict."""
+    """Return the first local shard of every sharded table in the model's state dict."""
     shards = [value.local_shards() for value in model.state_dict().values() if hasattr(value, "local_shards")]
     return [local[0].tensor for local in shards if local]
 
@@ -101,7 +101,7 @@ def fail_backward(model: Any, features: KeyedJaggedTensor, *, bag: bool) -> None
 
 
 def _lookups(node: Any) -> list[Any]:
-    """The autograd nodes of the kernels behind a node."""
+    """Return the autograd nodes of the kernels behind a node."""
     if node is None:
         return []
     if "LookupFunction" in node.name():
@@ -110,7 +110,7 @@ def _lookups(node: Any) -> list[Any]:
 
 
 class _Copy:
-    """A consumer's copy of the rows, which takes every committed read, and spoils what the read returned."""
+    """A consumer's copy of the rows, which applies every committed read and overwrites the returned tensors."""
 
     def __init__(self, tracker: ModelDeltaTracker, name: str) -> None:
         self.tracker, self.name = tracker, name
@@ -119,7 +119,7 @@ class _Copy:
         self.allowed: dict[str, set[int]] = {fqn: set() for fqn in tracker.tables}
 
     def read(self, extra: dict[str, set[int]], top_k: TopK | None = None) -> None:
-        """Read without committing; nothing that differs may be missing, nothing may be in it without a reason."""
+        """Read without committing; every row that differs must be in it, and other rows only with a reason."""
         delta = self.tracker.get_delta(self.name, commit=False, with_values=True, top_k=top_k)
         left = {fqn: set(rows.ids.tolist()) for fqn, rows in delta.left_out.items()}
         for fqn, now in rows_of(self.tracker).items():
@@ -134,7 +134,7 @@ class _Copy:
         self.open = delta, taken, {fqn: set(rows) | left.get(fqn, set()) for fqn, rows in extra.items()}
 
     def fail_read(self, failing_rank: int) -> None:
-        """A read that raises on every rank, because a score has a wrong shape on one of them."""
+        """Run a read that raises on every rank, because a score has a wrong shape on one rank."""
 
         def score(_: str, rows: DeltaRows) -> torch.Tensor:
             return torch.ones(len(rows) + (dist.get_rank() == failing_rank % dist.get_world_size()))
@@ -146,7 +146,7 @@ class _Copy:
         raise AssertionError("nothing was raised")
 
     def allow_all(self) -> None:
-        """Any row may be in the next read."""
+        """Allow any row in the next read."""
         self.allowed = {fqn: set(range(len(rows))) for fqn, rows in self.rows.items()}
 
     def commit(self) -> None:
@@ -165,13 +165,13 @@ class _Copy:
 def schedule(  # noqa: C901, PLR0912, PLR0915  one branch for each event
     rank: int, world_size: int, seed: int, num_events: int, bag: bool
 ) -> dict[str, int]:
-    """Forward, backward, eval, drop, step, read, commit and abort in random order, also reads inside the backward.
+    """Run forward, backward, eval, drop, step, read, commit and abort in random order, with reads inside the backward.
 
-    Among them passes that raise, in-place writes to weights, reads that raise, and scores that work in place.
+    The events include passes that raise, in-place writes to weights, reads that raise, and scores that work in place.
     """
     spec = Spec.every_sharding(world_size, bag=bag)
     model = shard(spec)
-    draw = random.Random(seed)  # the same events on every rank: they hold collectives
+    draw = random.Random(seed)  # the same events on every rank, because some are collective
     generator = torch.Generator().manual_seed(seed * 100 + rank)
     names = ["a", "b"]
     counts = dict.fromkeys(("reads between", "reads inside", "backwards"), 0)
@@ -254,7 +254,7 @@ def schedule(  # noqa: C901, PLR0912, PLR0915  one branch for each event
 
 
 def passes_that_update_nothing(rank: int, world_size: int) -> None:
-    """Evaluation, no_grad and a dropped output leave no trace; a second backward leaves one again."""
+    """Evaluation, no_grad and a dropped output mark no rows; a second backward marks them again."""
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -292,7 +292,7 @@ def out_of_range_ids(rank: int, world_size: int) -> None:
 
 
 def failing_hook(rank: int, world_size: int) -> int:
-    """A fault of ours inside a hook: training goes on, every row of the table is pending."""
+    """Fail inside a hook: training continues, and every row of the table becomes pending."""
     spec = Spec([Table("t", 5, "table:0")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -312,7 +312,7 @@ def failing_hook(rank: int, world_size: int) -> int:
 
 
 def what_is_tracked(rank: int, world_size: int) -> dict[str, Any]:
-    """Names, features, modules, and tables left out."""
+    """Return names, features, modules, and skipped tables."""
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     with warnings.catch_warnings(record=True) as caught:
@@ -378,7 +378,7 @@ def one_name_in_two_modules(rank: int, world_size: int) -> list[str]:
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
-    """What the constructor and the reads refuse, and what they say."""
+    """Return the errors for invalid arguments of the constructor and of reads."""
     spec = Spec([Table("t", 6, "row"), Table("u", 6, "row")])
     model = shard(spec)
 
@@ -423,7 +423,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 
 def detach_in_flight(rank: int, world_size: int) -> None:
-    """A graph made before detaching runs on untracked; two trackers on one model do not disturb each other."""
+    """A graph built before detaching runs untracked; two trackers on one model do not affect each other."""
     spec = Spec([Table("t", 6, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -442,7 +442,7 @@ def detach_in_flight(rank: int, world_size: int) -> None:
 
 
 def rewound(rank: int, world_size: int) -> None:
-    """With delete_on_read=False a consumer can start again; with True memory is given back after the last reader."""
+    """With delete_on_read=False a consumer can start again; with True memory is freed after the last reader."""
     spec = Spec([Table("t", 40, "row")])
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)
