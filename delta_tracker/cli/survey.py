@@ -43,7 +43,7 @@ class Start:
         return sum(entry.num_parts for entry in self.entries)
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the entries for JSON."""
         return {
             "snapshot": self.snapshot.version,
             "is_merged": self.snapshot.merges is not None,

@@ -54,7 +54,7 @@ class TrackerCallback(Callback):
 
     @property
     def tracker(self) -> ModelDeltaTracker:
-        """The tracker.
+        """Tracker of the current ``fit``.
 
         Raises:
             DetachedError: before ``fit`` starts and after it ends.
@@ -65,7 +65,7 @@ class TrackerCallback(Callback):
 
     @property
     def publisher(self) -> Publisher | None:
-        """The publisher, None if there is none."""
+        """Publisher of the current ``fit``, None if there is none."""
         return self._publisher
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ class StreamCursor:
 
     @property
     def version(self) -> int | None:
-        """The last applied version, None before the first."""
+        """Last applied version, None before the first."""
         return None if self.place is None else self.place.link.version
 
     def moved(self, manifest: Manifest) -> None:

@@ -295,7 +295,7 @@ class Claim:
 
     @property
     def head(self) -> Manifest:
-        """The newest entry of this generation."""
+        """Newest entry of this generation."""
         return self._head
 
     @property

@@ -116,7 +116,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     clock = now()
     start = _start(held, clock - retention.grace_seconds)
     floor = start if start in held.entries and held.entries[start].kind == "snapshot" else start + 1
-    # Keep the head's parent: a publisher that finds it knows that the name of its own entry was not freed.
+    # Keep the head's parent: its presence proves to a publisher that the name of its own entry was not freed.
     floor = min(floor, held.head.version - 1)
     expired = _expired(held, retention, clock)
     old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
