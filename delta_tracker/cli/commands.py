@@ -1,4 +1,4 @@
-"""List of commands. A command's file is imported when the command or its help is requested."""
+"""Command group. The file of a command is imported when the command or its help is requested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 # Name of each command, which is also the name of its file, and its summary in the list of commands.
 _SUMMARIES = {
     "demo": "Train, publish and follow a small model; creates a stream to try other commands on.",
-    "inspect": "Show the contents of a stream, what a new predictor reads, and its followers.",
+    "inspect": "Show the contents of a stream, its predictors, and what a new predictor would read.",
     "tail": "Print versions as they are committed.",
     "top": "Show a live screen: rates, rows and bytes per table, lag of each predictor.",
     "verify": "Check every hash and every link of the chain.",
@@ -29,9 +29,9 @@ directory. Set the credentials and the endpoint of a remote store with the usual
 \b
 Exit codes:
   0    success
-  1    the stream is damaged or has no snapshot, or a check has findings
+  1    the stream is damaged, replaced or without a snapshot, or a check has findings
   2    the call is invalid, or the store cannot be reached
-  130  interrupted by Ctrl-C; nothing partial is left
+  130  interrupted by Ctrl-C; no partial output is left
   141  the output pipe was closed
 """
 

@@ -56,7 +56,7 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
     output = Output(is_json=is_json)
     directory = Path(tempfile.mkdtemp(prefix="delta-tracker-demo-")) if out is None else out.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InvalidArgumentError("--out", str(out), "Pass a new directory: it exists and is not empty")
+        raise InvalidArgumentError("--out", str(out), "Pass a new or empty directory")
     url = directory.as_uri()
     if not is_json:
         output.line(f"the stream is {directory}; in a second terminal: delta-tracker tail {directory}")
@@ -88,7 +88,7 @@ class _Run:
 
 
 class _Trainer:
-    """Trainer of a matrix factorisation of clicks, most of which are of few users and items."""
+    """Trainer of a matrix factorisation of clicks, most of which are on a few users and items."""
 
     def __init__(self, url: str) -> None:
         self._random = torch.Generator().manual_seed(0)
@@ -181,15 +181,15 @@ def _report(output: Output, directory: Path, trainer: _Trainer, served: dict[str
             | {"batches": len(run.losses), "loss_first": first, "loss_last": last}
         )
         return 0 if is_equal else 1
-    output.line(f"trained     {count(len(run.losses))} batches; log loss {first:.3f} at first, {last:.3f} at last")
     output.line(
-        f"published   a snapshot of {size(snapshot.num_bytes)}, {len(deltas)} deltas of {size(delta_bytes)} in all"
+        f"trained     {count(len(run.losses))} batches; mean log loss {first:.3f} at the start, {last:.3f} at the end"
     )
     output.line(
-        f"saved       {1 - delta_bytes / (snapshot.num_bytes * len(deltas)):.0%} of sending all tables each time"
+        f"published   a snapshot of {size(snapshot.num_bytes)}, {len(deltas)} deltas of {size(delta_bytes)} in total"
     )
-    output.line(f"applied     {duration(middle)} after the commit, in the middle")
+    output.line(f"saved       {1 - delta_bytes / (snapshot.num_bytes * len(deltas)):.0%} compared with full snapshots")
+    output.line(f"applied     {duration(middle)} after the commit (median)")
     verdict = "the predictor holds the trainer's tables, bit for bit" if is_equal else "the predictor's tables differ"
     output.line(f"verified    {verdict}", "green" if is_equal else "bold red")
-    output.line("now try     " + plain(f"delta-tracker inspect {directory}"))
+    output.line("next        " + plain(f"delta-tracker inspect {directory}"))
     return 0 if is_equal else 1

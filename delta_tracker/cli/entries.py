@@ -1,4 +1,4 @@
-"""Concurrent reads of a log's entries, and a summary of each entry, because a log may be long."""
+"""Reads the entries of a log concurrently and summarises each, because a log may be long."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Entry:
         num_rows: number of rows in all parts.
         num_bytes: bytes of all parts, including ids and dense tensors.
         num_parts: number of parts.
-        tables: FQN to amount, for the tables of all blocks.
+        tables: FQN to amount, for tables with blocks in this version.
     """
 
     version: int

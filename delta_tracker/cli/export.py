@@ -30,12 +30,12 @@ _METADATA = "__metadata__"
 _HELP = """Write the tables and dense tensors of one version.
 
 \b
---format safetensors   --out is a new directory: one file per table, named after it, with
-                       <table>.weight; and dense.safetensors, if the stream has dense tensors
+--format safetensors   --out is a new directory: one file per table, <table>.weight.safetensors, with the
+                       tensor <table>.weight; and dense.safetensors, if the stream has dense tensors
 --format torch         --out is a new file: a state dict of <table>.weight and the dense tensors,
                        for torch.load(FILE, weights_only=True)
 
-The version is built under a temporary name next to --out, which is renamed at the end, so --out is never partial. Needs
+The version is built under a temporary name next to --out and renamed at the end, so that --out is never partial. Needs
 disk space for the tables (twice with torch), and little memory. Never overwrites an existing file.
 
 \b

@@ -35,7 +35,7 @@ class Bin:
         end: commit time of the last version.
         deltas: number of deltas.
         snapshots: number of snapshots.
-        restarts: number of claims before one of the versions.
+        restarts: number of claims directly before one of the versions.
         delta_bytes: bytes of the deltas' parts.
         snapshot_bytes: bytes of the snapshots' parts.
         full_bytes: bytes of the versions if each were a full snapshot.

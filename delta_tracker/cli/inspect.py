@@ -74,7 +74,7 @@ def _facts(url: str, found: Survey) -> Table:
         "pending": f"{several(head.pending_rows, 'changed row')} left for later versions",
         "log": f"versions {first} to {head.version}: {several(kinds['snapshot'], 'snapshot')}, "
         f"{several(kinds['delta'], 'delta')}, {several(kinds['claim'], 'claim')}; "
-        f"and {several(found.num_merged, 'merged entry', 'merged entries')}",
+        f"{several(found.num_merged, 'merged entry', 'merged entries')}",
         "size": f"{size(found.part_bytes)} in {several(found.num_parts, 'part')}, {size(found.entry_bytes)} of entries",
         "new predictor": _start(found),
     }
@@ -143,13 +143,13 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
 def _predictors(found: Survey) -> Table | Text:
     if not found.followers:
         return cell("no predictor has written a heartbeat in the last hour", "dim")
-    heads = ("predictor", "state", ">heard", ">version", ">behind", ">since", ">resyncs")
+    heads = ("predictor", "state", ">heartbeat", ">version", ">behind", ">since", ">resyncs")
     return table(heads, (_predictor(found, follower) for follower in found.followers))
 
 
 def _predictor(found: Survey, follower: FollowerView) -> tuple[object, ...]:
     beat, seconds = follower.beat, found.behind_seconds(follower)
-    behind = "unknown" if follower.behind is None else count(follower.behind)
+    behind = "other stream" if follower.behind is None else count(follower.behind)
     return (
         beat.name,
         cell(follower.state, "green" if follower.state == "live" else "red"),

@@ -85,7 +85,7 @@ class TableMovement:
         counts: number of deltas that contain each row.
         moves: L2 distances between a row's value in a version and its previous value, without 0.
         num_deltas: number of deltas with rows of the table.
-        unmoved: number of rows in deltas whose value did not change.
+        unmoved: number of compared rows in deltas whose value did not change.
     """
 
     def __init__(self, spec: TableSpec, sample_bytes: int, num_counted: int) -> None:

@@ -79,7 +79,7 @@ class Progressing:
 
 
 def cell(value: object, style: str = "") -> Text:
-    """Return escaped text for a table cell."""
+    """Return ``value`` as text with control characters escaped and without markup."""
     return Text(plain(value), style=style)
 
 

@@ -135,7 +135,7 @@ def store_options(options: Sequence[str]) -> dict[str, str] | None:
     """Parse the values of ``--option name=value``; return None if there are none.
 
     Raises:
-        InvalidArgumentError: for an option without ``=``. The error shows only the name: the value may be secret.
+        InvalidArgumentError: for an option without a name or without ``=``. The error omits the text: it may be secret.
     """
     pairs = [option.partition("=") for option in options]
     for name, equals, _ in pairs:

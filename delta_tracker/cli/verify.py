@@ -23,8 +23,8 @@ _MEMORY_BYTES = 32 << 20
 _HELP = """Check everything that a reader of the stream may read.
 
 Each entry of the log must follow the format, name its predecessor by hash, and not decrease the generation. Each part
-must have the size, the hash, the tensors and the ids of its record. The same holds for merged entries, which must
-replace entries of this log. Reads every byte, in bounded memory, and changes nothing. Skips entries that retention
+must have the size, the hash, the tensors and the ids that its entry records. The same holds for merged entries, which
+must replace entries of this log. Reads every byte, in bounded memory, and changes nothing. Skips entries that retention
 deletes during the check.
 
 Exit code 0 if nothing is damaged, 1 otherwise.
@@ -61,7 +61,7 @@ def command(stream: Stream, *, quick: bool) -> int:
     if check.findings:
         stream.out.line(f"{several(len(check.findings), 'finding')} in {done}", "bold red")
     else:
-        stream.out.line(f"{'sizes and links agree' if quick else 'all is well'}: {done}", "bold green")
+        stream.out.line(f"{'sizes and links agree' if quick else 'no damage found'}: {done}", "bold green")
     return 1 if check.findings else 0
 
 
@@ -115,7 +115,7 @@ class _Check:
         storage, log = self.stream.storage, self.stream.log
         head = self.stream.head()
         self._start = self._newest_snapshot(head)
-        # List parts before entries: a part is written before the entry that names it.
+        # Listed after the head was read, so that it contains the parts of all entries up to the head.
         self._sizes = {each.name: each.num_bytes for each in storage.objects("parts")}
         versions = [version for version in log.versions() if version <= head.version]
         versions = versions[contiguous(versions) :]
@@ -190,7 +190,7 @@ class _Check:
 
     def _merged_problems(self, manifest: Manifest, head: Manifest) -> Iterator[str]:
         if manifest.stream != head.stream:
-            yield f"it is of stream {manifest.stream}"
+            yield f"it belongs to stream {manifest.stream}"
         for link, role in ((manifest.parent, "it follows"), (manifest.merges, "it replaces")):
             if link is not None and self._links.get(link.version, link) != link:
                 yield f"{role} another version {link.version} than the log's"
@@ -202,12 +202,12 @@ class _Check:
 def _chain_problems(manifest: Manifest, before: Manifest | None, head: Manifest) -> Iterator[str]:
     """Yield the ways in which an entry does not follow its predecessor."""
     if manifest.stream != head.stream:
-        yield f"it is of stream {manifest.stream}, the head of {head.stream}"
+        yield f"it belongs to stream {manifest.stream}, and the head to {head.stream}"
     if before is None:
         return
     if manifest.parent != before.link:
-        yield f"its parent is {manifest.parent}, and its predecessor {before.link}"
+        yield f"its parent is {manifest.parent}, but its predecessor is {before.link}"
     if manifest.generation < before.generation:
-        yield f"its generation {manifest.generation} is below {before.generation}, that of the version before it"
+        yield f"its generation {manifest.generation} is below {before.generation}, the generation of its predecessor"
     if manifest.kind != "snapshot" and manifest.snapshot != before.snapshot:
-        yield f"it names {manifest.snapshot} as the newest snapshot, the version before it {before.snapshot}"
+        yield f"its newest snapshot is {manifest.snapshot}, but its predecessor's is {before.snapshot}"

@@ -32,7 +32,7 @@ class Watch:
         entries: kept versions and claims, ascending; at least one from before the window if there is one.
         tables: FQN to table, as of the newest version that has tables.
         changed: FQN to the newest delta with rows of that table.
-        starts: number of full reads, because the stream was replaced or had a gap.
+        starts: number of reads from the head down: the first, and one after each replacement or gap of the stream.
     """
 
     def __init__(self, log: StreamLog, window_seconds: float) -> None:
@@ -104,7 +104,7 @@ class Watch:
         return True
 
     def _is_elsewhere(self, head: Manifest) -> bool:
-        """Return True if the stream was replaced, or has a gap. Lists the log, so it checks only from time to time."""
+        """Return True if the stream was replaced or has a gap. Lists the log, so checks at most every 10 seconds."""
         if time.monotonic() < self._next_check:
             return False
         self._next_check = time.monotonic() + _CHECK_SECONDS

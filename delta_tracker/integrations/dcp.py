@@ -1,8 +1,8 @@
 """Load a tracker's state from a checkpoint of ``torch.distributed.checkpoint`` (DCP), at any world size.
 
 To save, pass the tracker itself: ``dcp.save({"model": model, "tracker": tracker}, checkpoint_id=path)``, or
-``dcp.async_save``. Sizes differ from one save to the next, and DCP requires the keys and sizes to load. Loading
-therefore reads them from the checkpoint first.
+``dcp.async_save``. DCP needs the keys and sizes of the tensors to load, which differ between saves.
+:class:`SavedTracker` therefore reads them from the checkpoint first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Wanted(dict[str, Tensor]):
     """Tensors to load, possibly none.
 
     If a rank has no shard of some table, DCP retries with the flattening of torch 2.3, which expects an entry in the
-    checkpoint for an empty dict. This dict therefore always seems to have a tensor.
+    checkpoint for an empty dict. ``values()`` of this dict is therefore never empty.
     """
 
     def values(self) -> Any:  # noqa: ANN401  dict's own view type cannot be constructed
@@ -93,7 +93,7 @@ class SavedTracker:
         for name, (_, shape) in layouts.items():
             stored = metadata.state_dict_metadata.get(f"{key}.{name}" if key else name)
             if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != shape:
-                raise MalformedStateError(name, f"the checkpoint has no tensor of shape {shape} there")
+                raise MalformedStateError(name, f"the checkpoint has no such tensor of shape {shape}")
         return _Wanted({name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in plan.needs().items()})
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ def test_verify_passes_what_is_whole(cli: Cli, writer: Writer) -> None:
     assert found["ok"]
     assert (found["entries"], found["merged"], found["findings"]) == (5, 2, [])
     assert found["bytes"] == sum(path.stat().st_size for path in path_of(writer, "parts").iterdir())
-    assert cli("verify", url_of(writer)).startswith("all is well: 5 entries, 2 merged entries, ")
+    assert cli("verify", url_of(writer)).startswith("no damage found: 5 entries, 2 merged entries, ")
 
 
 @pytest.mark.parametrize("reads_pieces", [False, True])
@@ -83,8 +83,8 @@ def test_verify_follows_the_chain(cli: Cli, writer: Writer) -> None:
     fields = json.loads(path.read_text())
     for change, problem in (
         ({"created": 1.0}, "its parent is"),  # as the next entry notices
-        ({"stream": "0" * 32}, "it is of stream"),
-        ({"snapshot": None}, "as the newest snapshot"),
+        ({"stream": "0" * 32}, "it belongs to stream"),
+        ({"snapshot": None}, "its newest snapshot is"),
         ({"generation": 0}, "its generation 0 is below 1"),
     ):
         path.write_text(json.dumps(fields | change))
