@@ -86,7 +86,7 @@ class Encoding(StrEnum):
             return num_columns + 8
         if self is Encoding.INT4:
             if num_columns % 2:
-                raise InvalidArgumentError("num_columns", num_columns, "INT4 needs an even number. Use INT8 instead")
+                raise InvalidArgumentError("num_columns", num_columns, "INT4 needs an even number. Use INT8")
             return num_columns // 2 + 4
         return num_columns
 

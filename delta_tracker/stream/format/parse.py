@@ -126,7 +126,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _dense(spec: _Dense) -> DenseSpec:
-    # torch has strides for empty tensors too
+    # torch computes strides of empty tensors too, so a dimension of 0 counts as 1
     if math.prod(max(1, size) for size in spec.shape) * 8 > MAX_COUNT:
         raise ValueError(f"the shape {spec.shape} is too large for a tensor")
     return DenseSpec(DENSE_DTYPES[spec.dtype], spec.shape)
@@ -168,7 +168,7 @@ def _check_blocks(manifest: Manifest) -> None:
     for fqn, table in manifest.tables.items():
         for blocks in (whole, listed):
             must_cover = blocks is whole and manifest.kind == "snapshot"
-            if len(blocks[fqn]) < 2 and not must_cover:  # noqa: PLR2004  one block overlaps with none
+            if len(blocks[fqn]) < 2 and not must_cover:  # noqa: PLR2004  a single block cannot overlap
                 continue
             cover = _cover(blocks[fqn], table)
             if (cover > 1).any():

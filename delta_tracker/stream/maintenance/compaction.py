@@ -218,7 +218,7 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
     """
     merged = {
         each.first: each for each in log.merged(after=base.version) if each.kind == "delta"
-    }  # the last is the longest
+    }  # sorted by end, so the longest one per first version is kept
     pieces: list[Manifest] = []
     held = base
     while True:

@@ -1,4 +1,4 @@
-"""Hints that a version was committed, so that predictors need not poll often. Predictors still poll.
+"""Hints that a version was committed, so that predictors can poll less often.
 
 A hint is a stream's id and a version. It may be lost, repeated, late, or forged: the receiver reads the store to find
 out which versions exist. Lost hints only increase the latency.
