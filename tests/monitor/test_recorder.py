@@ -107,7 +107,7 @@ def test_a_watched_owner_is_read_once_per_collection_while_it_lives() -> None:
 
 
 @pytest.mark.parametrize("name", ["", 3, "a\nb", "\ud800", "x" * 201])
-def test_what_is_no_name_is_refused(name: object) -> None:
+def test_an_invalid_name_is_refused(name: object) -> None:
     with pytest.raises(InvalidArgumentError, match="name"):
         Recorder("tracker", Owner(), name=name, monitor=Monitor())
 

@@ -16,7 +16,7 @@ REVERTS = [
     ),
     Revert(
         defect="an answer that says try again fences the publisher",
-        generator="tests/stream/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        generator="tests/stream/test_sleepers.py::test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies",
         edits={
             "delta_tracker/stream/storage/storage.py": [
                 (
@@ -34,7 +34,7 @@ REVERTS = [
     ),
     Revert(
         defect="a claim whose name is refused tries for ever",
-        generator="tests/stream/test_log.py::test_a_claim_whose_name_cannot_be_had_ends",
+        generator="tests/stream/test_log.py::test_a_claim_whose_name_is_unavailable_fails",
         edits={
             "delta_tracker/stream/log.py": [
                 ("            if refused == _REFUSALS:\n", "            if refused < 0:\n"),
@@ -47,7 +47,7 @@ REVERTS = [
     ),
     Revert(
         defect="retention frees the names that a fenced publisher tries",
-        generator="tests/stream/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        generator="tests/stream/test_sleepers.py::test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies",
         edits={
             "delta_tracker/stream/maintenance/retention.py": [
                 ("    guards = held.guards()\n", "    guards: set[int] = set()\n"),
@@ -56,7 +56,7 @@ REVERTS = [
     ),
     Revert(
         defect="retention frees the name of the entry before a claim",
-        generator="tests/stream/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        generator="tests/stream/test_sleepers.py::test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies",
         edits={
             "delta_tracker/stream/maintenance/retention.py": [
                 ("                found.add(version - 1)\n", "                pass\n"),
@@ -65,7 +65,7 @@ REVERTS = [
     ),
     Revert(
         defect="a reader takes a claim that was created late",
-        generator="tests/stream/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        generator="tests/stream/test_sleepers.py::test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies",
         edits={
             "delta_tracker/stream/cursor.py": [
                 (
@@ -77,7 +77,7 @@ REVERTS = [
     ),
     Revert(
         defect="a late claim counts as part of the log because its parent is still there",
-        generator="tests/stream/test_sleepers.py::test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts",
+        generator="tests/stream/test_sleepers.py::test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies",
         edits={
             "delta_tracker/stream/log.py": [
                 (

@@ -1,4 +1,4 @@
-"""How far a stored value can be from the value that a reader gets."""
+"""Bounds on the difference between a stored value and the value read back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EPSILON = 1e-8  # FBGEMM's guard against a range of 0 in INT8
 
 
 def bound(values: Tensor, encoding: Encoding) -> Tensor:
-    """Return how far a value read back, in the dtype of ``values``, can be from the value that was stored.
+    """Return the largest difference between a stored value and the value read back in the dtype of ``values``.
 
     With ``largest`` the row's largest magnitude and ``range`` its maximum less its minimum:
 
@@ -26,7 +26,7 @@ def bound(values: Tensor, encoding: Encoding) -> Tensor:
 
     Args:
         values: ``[N, C]`` float32, float16 or bfloat16.
-        encoding: how they are stored.
+        encoding: encoding in which they are stored.
 
     Returns:
         ``[N, 1]`` float32; infinite where the row may not be read as numbers.

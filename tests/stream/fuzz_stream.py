@@ -1,8 +1,8 @@
 """Mutated manifests and parts: ``python -m tests.stream.fuzz_stream --mutations 100000 --seed 0``.
 
-Each mutation of the frozen stream must be refused with a typed error, or give what a second reader gets of the same
-bytes: never another exception, a changed table after an error, a hang, or memory that the file's size does not
-explain. Number ``n`` of a seed is the same whatever the others are: ``--only n`` repeats it.
+Each mutation of the frozen stream must be refused with a typed error, or give the same result as a second reader of the
+same bytes. Other exceptions, a changed table after an error, a hang, and memory out of proportion to the file's size
+are failures. Mutation ``n`` of a seed does not depend on the others: ``--only n`` repeats it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from tests.stream.mutations import Draw, mutate_entry, mutate_part
 from tests.stream.streams import chunks_of
 
 _STREAM = Path(__file__).parent / "golden" / "format-1" / "stream"
-_SECONDS = 10  # for one mutation, which takes a millisecond
-# What a reader may take of a file of so many bytes: parsed JSON is some 20 times its text, ids 8 bytes for one packed.
+_SECONDS = 10  # per mutation, which takes a millisecond
+# Memory that a reader may use per byte of a file: parsed JSON takes some 20 times its text, ids 8 bytes per packed one.
 TIMES_FILE, AND_BYTES = 40, 1 << 20
-_ADDRESS_SPACE = 512 << 20  # beyond what the imported libraries have mapped
+_ADDRESS_SPACE = 512 << 20  # in addition to what the imported libraries have mapped
 _PIECE_BYTES = 64
 
 
@@ -58,7 +58,7 @@ class _Hang(BaseException):
 
 
 class Fuzzer:
-    """The frozen stream, and what its mutations must lead to."""
+    """The frozen stream, its mutations, and checks of their results."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -75,16 +75,16 @@ class Fuzzer:
         shutil.copytree(_STREAM, self._root, dirs_exist_ok=True)
         self.outcomes: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self.largest = 0.0  # the most memory that was taken, as a multiple of the file
+        self.largest = 0.0  # peak memory as a multiple of the file's size
 
     def close(self) -> None:
         shutil.rmtree(self._root)
 
     def run(self, number: int) -> None:
-        """One mutation.
+        """Run one mutation.
 
         Raises:
-            AssertionError: if a result is neither an error nor right.
+            AssertionError: if a result is neither a typed error nor correct.
         """
         draw = Draw(random.Random(f"{self._seed}/{number}"))
         name = draw.choice(list(self._manifests))
@@ -132,7 +132,7 @@ class Fuzzer:
         self.outcomes["part " + ("right" if is_right else "refused")] += 1
 
     def _read(self, manifest: Manifest, part: Part, data: bytes | None) -> bool:
-        """Whether a part is read, in memory and in pieces, and rightly; or is refused by both."""
+        """Read a part in memory and in pieces; return True if both are correct, False if both refuse it."""
         found = []
         for memory_bytes in (1 << 30, 0):
             with self._bounded(len(data or b"")):
@@ -153,7 +153,7 @@ class Fuzzer:
         self.reasons[re.sub(r"[^a-z ]+", "*", error.reason)[:60]] += 1
 
     def _sync(self, draw: Draw, name: str, data: bytes, manifest: Manifest | None) -> None:
-        """A predictor that stands before this entry, or that has nothing yet, meets it."""
+        """Sync a predictor at the version before this entry, or a new one, to the mutated entry."""
         version = self._manifests[name].version
         if name != entry_name(version):
             return
@@ -165,7 +165,7 @@ class Fuzzer:
         tables = {USER: torch.full((12, 4), -1.0), ITEM: torch.full((600, 2), -1.0, dtype=torch.float16)}
         predictor = Predictor(tables, storage, dense=False)
         if version > 1 and draw.chance(0.8):
-            # The parts before it are not the mutated one: each version has its own.
+            # Earlier parts are not mutated: each version has its own.
             predictor.sync()
         held = {fqn: table.clone() for fqn, table in tables.items()}
         at, start = predictor.version, predictor.manifest
@@ -174,7 +174,7 @@ class Fuzzer:
             try:
                 predictor.sync()
             except StreamError:
-                if predictor.version == at:  # otherwise the snapshot before it was applied first, as it should be
+                if predictor.version == at:  # otherwise the snapshot before it was correctly applied first
                     assert predictor.manifest is start
                     assert all(torch.equal(tables[fqn], held[fqn]) for fqn in tables), "half applied"
                 self.outcomes["sync refused"] += 1
@@ -202,7 +202,7 @@ class Fuzzer:
 
 
 def _check(reader: PartReader, data: bytes) -> None:
-    """Every block and tensor is what the second reader finds in the same bytes."""
+    """Check that every block and tensor equals what the second reader finds in the same bytes."""
     tensors = page.tensors_of(data)
     for index, block in enumerate(reader.part.blocks):
         chunks = list(chunks_of(reader.rows[index], 5))
@@ -220,7 +220,7 @@ def _check(reader: PartReader, data: bytes) -> None:
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """As numpy, bfloat16 by its bits in float32, as the second reader has it."""
+    """Convert to numpy; bfloat16 by its bits in float32, as in the second reader."""
     if tensor.dtype == torch.bfloat16:
         bits = tensor.contiguous().view(torch.int16).numpy().astype(np.uint16).astype(np.uint32)
         return (bits << 16).view(np.float32)
@@ -228,7 +228,7 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def run(mutations: int, seed: int, only: int | None = None, report: Callable[[str], None] = print) -> int:
-    """Run the mutations; the number of those that failed."""
+    """Run the mutations; return the number that failed."""
     fuzzer = Fuzzer(seed)
     failures = 0
 
@@ -259,7 +259,7 @@ def run(mutations: int, seed: int, only: int | None = None, report: Callable[[st
 
 
 def cap_memory() -> None:
-    """Nothing may map more than a little beyond what is mapped now."""
+    """Limit the address space to slightly more than what is now mapped."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + _ADDRESS_SPACE, resource.RLIM_INFINITY))
 
@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", type=int, help="repeat this one")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    Storage("memory://").create("warm", zlib.compress(b"up"))  # its threads are there before the cap is
+    Storage("memory://").create("warm", zlib.compress(b"up"))  # starts its threads before the cap
     cap_memory()
     return 1 if run(args.mutations, args.seed, args.only) else 0
 

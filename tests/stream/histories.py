@@ -1,4 +1,4 @@
-"""Random streams, what each version of them leaves a reader with, and readers that must end up there."""
+"""Random streams, the state of a reader after each of their versions, and readers that must reach those states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TABLES = {
     "b": TableSpec("b", 7, 8, torch.bfloat16),
     "c": TableSpec("c", 5, 2, torch.float32),
 }
-# The models in tests/predictor/serving.py do not have this one; what is chosen for the others does not depend on it.
+# The models in tests/predictor/serving.py lack this table; the random choices for the others do not depend on it.
 _UNKNOWN = TableSpec("unknown", 3, 2, torch.float32)
 _SPECS = _TABLES | {"unknown": _UNKNOWN}
 _COLUMNS = {
@@ -44,7 +44,7 @@ _DENSE = {"w": torch.float32, "x": torch.int64}
 
 
 class Clock:
-    """The time of publishers, of retention and of the store; it moves when it is told to."""
+    """Clock of publishers, retention and the store; tests advance it."""
 
     def __init__(self) -> None:
         self.seconds = 1e6
@@ -59,14 +59,14 @@ class Clock:
 
 
 class Killed(BaseException):
-    """The process of a publisher is gone: no handler of it runs."""
+    """Simulates a killed publisher process, whose exception handlers do not run."""
 
 
 class ClockedStorage(Storage):
     """A store in memory that dates its objects by a clock.
 
-    ``dies`` kills the publisher that creates the next object, right after that. ``refusals`` is how often the store
-    answers "try again" to who wants to create one.
+    ``dies`` kills the publisher right after it creates the next object. ``refusals`` is how often the store answers
+    "try again" when an object is created.
     """
 
     dies = False
@@ -103,7 +103,7 @@ class ClockedStorage(Storage):
 
 
 def apply(state: State, storage: Storage, manifest: Manifest) -> State:
-    """What a reader holds after a version: the slow reference."""
+    """Return a reader's state after a version: the slow reference."""
     if manifest.kind == "claim":
         return state
     after = {name: tensor for name, tensor in state.items() if name in manifest.tables or name.startswith("dense ")}
@@ -129,7 +129,7 @@ def assert_equal(found: State, expected: State) -> None:
 
 
 class History:
-    """Publishers one after another; ``states`` is what each version leaves a reader with, by version."""
+    """Successive publishers of a stream; ``states`` maps each version to the state of a reader after it."""
 
     def __init__(self, storage: Storage, seed: int) -> None:
         self.storage, self.log = storage, StreamLog(storage)
@@ -138,12 +138,12 @@ class History:
         self.states: dict[int, State] = {}
         self.state: State = {}
         self.fqns = ["a", "b"]
-        self.unreadable: set[str] = set()  # names that readers cannot read, for ever
+        self.unreadable: set[str] = set()  # names that readers can never read
         self.claim()
         self.snapshot()
 
     def fork(self) -> History:
-        """The same publisher in another process, which does not know what happens from here on."""
+        """Return the same publisher in another process, which sees none of the later changes."""
         sleeper = copy.copy(self)
         sleeper.held, sleeper.states, sleeper.state = copy.copy(self.held), dict(self.states), dict(self.state)
         return sleeper
@@ -153,9 +153,9 @@ class History:
         return self.held.head.version
 
     def claim(self) -> None:
-        """A new publisher, with another sharding and other encodings, now and then another table."""
+        """Claim with a new publisher, with another sharding and other encodings, and sometimes another table."""
         head = self.log.head()
-        # Readers may be there before the claim has returned.
+        # Readers may reach the claim before it returns.
         self.states[0 if head is None else head.version + 1] = self.state
         self.held = self.log.claim()
         choose = self.random.choice
@@ -226,14 +226,14 @@ class History:
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in dense.items()},
             parts=tuple(parts),
         )
-        # Readers may be there before the commit has returned.
+        # Readers may reach the version before the commit returns.
         state = apply(self.state, self.storage, replace(draft, version=head.version + 1))
         self.state = self.states[head.version + 1] = state
         assert self.held.commit(draft).version in self.states
 
 
 class Reader:
-    """Follows a stream and holds what it read; whatever it holds at a version must be what the history says."""
+    """Reader of a stream, whose state at each version must equal the history's."""
 
     def __init__(self, history: History, seed: int = 0) -> None:
         self.history, self.log = history, StreamLog(history.storage)
@@ -247,12 +247,12 @@ class Reader:
             limit -= 1
 
     def step(self) -> bool:
-        """Take one version, or begin anew; False at the head."""
+        """Apply one version or restart from a snapshot; return False at the head."""
         manifest = self._next()
         if manifest is None:
             if self.held is None or self.log.versions()[-1] == self.held.version:
                 return False
-            if self._following(self.held.version) is None:  # not just committed: gone
+            if self._following(self.held.version) is None:  # removed, not just committed
                 self._resync()
             return True
         try:
@@ -263,7 +263,7 @@ class Reader:
                 if manifest.merges is None
                 else self.log.read_merged(Merged.of(manifest))
             )
-            # Another compaction may have made a merged entry of the same name, with parts of its own.
+            # Another compaction may have made a merged entry of the same name with other parts.
             is_kept = manifest.merges is None and self.log.precedes_claim(manifest)  # without its parts
             assert is_kept or there is None or there.xxh3 != manifest.xxh3, "a part went before its entry"
             self._resync()

@@ -1,8 +1,8 @@
-"""Every way in which publishers sleep or die around claims, commits and retention, on the real log: a model check.
+"""Model check of the real log: publishers sleep or die at every point around claims, commits and retention.
 
 A publisher's program runs until one of its operations on the store. There it may sleep while others claim, publish and
-remove old versions; there it may die. :func:`explore` runs a program once for each combination of these choices. The
-store records the truth: an entry is part of the log if its name was new when it was created, and late if retention had
+remove old versions, or it may die. :func:`explore` runs a program once for each combination of these choices. The store
+records the truth: an entry is part of the log if its name was new when it was created, and late if retention had
 freed the name. ``python -m tests.stream.interleavings 2`` lets each run sleep twice, which takes minutes.
 """
 
@@ -28,15 +28,15 @@ from delta_tracker.stream.storage.storage import Storage, StoredObject
 
 
 class Killed(BaseException):
-    """The process is gone: no handler of it runs."""
+    """Simulates a killed process, whose exception handlers do not run."""
 
 
 class Choices:
-    """The choices of one run: the first ones are given, all later ones are 0."""
+    """The choices of one run: a given prefix, then zeros."""
 
     def __init__(self, given: list[int]) -> None:
         self._given = given
-        self.taken: list[tuple[int, int]] = []  # the choice, and how many there were
+        self.taken: list[tuple[int, int]] = []  # the choice and the number of options
 
     def __call__(self, count: int) -> int:
         number = len(self.taken)
@@ -45,7 +45,7 @@ class Choices:
         return choice
 
     def following(self) -> list[int] | None:
-        """The choices of the next run in depth-first order, None after the last one."""
+        """Return the choices of the next run in depth-first order, None after the last one."""
         taken = list(self.taken)
         while taken:
             choice, count = taken.pop()
@@ -55,7 +55,7 @@ class Choices:
 
 
 class TrueStorage(Storage):
-    """Objects in a dictionary. Calls ``before_each`` before each operation, and knows which entries are committed."""
+    """Objects in a dictionary; calls ``before_each`` before each operation and records which entries are committed."""
 
     def __init__(self) -> None:
         super().__init__("memory://")
@@ -102,17 +102,17 @@ def _draft(kind: str) -> Manifest:
 
 
 class World:
-    """A stream, the publisher that owns it, and those that sleep."""
+    """A stream, the publisher that owns it, and sleeping publishers."""
 
-    # What happens while a publisher sleeps: c a claim, s a snapshot, d a delta, r retention, b another publisher begins
-    # to claim, and may sleep and die as well.
+    # Events while a publisher sleeps: c a claim, s a snapshot, d a delta, r retention, b another publisher begins to
+    # claim and may sleep or die as well.
     HISTORIES = ("csddr", "sddr", "dccsdr", "cdr", "dsdrcsdr", "bsddr", "cbsdr")
 
     def __init__(self, choose: Choices, *, max_sleeps: int, is_old: bool) -> None:
         self.choose = choose
         self.max_sleeps = max_sleeps
         self.histories = self.HISTORIES
-        self.is_old = is_old  # retention as it was: it removes claims too
+        self.is_old = is_old  # the former retention, which removes claims too
         self.storage = TrueStorage()
         self.log = StreamLog(self.storage)
         self.owner = self.log.claim()
@@ -122,7 +122,7 @@ class World:
         self.is_disturbed = False
 
     def run(self, program: Callable[[], object]) -> bool:
-        """Run a publisher's program with all that may happen around its operations; False if it was killed."""
+        """Run a publisher's program with events around its operations; return False if it was killed."""
         outer = self.storage.before_each
         self.storage.before_each, self.storage.refuses = self._operation, self._refuses
         try:
@@ -175,15 +175,15 @@ class World:
             retain(self.log, Retention(versions=1, grace_seconds=0.0))
 
     def claim(self) -> None:
-        """A publisher claims; what it then holds is part of the log."""
+        """Claim as a publisher; the head that it then holds must be part of the log."""
         if self.sleeps == 0 and self.choose(2):
-            self.step("c")  # it finds a claim as the head, which retention will keep
+            self.step("c")  # the head is a claim, which retention keeps
         claims: list[Claim] = []
         self.run(lambda: claims.append(self.log.claim()))
         self.assert_true([each.head for each in claims])
 
     def commit(self) -> None:
-        """A publisher that may have been fenced long ago commits a delta; it may not know its newest entry."""
+        """Commit a delta as a publisher that may be fenced and may not know its newest entry."""
         publisher = self.log.claim()
         publisher.commit(_draft("snapshot"))
         if self.choose(2):
@@ -200,7 +200,7 @@ class World:
             except FencedError:
                 assert self.sleeps, "it is fenced, and there is no other publisher"
 
-        self.histories = tuple(each for each in self.HISTORIES if each[0] == "c")  # it is the owner itself
+        self.histories = tuple(each for each in self.HISTORIES if each[0] == "c")  # it owns the stream
         is_alive = self.run(program)
         self.assert_true(committed)
         if is_alive:
@@ -215,7 +215,7 @@ class World:
             assert self.storage.data[entry_name(version)] == self.storage.truth[version], f"{version} is late"
 
     def check_readers(self) -> None:
-        """Readers that hold the version before a late entry are not served it, nor those that return to its version."""
+        """Check that no late entry is served to readers at the version before it or returning to its version."""
         if self.is_old:
             return
         before, self.storage.before_each = self.storage.before_each, lambda: None
@@ -230,7 +230,7 @@ class World:
         self.storage.before_each = before
 
     def finish(self) -> None:
-        """The next publisher has the stream, whatever was left; retention keeps what readers and sleepers need."""
+        """Check that the next publisher can claim, and that retention keeps what readers and sleepers need."""
         self.storage.before_each = lambda: None
         for step in "csdrdr":
             self.step(step)
@@ -248,14 +248,16 @@ def _listed(found: Manifest | list[Manifest] | None) -> list[Manifest]:
 
 
 def explore(program: str, *, max_sleeps: int = 1, is_old: bool = False) -> int:
-    """Run a program of :class:`World` with all choices, and return how many runs it took."""
+    """Run a program of :class:`World` with all choices; return the number of runs."""
     given: list[int] | None = []
     count = 0
     while given is not None:
         choices = Choices(given)
         world = World(choices, max_sleeps=max_sleeps, is_old=is_old)
         try:
-            with mock.patch.object(log, "parse_manifest", functools.cache(parse_manifest)):  # most of the time
+            with mock.patch.object(
+                log, "parse_manifest", functools.cache(parse_manifest)
+            ):  # parsing takes most of the time
                 getattr(world, program)()
                 world.finish()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Mutations of JSON and of parts, each drawn from a generator of its own."""
+"""Mutations of JSON and of parts, each drawn from a separate generator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 _T = TypeVar("_T")
-_RAW = "\x01raw:"  # a string that is written as it is, without quotes
+_RAW = "\x01raw:"  # a string that is written without quotes
 _HUGE = "9" * 5000  # more digits than Python reads
 _VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 255, 2**31, 2**32, 2**53, 2**61, 2**62, 2**63 - 1, 2**63, 2**64, 10**400,
@@ -32,7 +32,7 @@ _QUOTED_RAW = re.compile(rf'"{re.escape(json.dumps(_RAW)[1:-1])}(?:[^"\\\\]|\\\\
 
 
 class Draw:
-    """Chances and choices."""
+    """Random decisions and choices."""
 
     def __init__(self, generator: random.Random) -> None:
         self._generator = generator
@@ -47,7 +47,7 @@ class Draw:
 
 
 def mutate_entry(draw: Draw, data: bytes) -> bytes:
-    """Some mutations of a JSON text: of its values, of its bytes, or of both."""
+    """Mutate a JSON text: its values, its bytes, or both."""
     data = mutate_json(draw, data) if draw.chance(0.75) else mutate_bytes(draw, data)
     return mutate_bytes(draw, data) if draw.chance(0.05) else data
 
@@ -89,7 +89,7 @@ def mutate_bytes(draw: Draw, data: bytes) -> bytes:
 
 
 def mutate_part(draw: Draw, data: bytes) -> bytes:
-    """A part of which the header, the ids, the gaps, or any bytes are others."""
+    """Mutate a part: its header, ids, gaps, or any bytes."""
     kind = draw.below(5)
     if kind == 0:
         return mutate_bytes(draw, data)
@@ -107,7 +107,7 @@ def mutate_part(draw: Draw, data: bytes) -> bytes:
 
 
 def _mutate_tensor(draw: Draw, tensors: dict[str, list[Any]]) -> None:
-    """Another length, other ids, other gaps; the file around it stays well-formed."""
+    """Change a tensor's length, ids or gaps; the file stays well-formed."""
     told = [name for name in tensors if name.rpartition(".")[2] in ("ids", "gaps", "escapes")]
     if not tensors:
         return
@@ -196,7 +196,7 @@ def _with_header(data: bytes, edit: Callable[[bytes], bytes], *, is_padded: bool
 
 
 def _mutate_tree(draw: Draw, tree: Any) -> Any:
-    """Change one value, somewhere; often a deep one."""
+    """Change one value, often a deep one."""
     if isinstance(tree, dict | list) and tree and draw.chance(0.93):
         keys: list[Any] = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
         key = draw.choice(keys)

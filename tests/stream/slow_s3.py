@@ -1,4 +1,4 @@
-"""A read-only S3 server on loopback whose bodies are slow, cut off or silent when a test wants it."""
+"""A read-only S3 server on loopback whose bodies tests can delay, cut off or stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SEND_BYTES = 16 << 10
 _MODIFIED = "2026-01-01T00:00:00.000Z"
 
 Fault = tuple[Literal["cut", "silent"], int]
-"""What happens to a body, and after how many bytes: the connection is closed, or nothing more is sent."""
+"""Fault of a body and the number of bytes before it: the connection is closed, or nothing more is sent."""
 
 
 @dataclass
@@ -32,16 +32,16 @@ class SlowS3:
     """The objects of ``source``, served over HTTP.
 
     Args:
-        source: where they lie.
-        faults: gives the fault of each GET of a part, by its name, None for none.
-        bytes_per_second: how fast each body is sent, None for as fast as it can.
+        source: the storage that has them.
+        faults: returns the fault of each GET of a part by its name, or None.
+        bytes_per_second: speed of each body, None for no limit.
         is_hanging: accept requests and answer none.
-        max_retries: how often the client repeats a request by itself, None for its default.
+        max_retries: number of retries by the client, None for its default.
 
     Attributes:
         sent: bytes of bodies sent, by name.
         num_faults: bodies that were cut or went silent, by name.
-        num_broken: those of them of which something was sent.
+        num_broken: those of them after at least one byte was sent.
         asked: ``METHOD name`` of each request.
     """
 
@@ -58,7 +58,7 @@ class SlowS3:
     closed: threading.Event = field(default_factory=threading.Event)
 
     def storage(self, **options: str) -> Storage:
-        """A view through the server."""
+        """Return a storage that reads through the server."""
         settings = {
             "endpoint": f"http://{_HOST}:{self.port}",
             "region": "us-east-1",
@@ -72,7 +72,7 @@ class SlowS3:
         return storage
 
     def limit(self, name: str, length: int) -> tuple[int, str]:
-        """How many bytes of a body are sent, and what follows."""
+        """Return how many bytes of a body are sent, and what follows."""
         fault = self.faults(name) if name.startswith("parts/") else None
         return (length, "end") if fault is None or fault[1] >= length else (fault[1], fault[0])
 
@@ -82,7 +82,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     state: SlowS3
 
     def setup(self) -> None:
-        # So that bytes count as sent when they arrive, not long before.
+        # A small buffer, so that bytes count as sent about when they arrive.
         self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         super().setup()
 
@@ -172,7 +172,7 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """A client that hangs up is what the tests are about."""
+        """Ignore clients that disconnect, which the tests do on purpose."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Real streams without a trainer: versions written by the library's own log and codec."""
+"""Real streams without a trainer, written with the library's log and codec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FQN = "ec.embeddings.t"
 
 
 def chunks_of(rows: BlockRows, num_rows: int) -> Iterator[tuple[list[int], Tensor]]:
-    """The global ids and the stored rows of a block, at most ``num_rows`` at a time."""
+    """Yield the global ids and the stored rows of a block, in chunks of at most ``num_rows``."""
     ids = list(range(*rows.block.rows)) if rows.ids is None else rows.ids.tolist()
     for begin, stored in zip(range(0, len(ids), num_rows), rows.chunks(num_rows), strict=True):
         assert 1 <= len(stored) <= num_rows
@@ -27,7 +27,7 @@ def chunks_of(rows: BlockRows, num_rows: int) -> Iterator[tuple[list[int], Tenso
 
 
 class Writer:
-    """A trainer's table and its publisher in one; ``table`` is what predictors must end up with."""
+    """A trainer's table and its publisher; predictors must end up equal to ``table``."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Writer:
         return self.write("delta", [self.rows(ids)])
 
     def rows(self, ids: list[int] | None) -> BlockRows:
-        """Rows of the table as they are now; None for all of them."""
+        """Return the current rows of the table; None for all of them."""
         held = self.table.clone() if ids is None else self.table[ids]
         form: IdForm = "all" if ids is None else "gaps" if self.encoding.is_quantized else "list"
         block = Block(FQN, (0, self.spec.num_rows), (0, self.spec.dim), len(held), form, self.encoding)
@@ -79,5 +79,5 @@ class Writer:
         return self.claim.commit(draft)
 
     def model(self) -> dict[str, Tensor]:
-        """An empty predictor's model for this stream."""
+        """Return a predictor's empty model for this stream."""
         return {FQN: torch.full_like(self.table, -1)}

@@ -1,4 +1,4 @@
-"""Compaction: merged versions leave every reader where the versions themselves would."""
+"""Compaction: readers of merged versions end up equal to readers of the versions themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STEPS = ["delta"] * 6 + [
 
 
 def step(name: str, history: History, readers: list[Reader], chance: random.Random) -> None:
-    """One step of a schedule."""
+    """Run one step of a schedule."""
     clock = getattr(history.storage, "clock", None)
     if name in ("delta", "claim", "snapshot"):
         getattr(history, name)()
@@ -60,7 +60,7 @@ def step(name: str, history: History, readers: list[Reader], chance: random.Rand
 
 @given(steps=st.lists(st.sampled_from(_STEPS), min_size=5, max_size=40), seed=st.integers(0, 1 << 30))
 @settings(max_examples=60, deadline=None)
-def test_every_reader_ends_where_the_versions_end(steps: list[str], seed: int) -> None:
+def test_every_reader_equals_a_reader_of_the_versions(steps: list[str], seed: int) -> None:
     clock = Clock()
     chance = random.Random(seed)
     with clock.of_the_log():
@@ -85,7 +85,7 @@ def catch_up(history: History) -> Reader:
     return reader
 
 
-def test_a_delta_takes_up_the_merged_one_before_it_and_says_what_its_last_version_says() -> None:
+def test_a_merged_delta_extends_the_previous_one_and_copies_its_last_version() -> None:
     history = History(Storage("memory://"), 1)
     for _ in range(3):
         history.delta()
@@ -105,7 +105,7 @@ def test_a_delta_takes_up_the_merged_one_before_it_and_says_what_its_last_versio
     assert catch_up(history).held.version == 6
 
 
-def test_claims_in_between_say_nothing_and_tables_that_change_end_a_run() -> None:
+def test_claims_are_skipped_and_changed_tables_end_a_run() -> None:
     history = History(Storage("memory://"), 1)
     while len(history.log.merged()) < 2:
         history.claim()
@@ -125,7 +125,7 @@ def test_a_snapshot_follows_once_the_deltas_are_large_enough() -> None:
     storage = Storage("memory://")
     writer = Writer(storage, num_rows=100)
     snapshot = writer.snapshot()
-    for _ in range(12):  # the same rows again and again stay a small delta
+    for _ in range(12):  # repeated changes of the same rows stay a small delta
         writer.delta(list(range(20)))
     first = compact(storage, fold=0.5)
     assert (first.kind, first.num_rows) == ("delta", 20)
@@ -139,7 +139,7 @@ def test_a_snapshot_follows_once_the_deltas_are_large_enough() -> None:
     assert compact(storage) is None
 
 
-def test_a_merged_delta_that_was_large_enough_all_along_is_folded() -> None:
+def test_a_merged_delta_of_sufficient_size_is_folded() -> None:
     storage = Storage("memory://")
     writer = Writer(storage, num_rows=100)
     writer.snapshot()
@@ -149,7 +149,7 @@ def test_a_merged_delta_that_was_large_enough_all_along_is_folded() -> None:
     assert compact(storage, fold=0.5).kind == "snapshot"
 
 
-def test_what_does_not_fit_is_left_to_a_later_call() -> None:
+def test_versions_that_do_not_fit_are_left_to_a_later_call() -> None:
     storage = Storage("memory://")
     writer = Writer(storage, num_rows=100)
     writer.snapshot()
@@ -212,7 +212,7 @@ def test_stored_bytes_stay_where_nothing_of_another_shape_overlaps_them() -> Non
 
 @pytest.mark.parametrize("encoding", [Encoding.INT8, Encoding.F32])
 @pytest.mark.parametrize("columns", [(0, 2), (2, 4), (0, 4)])
-def test_rows_that_do_not_fit_the_snapshots_blocks_stand_beside_them(encoding, columns: tuple[int, int]) -> None:
+def test_rows_that_do_not_fit_the_snapshots_blocks_are_in_separate_blocks(encoding, columns: tuple[int, int]) -> None:
     storage = Storage("memory://")
     writer = Writer(storage, encoding=encoding)
     writer.table = torch.randn(20, 4)
@@ -223,7 +223,7 @@ def test_rows_that_do_not_fit_the_snapshots_blocks_stand_beside_them(encoding, c
     expected: dict = {}
     for version in range(1, 4):
         expected = apply(expected, storage, StreamLog(storage).read(version))
-    for fold in (1e-9, 1e-9):  # a snapshot of a snapshot, with rows beside its blocks
+    for fold in (1e-9, 1e-9):  # a snapshot of a snapshot, with rows outside its blocks
         merged = compact(storage, fold=fold)
         found = apply({}, storage, merged)
         assert_equal(found, expected)
@@ -234,7 +234,7 @@ def test_rows_that_do_not_fit_the_snapshots_blocks_stand_beside_them(encoding, c
             expected = apply(expected, storage, writer.write("delta", [_encoded(writer, [row], columns, encoding)]))
 
 
-def test_of_two_that_race_one_entry_wins_and_the_other_takes_its_parts_back() -> None:
+def test_of_two_racing_compactions_one_wins_and_the_other_deletes_its_parts() -> None:
     class Raced(Storage):
         rival = None
 
@@ -273,7 +273,7 @@ def test_an_interrupt_leaves_orphans_only() -> None:
     catch_up(history)
 
 
-def test_a_damaged_part_is_told_and_one_that_retention_took_is_not() -> None:
+def test_a_damaged_part_is_reported_and_one_removed_by_retention_is_not() -> None:
     storage = Storage("memory://")
     history = History(storage, 2)
     history.delta(3)
@@ -294,7 +294,7 @@ def test_a_damaged_part_is_told_and_one_that_retention_took_is_not() -> None:
     assert compact(Retained(storage)) is None
 
 
-def test_entries_that_do_not_hang_together_are_refused() -> None:
+def test_inconsistent_entries_are_refused() -> None:
     storage = Storage("memory://")
     history = History(storage, 2)
     history.delta(3)

@@ -1,4 +1,4 @@
-"""Rows and ids in fewer bytes, against FBGEMM's own operators, a scalar reference, and mutated bytes."""
+"""Encodings of rows and ids, against FBGEMM's operators, a scalar reference, and mutated bytes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_int4_reads_as_nan_beyond_float16(lowest, highest, is_nan):
 
 
 def _scalar_int4(row):
-    """One row by FBGEMM's formulas, a value at a time, in numpy scalars."""
+    """Encode one row by FBGEMM's formulas in numpy scalars."""
     bias = np.float16(row.min())
     spread = np.float32(row.max() - np.float32(bias))
     scale = np.float16(spread / np.float32(15))
@@ -182,13 +182,13 @@ def test_values_read_back_lie_within_the_bound(encoding, kind, dtype):
 
 @pytest.mark.parametrize("encoding", [Encoding.F16, Encoding.BF16, Encoding.INT8, Encoding.INT4])
 @pytest.mark.parametrize("kind", ["normal", "trained"])
-def test_the_bound_is_no_looser_than_it_has_to_be(encoding, kind):
+def test_the_bound_is_tight(encoding, kind):
     values = _rows(kind, 2000, 64)
     error = (decode_rows(encode_rows(values, encoding), encoding, 64, torch.float32) - values).abs()
     assert (error / bound(values, encoding)).max() > 0.8
 
 
-def test_float16_makes_infinities_of_what_it_cannot_hold():
+def test_float16_overflows_to_infinity():
     values = torch.tensor([[65504.0, 65521.0, -1e9]])
     assert decode_rows(encode_rows(values, Encoding.F16), Encoding.F16, 3, torch.float32).tolist() == [
         [65504.0, torch.inf, -torch.inf]
@@ -196,7 +196,7 @@ def test_float16_makes_infinities_of_what_it_cannot_hold():
     assert bound(values, Encoding.F16).tolist() == [[torch.inf]]
 
 
-def test_what_cannot_be_stored_is_refused():
+def test_values_that_cannot_be_stored_are_refused():
     with pytest.raises(InvalidArgumentError, match="INT4 needs an even number"):
         encode_rows(torch.zeros(2, 3), Encoding.INT4)
     with pytest.raises(InvalidArgumentError, match="Pass 1 or more"):
@@ -238,7 +238,7 @@ _IDS = st.one_of(
 @example([0, 256])
 @example([_MAX_ID])
 @example([0, _MAX_ID])
-def test_ids_come_back(ids):
+def test_ids_survive_a_round_trip(ids):
     packed, escapes = pack_ids(torch.tensor(ids, dtype=torch.int64))
     assert packed.dtype == torch.uint8
     assert escapes.dtype == torch.int64
@@ -283,12 +283,12 @@ def _deflated(gaps):
         ([255, 255, 255], [_MAX_ID, _MAX_ID, 300], 3, "overflow int64"),
     ],
 )
-def test_what_packing_does_not_write_is_refused(gaps, escapes, num_ids, message):
+def test_bytes_that_packing_never_writes_are_refused(gaps, escapes, num_ids, message):
     with pytest.raises(ValueError, match=message):
         unpack_ids(_deflated(gaps), torch.tensor(escapes, dtype=torch.int64), num_ids)
 
 
-def test_a_stream_must_end_where_its_bytes_end():
+def test_packed_ids_of_a_wrong_length_are_refused():
     packed, escapes = pack_ids(torch.arange(0, 3000, 3))
     more = torch.cat([packed, torch.zeros(1, dtype=torch.uint8)])
     for each in (packed[:-1], packed[:-4], packed[:0], more):

@@ -34,7 +34,7 @@ def _expected(version: int) -> dict[str, Tensor]:
 
 
 def _apply(log: StreamLog, manifest: Manifest, state: dict[str, Tensor], memory_bytes: int) -> None:
-    """In chunks of a few rows, in the order that the format asks for."""
+    """Apply a version in chunks of a few rows, in the order that the format requires."""
     for fqn, spec in manifest.tables.items():
         state.setdefault(fqn, torch.zeros(spec.num_rows, spec.dim, dtype=spec.dtype))
     readers = read_parts(log.storage, manifest, memory_bytes=memory_bytes)
@@ -94,7 +94,7 @@ def test_a_predictor_holds_the_newest_version() -> None:
     assert all(torch.equal(table, expected[fqn]) for fqn, table in tables.items())
 
 
-def test_every_form_of_the_format_is_in_it(log: StreamLog) -> None:
+def test_it_covers_every_form_of_the_format(log: StreamLog) -> None:
     blocks = {block for version in log.versions() for part in log.read(version).parts for block in part.blocks}
     assert {block.encoding for block in blocks} == {"F32", "F16", "BF16", "INT8", "INT4"}
     assert {block.ids for block in blocks} == {"all", "list", "gaps"}
@@ -126,7 +126,7 @@ def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
     assert sum(map(len, frozen.values())) < 60_000
 
 
-def test_a_reader_that_knows_the_page_alone_reads_the_same() -> None:
+def test_a_reader_written_from_the_specification_reads_the_same() -> None:
     state: dict[str, np.ndarray] = {}
     for path in sorted((_STREAM / "log").iterdir()):
         entry = json.loads(path.read_text())

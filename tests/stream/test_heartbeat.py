@@ -1,4 +1,4 @@
-"""Heartbeats: what predictors leave beside a stream, and what is read of it whoever wrote it."""
+"""Heartbeats: objects that predictors write next to a stream, and how any content of them is read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plant(storage: Storage, content: object, path: str = "predictors/p-1.json") 
     "changes",
     [{}, {"stream": None, "version": None}, {"lag_versions": None, "lag_seconds": None}, {"error": None}, {"time": 1}],
 )
-def test_what_is_left_is_read(changes: dict[str, object]) -> None:
+def test_a_written_heartbeat_is_read(changes: dict[str, object]) -> None:
     storage = Storage("memory://")
     assert read_heartbeats(storage) == []
     beat = Heartbeat(**_FIELDS | changes)
@@ -79,7 +79,7 @@ def test_a_long_error_is_cut() -> None:
         *({key: value for key, value in _FIELDS.items() if key != field} for field in _FIELDS),
     ],
 )  # fmt: skip
-def test_what_is_no_heartbeat_is_passed_over_and_named(content: object, caplog) -> None:
+def test_malformed_heartbeats_are_skipped_and_named(content: object, caplog) -> None:
     storage = Storage("memory://")
     plant(storage, content)
     good = Heartbeat(**_FIELDS | {"name": "good"})
@@ -100,7 +100,7 @@ def test_other_names_are_no_heartbeats(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "-a", "a b", "a\n", "x" * 65, 1, None])
-def test_what_is_no_name_is_refused(name: object) -> None:
+def test_an_invalid_name_is_refused(name: object) -> None:
     with pytest.raises(InvalidArgumentError, match="name="):
         Pulse(Storage("memory://"), name)
 
@@ -155,7 +155,7 @@ def test_a_predictor_that_starts_before_its_stream_warns_of_nothing(clock: _Cloc
     assert beat.version == 1
 
 
-def test_a_predictor_says_how_it_stands(clock: _Clock) -> None:
+def test_a_predictor_reports_its_status(clock: _Clock) -> None:
     writer = Writer(Storage("memory://"))
     writer.snapshot()
     predictor = Predictor(writer.model(), writer.storage, name="p")

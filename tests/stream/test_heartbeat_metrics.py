@@ -1,4 +1,4 @@
-"""The lag of a stream's predictors in the metrics of whoever shows them."""
+"""Metrics of the lag of a stream's predictors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.stream.streams import Writer
 
 
 def shown(monitor: Monitor) -> dict[tuple[str, str], float]:
-    """What the heartbeats' gauges say now, by gauge and predictor."""
+    """Return the current values of the heartbeats' gauges, by gauge and predictor."""
     return {
         (total.definition.name.removeprefix("delta_tracker_heartbeat_"), dict(total.labels)["predictor"]): (
             total.figures.last
@@ -54,7 +54,7 @@ def test_each_predictor_is_shown_and_a_dead_one_ages_out() -> None:
     assert shown(other) == {}
 
 
-def test_a_real_predictor_is_shown_without_a_hand_of_its_own() -> None:
+def test_a_real_predictor_is_shown_without_extra_code() -> None:
     storage, monitor = Storage("memory://"), Monitor()
     writer = Writer(storage)
     writer.snapshot()
@@ -66,7 +66,7 @@ def test_a_real_predictor_is_shown_without_a_hand_of_its_own() -> None:
     assert found == {("lag_versions", "p-1"): 0, ("lag_seconds", "p-1"): 0}
 
 
-def test_a_store_that_cannot_be_read_is_counted_and_stops_nothing(tmp_path) -> None:
+def test_an_unreadable_store_is_counted_and_raises_nothing(tmp_path) -> None:
     monitor = Monitor()
     (tmp_path / "file").write_text("in the way")
     storage = Storage(f"file://{tmp_path}/stream")

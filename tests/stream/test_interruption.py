@@ -1,4 +1,4 @@
-"""Stop flags: only the thread that has one is interrupted, at its next check or in the request that it waits for."""
+"""Stop flags: only a thread with a flag is interrupted, at its next check or during a request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_checks_raise_once_the_flag_is_set() -> None:
     check()
 
 
-def test_a_flag_is_of_its_thread_and_of_its_block() -> None:
+def test_a_flag_is_limited_to_its_thread_and_block() -> None:
     outer, inner = threading.Event(), threading.Event()
     outer.set()
     with interruptible(outer):

@@ -1,4 +1,4 @@
-"""Files are whole, and the disk is told of them early only where they are synced."""
+"""Files are complete, and writeback of synced files starts early."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from delta_tracker.stream.storage.local import write_file
 
 
 @pytest.mark.parametrize("fsync", [True, False])
-def test_the_disk_is_told_of_what_was_written_and_nothing_else(
+def test_writeback_starts_early_for_synced_files_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
 ) -> None:
     monkeypatch.setattr(files, "CHUNK_BYTES", 7)

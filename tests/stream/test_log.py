@@ -1,4 +1,4 @@
-"""The log: dense, chained, and with one winner for every entry."""
+"""The log: dense, chained, and with exactly one writer for every entry."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_second_claim_fences_the_first() -> None:
     second = Writer(storage)
     assert second.claim.head.generation == 2
     before = StreamLog(storage).versions()
-    for _ in range(2):  # for good, also when it tries again
+    for _ in range(2):  # permanently, also when it tries again
         with pytest.raises(FencedError) as caught:
             first.delta([1])
         assert (caught.value.generation, caught.value.owner) == (1, 2)
@@ -76,7 +76,7 @@ def test_a_second_claim_fences_the_first() -> None:
 
 
 class _LosesAnswers(Storage):
-    """A store whose answers get lost after the object was written."""
+    """A store whose answers are lost after the object was written."""
 
     loses = False
 
@@ -87,7 +87,7 @@ class _LosesAnswers(Storage):
         return created
 
 
-def test_a_commit_whose_answer_was_lost_has_won() -> None:
+def test_a_commit_whose_answer_was_lost_succeeds() -> None:
     storage = _LosesAnswers("memory://")
     writer = Writer(storage)
     storage.loses = True
@@ -115,8 +115,8 @@ def test_a_commit_of_unknown_outcome_is_followed_by_the_next_one() -> None:
 
 
 @pytest.mark.promise("fenced")
-def test_who_slept_while_retention_took_its_place_away_is_fenced_and_leaves_nothing() -> None:
-    """The name that it finds free was taken, and is taken no more: the log went on without it."""
+def test_a_publisher_that_slept_past_retention_is_fenced_and_leaves_no_entry() -> None:
+    """The name that it finds free was used and then removed: the log continued without this publisher."""
     storage = Storage("memory://")
     sleeper = Writer(storage)
     sleeper.snapshot()
@@ -133,8 +133,8 @@ def test_who_slept_while_retention_took_its_place_away_is_fenced_and_leaves_noth
     assert (third.claim.head.version, third.claim.head.parent) == (newest.version + 1, newest.link)
 
 
-def test_who_could_not_see_that_retention_took_its_place_away_sees_it_later() -> None:
-    """The place is free, so the entry is made; the look at its parent fails; it must not be gone on behind."""
+def test_a_publisher_whose_check_failed_is_fenced_later() -> None:
+    """The name is free, so the entry is created; the check of its parent fails; no entry may follow it."""
 
     class Blind(Storage):
         is_blind = False
@@ -161,9 +161,9 @@ def test_who_could_not_see_that_retention_took_its_place_away_sees_it_later() ->
     assert StreamLog(storage).versions() == [newest.version]
 
 
-def test_a_claim_whose_head_is_overtaken_begins_again() -> None:
+def test_a_claim_whose_head_is_overtaken_restarts() -> None:
     class Overtaken(Storage):
-        """Another publisher claims between the reading of the head and the claim."""
+        """Storage in which another publisher claims between the read of the head and the claim."""
 
         rivals = 2
 
@@ -179,7 +179,7 @@ def test_a_claim_whose_head_is_overtaken_begins_again() -> None:
     assert len({StreamLog(storage).read(version).writer for version in range(3)}) == 3
 
 
-def test_strangers_are_passed_over() -> None:
+def test_unknown_objects_are_skipped() -> None:
     storage = Storage("memory://")
     writer = Writer(storage)
     writer.snapshot()
@@ -192,7 +192,7 @@ def test_strangers_are_passed_over() -> None:
     assert Writer(storage).claim.head.version == 2
 
 
-def test_an_entry_that_lies_about_its_version_is_refused() -> None:
+def test_an_entry_with_a_wrong_version_is_refused() -> None:
     storage = Storage("memory://")
     writer = Writer(storage)
     storage.create(entry_name(1), writer.claim.head.to_json())
@@ -201,14 +201,14 @@ def test_an_entry_that_lies_about_its_version_is_refused() -> None:
 
 
 def _merge(log: StreamLog, kind: str, first: int, last: int) -> Manifest:
-    """A merged entry of the last version's rows alone: its rows are of no interest here."""
+    """Make a merged entry with the last version's rows only; its rows do not matter here."""
     entry, before = log.read(last), log.read(first - 1)
     return replace(
         entry, kind=kind, parent=before.link, merges=entry.link, snapshot=last if kind == "snapshot" else entry.snapshot
     )
 
 
-def test_merged_entries_are_found_by_where_a_reader_stands() -> None:
+def test_merged_entries_are_found_by_a_readers_version() -> None:
     storage = Storage("memory://")
     writer = Writer(storage)
     writer.snapshot()
@@ -263,9 +263,9 @@ def test_an_entry_that_no_reader_would_accept_is_never_committed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dangling link", "pipe", "hidden"])
-def test_a_claim_whose_name_cannot_be_had_ends(tmp_path: Path, kind: str) -> None:
+def test_a_claim_whose_name_is_unavailable_fails(tmp_path: Path, kind: str) -> None:
     class Hides(Storage):
-        """A store whose listing lacks an object, for ever."""
+        """A store whose listings always lack an object."""
 
         num_lists = 0
 
@@ -296,7 +296,7 @@ def test_a_claim_whose_name_cannot_be_had_ends(tmp_path: Path, kind: str) -> Non
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data.replace(b'rows":0', b'rows":1', 1)]
 )
-def test_versions_continue_behind_an_entry_that_was_damaged(damage: Callable[[bytes], bytes]) -> None:
+def test_versions_continue_after_a_damaged_entry(damage: Callable[[bytes], bytes]) -> None:
     """A commit compares its parent's hash only. Readers that need the entry wait for the next snapshot."""
     writer = Writer(Storage("memory://"))
     writer.snapshot()

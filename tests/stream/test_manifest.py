@@ -51,7 +51,7 @@ def test_a_snapshot_holds_every_row_once() -> None:
 
     snapshot(((0, 10), (0, 4), True))
     snapshot(((0, 5), (0, 4), True), ((5, 10), (0, 2), True), ((5, 10), (2, 4), True))
-    # Rows that changed while the others were copied stand beside them.
+    # Rows that changed while the others were copied are in separate blocks.
     snapshot(((0, 10), (0, 4), True), ((0, 10), (0, 4), False))
     for blocks in (
         (((0, 9), (0, 4), True),),

@@ -1,4 +1,4 @@
-"""Listed rows over whole blocks: the same as cell by cell, in time that grows with the number of blocks alone."""
+"""Overlay of listed rows on whole blocks: equal to cell by cell, in time linear in the number of blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _write(state: Tensor, rows: BlockRows) -> None:
 
 @st.composite
 def _blocks(draw: Any, num_rows: int, dim: int, first_value: float, *, is_whole: bool) -> list[BlockRows]:
-    """Blocks that do not overlap, of any rows and columns."""
+    """Draw blocks of any rows and columns that do not overlap."""
     found = []
     for columns in _ranges(draw, dim):
         for rows in _ranges(draw, num_rows):
@@ -66,7 +66,7 @@ def test_overlaid_rows_and_the_rest_are_all_rows(data: Any) -> None:
     for rows in (*overlaid, *rest):
         _write(state, rows)
     assert torch.equal(state, expected)
-    # Of one encoding, nothing is left but rows whose columns several whole blocks share.
+    # With one encoding, only rows whose columns are in several whole blocks are left.
     alike = Overlay(each.decoded(torch.float32) for each in listed)
     state = torch.zeros(num_rows, dim)
     for each in whole:
@@ -83,8 +83,8 @@ def test_the_rows_of_a_part_are_not_written_to() -> None:
 
 
 @pytest.mark.parametrize("has_whole", [True, False])
-def test_thousands_of_blocks_apply_at_once(has_whole: bool) -> None:
-    """The time of a comparison of all listed blocks with all whole ones was 25 seconds."""
+def test_thousands_of_blocks_apply_quickly(has_whole: bool) -> None:
+    """Comparing all listed blocks with all whole ones took 25 seconds."""
     num_blocks, rows_per_block = 2000, 4
     writer = Writer(Storage("memory://"), num_rows=num_blocks * rows_per_block, dim=2)
     writer.table.normal_()

@@ -165,7 +165,7 @@ def test_an_error_has_the_path_of_the_field() -> None:
         parsed(entry)
 
 
-def test_an_error_quotes_no_more_than_a_person_reads() -> None:
+def test_an_error_quotes_a_limited_amount_of_text() -> None:
     with pytest.raises(MalformedError) as caught:
         parsed(some_entry() | {"kind": "x" * 1_000_000})
     assert len(str(caught.value)) < 2000
@@ -183,7 +183,7 @@ def test_a_manifest_of_very_many_blocks_costs_no_memory() -> None:
 
 
 def test_very_many_large_blocks_are_counted_without_visiting_their_cells() -> None:
-    """Each of them covers four million cells; one by one they would take hours."""
+    """Each block covers four million cells; visiting every cell would take hours."""
     entry = some_entry()
     entry["tables"]["t"] = {"num_rows": 60_000, "dim": 60_000, "dtype": "F32"}
     rest = {"table": "t", "num_rows": 0, "ids": "list", "encoding": "F32"}

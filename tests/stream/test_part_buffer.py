@@ -1,4 +1,4 @@
-"""Memory that one version after the other is read into: used again, but never under somebody who still looks at it."""
+"""Read buffers are reused across versions, but never while a view of them exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import FQN, Writer
 
 
-def test_memory_is_used_again() -> None:
+def test_memory_is_reused() -> None:
     buffer = PartBuffer()
     first = [array.ctypes.data for array in buffer.lend([1000, 0, 77])]
     assert [array.ctypes.data for array in buffer.lend([1000, 0, 77])] == first
@@ -29,7 +29,7 @@ def test_memory_is_used_again() -> None:
     assert (one == 1).all(), "they overlap"
 
 
-def test_memory_is_let_go_when_versions_become_small() -> None:
+def test_memory_is_freed_when_versions_become_small() -> None:
     buffer = PartBuffer()
     buffer.lend([1 << 20])
     for _ in range(10):
@@ -41,7 +41,7 @@ def test_memory_is_let_go_when_versions_become_small() -> None:
 
 
 @pytest.mark.parametrize("keeps_tensor", [False, True])
-def test_whoever_keeps_a_view_keeps_its_bytes(keeps_tensor: bool) -> None:
+def test_a_kept_view_keeps_its_bytes(keeps_tensor: bool) -> None:
     buffer = PartBuffer()
     (array,) = buffer.lend([1000])
     array[:] = 7
@@ -55,7 +55,7 @@ def test_whoever_keeps_a_view_keeps_its_bytes(keeps_tensor: bool) -> None:
 
 
 class _Keeper(RowTarget):
-    """A table that keeps what it is given, which it is told not to do."""
+    """A table that keeps its arguments, against the contract."""
 
     num_rows, dim, dtype, rows, columns = 20, 4, torch.float32, (0, 20), ((0, 4),)
 
@@ -91,7 +91,7 @@ def test_a_version_that_grows_and_shrinks_keeps_little_memory() -> None:
 
 
 class _Addresses(RowTarget):
-    """A table that notes where the values lie that it is given."""
+    """A table that records the addresses of its values."""
 
     num_rows, dim, dtype, rows, columns = 20, 4, torch.float32, (0, 20), ((0, 4),)
 

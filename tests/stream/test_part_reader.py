@@ -1,4 +1,4 @@
-"""Parts: read exactly as written, in memory and piece by piece; whatever is not what its record says is refused."""
+"""Parts: read exactly as written, in memory and in pieces; a part that differs from its record is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.stream.streams import FQN, Writer, chunks_of
 NAME = "parts/p.safetensors"
 _TABLE = TableSpec("t", 10, 4, torch.float32)
 TABLES = {"t": _TABLE, "h": TableSpec("h", 6, 8, torch.bfloat16)}
-# In memory, and read twice in pieces; one piece is then smaller than any tensor.
+# In memory, and read twice in pieces, of which one size is smaller than any tensor.
 MODES = {"memory": part_module.MEMORY_BYTES, "pieces": 0}
 
 
@@ -37,7 +37,7 @@ def memory_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def rows_of(table: str, rows: tuple[int, int], values: Tensor, ids: list[int] | None, form: str = "list") -> BlockRows:
-    """A block of all columns, in the dtype of ``values``."""
+    """Return a block of all columns in the dtype of ``values``."""
     block = Block(table, rows, (0, values.shape[1]), len(values), "all" if ids is None else form, _own(values))
     listed = None if ids is None else torch.tensor(ids, dtype=torch.int64)
     return BlockRows.of(block, listed, values)
@@ -61,7 +61,7 @@ def some_dense() -> dict[str, Tensor]:
 
 
 class Stored:
-    """A part in a store of its own."""
+    """A part in a separate store."""
 
     def __init__(self, rows: list[BlockRows], dense: dict[str, Tensor] | None = None) -> None:
         self.storage = Storage("memory://")
@@ -73,7 +73,7 @@ class Stored:
         self.storage.put(NAME, [memoryview(self.data)])
 
     def replace(self, data: bytes, *, is_recorded: bool) -> None:
-        """Change the object, and perhaps the size and hash of its record."""
+        """Change the object, and with ``is_recorded`` the size and hash in its record."""
         if is_recorded:
             self.part = replace(self.part, num_bytes=len(data), xxh3=xxhash.xxh3_128_hexdigest(data))
         self.storage.put(NAME, [memoryview(data)])
@@ -87,7 +87,7 @@ class Stored:
 
 
 def listed(reader: PartReader, index: int, num_rows: int = 3) -> tuple[list[int], Tensor]:
-    """Ids and stored rows of a block, from chunks of ``num_rows``."""
+    """Return the ids and stored rows of a block, read in chunks of ``num_rows``."""
     chunks = list(chunks_of(reader.rows[index], num_rows))
     ids = [row for found, _ in chunks for row in found]
     block = reader.part.blocks[index]
@@ -194,21 +194,21 @@ def test_bytes_that_no_tensor_claims_are_refused(memory_bytes: int) -> None:
 
 
 def _with_header(data: bytes, edit: Callable[[bytes], bytes]) -> bytes:
-    """A part with another header and the same tensors."""
+    """Return a part with another header and the same tensors."""
     end = 8 + int.from_bytes(data[:8], "little")
     head = edit(data[8:end].rstrip())
     head += b" " * (-len(head) % 8)
     return len(head).to_bytes(8, "little") + head + data[end:]
 
 
-def test_a_bool_that_is_neither_is_refused(memory_bytes: int) -> None:
+def test_an_invalid_bool_is_refused(memory_bytes: int) -> None:
     stored = Stored([], {"mask": torch.tensor([True, False, True])})
     stored.replace(stored.data[:-1] + b"\2", is_recorded=True)
     with pytest.raises(CorruptPartError, match="other than 0 and 1"):
         stored.read(memory_bytes)
 
 
-def test_a_tensor_that_stands_twice_in_the_header_is_refused(memory_bytes: int) -> None:
+def test_a_duplicate_tensor_in_the_header_is_refused(memory_bytes: int) -> None:
     stored = Stored([], {"mask": torch.tensor([True])})
     stored.replace(_with_header(stored.data, lambda head: head[:-1] + b"," + head[1:]), is_recorded=True)
     with pytest.raises(CorruptPartError, match="twice"):
@@ -225,7 +225,7 @@ def test_a_size_that_is_no_integer_is_refused(memory_bytes: int, number: bytes) 
 
 @pytest.mark.promise("unpickled")
 def test_sizes_that_wrap_around_are_refused(memory_bytes: int) -> None:
-    """2^62 rows of 8 columns have no bytes, if a size is kept in 64 bits."""
+    """The size of 2^62 rows of 8 columns wraps around to 0 in 64 bits."""
     stored = Stored([rows_of("t", (0, 0), torch.empty(0, 8), None)])
     block = replace(stored.part.blocks[0], rows=(0, 2**62), num_rows=2**62)
     wrapped = _with_header(stored.data, lambda head: head.replace(b"[0,8]", b"[%d,8]" % 2**62))
@@ -236,7 +236,7 @@ def test_sizes_that_wrap_around_are_refused(memory_bytes: int) -> None:
 
 @pytest.mark.promise("unpickled")
 def test_mutated_parts_are_refused_or_right(memory_bytes: int) -> None:
-    """With a fitting hash and size, so that the layout's own checks are reached."""
+    """Size and hash match, so that the layout's checks are reached."""
     draw = random.Random(0)
     stored = Stored(some_rows(), some_dense())
     data, refused = stored.data, 0

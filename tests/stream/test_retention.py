@@ -1,4 +1,4 @@
-"""Retention: what goes, what stays, and who is told."""
+"""Retention: removed objects, kept objects, and fenced publishers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def clock():
 
 @pytest.fixture
 def history(clock: Clock) -> History:
-    """Versions: 0 claim, 1 snapshot, 2..5 deltas, 6 snapshot, 7..9 deltas; ten seconds apart."""
+    """Make the versions 0 claim, 1 snapshot, 2..5 deltas, 6 snapshot, 7..9 deltas, ten seconds apart."""
     history = History(ClockedStorage(clock), 1)
     for kind in ["delta"] * 4 + ["snapshot"] + ["delta"] * 3:
         clock.seconds += 10
@@ -36,7 +36,7 @@ def versions(history: History) -> list[int]:
 
 
 def named(history: History) -> set[str]:
-    """The parts of all entries."""
+    """Return the parts of all entries."""
     log = history.log
     manifests = [log.read(version) for version in log.versions()] + [log.read_merged(each) for each in log.merged()]
     return {part.name for manifest in manifests for part in manifest.parts}
@@ -62,7 +62,7 @@ def assert_follows(history: History) -> None:
         ({}, 0),
     ],
 )
-def test_what_is_beyond_a_bound_goes(history: History, clock: Clock, bound: dict, first: int) -> None:
+def test_versions_beyond_a_bound_are_removed(history: History, clock: Clock, bound: dict, first: int) -> None:
     before = {name: history.storage.size(name) for name in history.storage.names("parts")}
     retained = retain(history.storage, Retention(grace_seconds=0, **bound), clock)
     assert versions(history) == sorted({0, *range(first, 10)})  # a claim stays
@@ -79,7 +79,7 @@ def test_bytes_count_from_the_head(history: History, clock: Clock) -> None:
     assert versions(history) == [0, *range(4, 10)]
 
 
-def test_readers_of_the_snapshot_before_have_the_grace(history: History, clock: Clock) -> None:
+def test_readers_of_the_previous_snapshot_have_the_grace_period(history: History, clock: Clock) -> None:
     reader = Reader(history)
     reader.held, reader.state = history.log.read(1), history.states[1]
     retention = Retention(versions=1, grace_seconds=50)
@@ -120,7 +120,7 @@ def test_a_merged_snapshot_is_a_start_once_it_is_older_than_the_grace(history: H
     assert_follows(history)
 
 
-def test_merged_deltas_go_when_they_are_superseded(history: History, clock: Clock) -> None:
+def test_superseded_merged_deltas_are_removed(history: History, clock: Clock) -> None:
     retention = Retention(grace_seconds=50)
     compact(history.storage, fold=1e9, now=clock)
     history.delta()
@@ -141,7 +141,7 @@ def test_merged_deltas_go_when_they_are_superseded(history: History, clock: Cloc
     assert set(history.storage.names("parts")) == named(history)
 
 
-def test_merged_deltas_that_stand_behind_each_other_stay(clock: Clock) -> None:
+def test_consecutive_merged_deltas_are_kept(clock: Clock) -> None:
     history = History(ClockedStorage(clock), 1)
     for _ in range(5):
         history.delta(1)
@@ -156,7 +156,7 @@ def test_merged_deltas_that_stand_behind_each_other_stay(clock: Clock) -> None:
 
 
 class _Until(StreamLog):
-    """A log that ends at a version."""
+    """A log whose head is at most a given version."""
 
     def __init__(self, storage: Storage, last: int) -> None:
         super().__init__(storage)
@@ -226,7 +226,7 @@ def test_parts_that_a_pass_left_of_an_entry_that_stays_go_with_the_next_one(cloc
     assert storage.size(part.name) is None
 
 
-def test_orphans_go_by_the_clock_of_the_store(history: History, clock: Clock) -> None:
+def test_orphans_are_removed_by_the_clock_of_the_store(history: History, clock: Clock) -> None:
     storage = history.storage
     old = [part_name(version, 1, "r0") for version in (3, 9)] + ["drafts/0123456789abcdef"]
     stays = [part_name(10, 1, "r0"), "parts/foreign.safetensors", "parts/x/y", "drafts/mine", "other/0123456789abcdef"]
@@ -245,7 +245,7 @@ def test_orphans_go_by_the_clock_of_the_store(history: History, clock: Clock) ->
 
 
 def test_parts_of_an_entry_that_comes_while_orphans_are_listed_stay(clock: Clock) -> None:
-    """The listing of parts is older than the reading of the entries: a commit in between names what was listed."""
+    """Parts are listed before entries are read: a commit in between references parts that were listed."""
 
     class Late(ClockedStorage):
         commit = None
@@ -284,7 +284,7 @@ def test_an_entry_that_cannot_be_read_stops_it_before_it_begins(history: History
     assert storage.everything() == before
 
 
-def test_of_an_empty_store_nothing_goes() -> None:
+def test_nothing_is_removed_from_an_empty_store() -> None:
     storage = Storage("memory://")
     storage.put(part_name(0, 1, "r0"), [memoryview(b"1")])
     assert retain(storage, Retention(versions=1)) == Retained()
@@ -292,7 +292,7 @@ def test_of_an_empty_store_nothing_goes() -> None:
 
 
 @pytest.mark.parametrize("num_later", [1, 2, 5])
-def test_who_slept_past_retention_is_fenced_and_leaves_nothing(clock: Clock, num_later: int) -> None:
+def test_a_sleeper_past_retention_is_fenced_and_leaves_nothing(clock: Clock, num_later: int) -> None:
     history = History(ClockedStorage(clock), 4)
     sleeper = history.held
     history.claim()
@@ -311,7 +311,7 @@ def test_who_slept_past_retention_is_fenced_and_leaves_nothing(clock: Clock, num
 
 
 def test_two_sleepers_of_neighbouring_versions_are_both_fenced(clock: Clock) -> None:
-    """The entry of one stands, for a moment, where the other has its parent; its bytes are not the parent's."""
+    """For a moment the entry of one has the name of the other's parent, but not its bytes."""
     history = History(ClockedStorage(clock), 4)
     first = history.held
     history.claim()
@@ -327,7 +327,7 @@ def test_two_sleepers_of_neighbouring_versions_are_both_fenced(clock: Clock) -> 
 
     class Between(StreamLog):
         def read(self, version):
-            if version == first.head.version:  # the first one has its entry, and looks for its parent
+            if version == first.head.version:  # the first one has created its entry, and checks its parent
                 with pytest.raises(FencedError):
                     second.commit(draft)
             return super().read(version)
@@ -339,8 +339,8 @@ def test_two_sleepers_of_neighbouring_versions_are_both_fenced(clock: Clock) -> 
 
 
 @pytest.mark.parametrize("kind", ["claim", "snapshot", "delta"])
-def test_who_sleeps_between_its_entry_and_its_answer_takes_nothing_back(clock: Clock, kind: str) -> None:
-    """Its entry is part of the log, though its parent is gone when it wakes up."""
+def test_a_sleeper_between_entry_and_answer_deletes_nothing(clock: Clock, kind: str) -> None:
+    """Its entry is part of the log, although its parent was removed before it wakes up."""
     history = History(ClockedStorage(clock), 5)
     storage, history.states[2] = history.storage, history.state
     kept = [0, 1, 2, 3, 4, 5] if kind == "claim" else [0, 2, 3, 4, 5]  # a claim, and the entry before it
@@ -373,8 +373,8 @@ def test_who_sleeps_between_its_entry_and_its_answer_takes_nothing_back(clock: C
     assert versions(history) == kept
 
 
-def test_a_head_whose_parent_went_is_not_taken_back(clock: Clock) -> None:
-    """Retention leaves the parent of the head, so a publisher that slept behind its last entry goes on."""
+def test_a_head_whose_parent_was_removed_is_kept(clock: Clock) -> None:
+    """Retention keeps the parent of the head, so a publisher that slept after its last entry continues."""
     history = History(ClockedStorage(clock), 6)
     history.snapshot()
     clock.seconds += 1000
@@ -384,7 +384,7 @@ def test_a_head_whose_parent_went_is_not_taken_back(clock: Clock) -> None:
     assert versions(history) == [0, 1, 2, 3]
 
 
-def test_the_claim_of_an_empty_store_that_fills_meanwhile_begins_no_second_stream(clock: Clock) -> None:
+def test_a_claim_of_a_store_that_was_empty_starts_no_second_stream(clock: Clock) -> None:
     storage = ClockedStorage(clock)
     log = StreamLog(storage)
     create = storage.create
@@ -404,7 +404,7 @@ def test_the_claim_of_an_empty_store_that_fills_meanwhile_begins_no_second_strea
     assert log.versions() == [0, 2, 3, 4]
 
 
-def test_what_a_sleeper_left_below_the_log_goes(history: History, clock: Clock) -> None:
+def test_entries_that_a_sleeper_left_below_the_log_are_removed(history: History, clock: Clock) -> None:
     storage = history.storage
     stray = storage.read(entry_name(2), max_bytes=1 << 20).tobytes()
     retain(storage, Retention(versions=1, grace_seconds=0), clock)
@@ -424,8 +424,8 @@ def test_a_listing_that_misses_an_entry_makes_no_gap(history: History, clock: Cl
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 100])
-def test_two_passes_at_once_take_what_one_takes(history: History, clock: Clock, count: int) -> None:
-    """A second pass runs whole in the middle of the first."""
+def test_two_concurrent_passes_remove_what_one_removes(history: History, clock: Clock, count: int) -> None:
+    """A complete second pass runs in the middle of the first."""
     storage, retention = history.storage, Retention(versions=1, grace_seconds=0)
     delete, left = storage.delete, [count]
 

@@ -15,7 +15,7 @@ from tests.stream.interleavings import explore
 
 
 def go_on(history: History, clock: Clock) -> None:
-    """Another publisher takes the stream over; what it supersedes is removed."""
+    """Claim and publish with another publisher, and remove superseded versions."""
     history.claim()
     history.snapshot()
     history.delta()
@@ -24,7 +24,7 @@ def go_on(history: History, clock: Clock) -> None:
 
 
 def assert_reads_the_history(follower: Follower, history: History) -> None:
-    """Version by version: each holds the rows that the publisher of the log wrote under its name."""
+    """Sync version by version, and check each against the rows that the stream's owner wrote."""
     for _ in range(10):
         assert follower.sync(1) is None
     assert follower.predictor.version == history.version
@@ -37,7 +37,7 @@ def test_what_a_fenced_publisher_leaves_when_it_is_killed_is_never_served(is_ans
         storage = ClockedStorage(clock)
         history = History(storage, 4)
         slow = Follower(history)
-        if is_answer_lost:  # its newest version is in the log, and it does not know
+        if is_answer_lost:  # its newest version is in the log, but it got no answer
             before = copy.copy(history.held)
             history.delta(2)
             assert slow.sync() is None
@@ -50,7 +50,7 @@ def test_what_a_fenced_publisher_leaves_when_it_is_killed_is_never_served(is_ans
         assert late.sync(1) is None
         go_on(history, clock)
         storage.dies = True
-        with contextlib.suppress(Killed, FencedError):  # fenced if it could not create an entry
+        with contextlib.suppress(Killed, FencedError):  # fenced if it could not create its entry
             sleeper.delta(3)
         storage.dies = False
         for follower in (slow, late):
@@ -68,7 +68,7 @@ def test_the_claim_of_a_publisher_that_is_killed_is_never_served() -> None:
 
         def sleep(name: str, data: bytes) -> bool:
             storage.create = create
-            history.delta(3)  # at the name that is about to be claimed
+            history.delta(3)  # at the name of the next claim
             history.snapshot()
             history.delta(3)
             clock.seconds += 1000
@@ -85,6 +85,6 @@ def test_the_claim_of_a_publisher_that_is_killed_is_never_served() -> None:
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["new", "old"])
 @pytest.mark.parametrize("program", ["commit", "claim"])
-def test_wherever_a_publisher_sleeps_or_dies_no_late_entry_counts(program: str, is_old: bool) -> None:
-    """With retention as it was, which frees the names of claims too, no publisher dies: it takes its entry back."""
+def test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies(program: str, is_old: bool) -> None:
+    """With the former retention, which frees the names of claims too, publishers only sleep and take entries back."""
     assert explore(program, is_old=is_old) > 20

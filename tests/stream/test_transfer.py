@@ -28,12 +28,12 @@ from tests.stream.slow_s3 import SlowS3, slow_s3
 from tests.stream.streams import FQN, Writer
 
 _PROMPT_SECONDS = 5.0  # stop() takes some 0.1 s
-_LOST_BYTES = 300_000  # an interruption loses 256 KiB at most
+_LOST_BYTES = 300_000  # an interruption loses at most 256 KiB
 
 
 @pytest.fixture
 def writer() -> Writer:
-    """A stream in memory."""
+    """Make a stream in memory."""
     return Writer(Storage("memory://"), num_rows=4000, dim=64)
 
 
@@ -49,7 +49,7 @@ def part_of(manifest: Manifest) -> str:
 
 
 def returns_promptly(call: Callable[[], object], at_the_end: Callable[[], object] = lambda: None) -> None:
-    """Fail if a call takes longer than it may; ``at_the_end`` ends what holds it up."""
+    """Fail if a call takes too long; ``at_the_end`` releases what it waits for."""
     thread = threading.Thread(target=call, daemon=True)
     begin = time.monotonic()
     thread.start()
@@ -59,7 +59,7 @@ def returns_promptly(call: Callable[[], object], at_the_end: Callable[[], object
     assert not is_late, f"it has not returned after {time.monotonic() - begin:.1f} s"
 
 
-# One part of 1 MB, which no request brings as a whole.
+# One part of 1 MB, which no request transfers completely.
 
 
 def test_a_part_arrives_however_often_its_transfer_is_cut(server: SlowS3, writer: Writer) -> None:
@@ -78,7 +78,7 @@ def test_a_part_arrives_however_slow_its_transfer_is(server: SlowS3, writer: Wri
     size = writer.storage.size(name)
     server.bytes_per_second = size / 2
     model = writer.model()
-    # Four times the silence that is allowed.
+    # Four times the allowed silence.
     Predictor(model, server.storage(read_timeout="500ms")).sync()
     assert torch.equal(model[FQN], writer.table)
     assert server.sent[name] == size
@@ -127,7 +127,7 @@ def test_bytes_of_two_objects_are_never_mixed(server: SlowS3, writer: Writer) ->
 
 
 def test_hashing_a_large_part_resumes_where_it_failed() -> None:
-    """Read twice in pieces of 8 MiB, and never held whole."""
+    """The part is read twice in pieces of 8 MiB, and never held completely."""
     writer = Writer(Storage("memory://"), num_rows=80_000, dim=64)
     manifest = writer.snapshot()
     name = part_of(manifest)
@@ -178,10 +178,10 @@ def test_stop_does_not_wait_for_a_sync_that_hangs(server: SlowS3, writer: Writer
     sync = threading.Thread(target=lambda: _fails(predictor.sync), daemon=True)
     sync.start()
     eventually(lambda: len(server.asked) > number)
-    server.is_hanging = False  # the request of sync() goes on hanging
+    server.is_hanging = False  # the request of sync() still hangs
     predictor.follow(poll_seconds=0.01)
     time.sleep(0.1)
-    returns_promptly(predictor.stop, server.closed.set)  # which ends the request
+    returns_promptly(predictor.stop, server.closed.set)  # ends the request
     sync.join(60)
     assert not sync.is_alive()
 
@@ -219,7 +219,7 @@ def test_a_predictor_that_was_stopped_resumes_its_part(server: SlowS3, writer: W
     assert server.sent[name] <= size + _LOST_BYTES
 
 
-# A part of 1 TB, whose file takes no room.
+# A part of 1 TB in a sparse file.
 
 _HUGE_BYTES = 1 << 40
 _HUGE_DIM = 256
@@ -236,7 +236,7 @@ class _Huge(RowTarget):
 
 
 def a_huge_version(storage: Storage, directory: Path, *, has_header: bool) -> Path:
-    """A snapshot of 1 TB of zeros; returns its file. Its hash is another one."""
+    """Write a snapshot of 1 TB of zeros with a wrong hash; return its file."""
     writer = Writer(storage, dim=_HUGE_DIM)
     manifest = writer.write("delta", [writer.rows([0])])
     (part,) = manifest.parts
@@ -254,7 +254,7 @@ def a_huge_version(storage: Storage, directory: Path, *, has_header: bool) -> Pa
 
 
 def _header_of(block: Block) -> bytes:
-    """The beginning of a part with one block of whole rows, up to its first value."""
+    """Return the bytes of a part with one block of whole rows up to its first value."""
     num_bytes = block.num_rows * block.row_bytes
     shape = [block.num_rows, block.num_columns]
     text = f'{{"0.values":{{"dtype":"F32","shape":{shape},"data_offsets":[0,{num_bytes}]}}}}'.encode()

@@ -18,8 +18,8 @@ from tests.stream.slow_s3 import Fault, SlowS3, slow_s3
 from tests.stream.streams import FQN, Writer
 
 _NUM_ROWS = 16_384  # parts of 1 to 4 MiB
-_LOST_BYTES = 300 << 10  # an interruption loses 256 KiB at most
-_ABANDONED_BYTES = 1 << 20  # so much was on its way when stop() abandoned a request
+_LOST_BYTES = 300 << 10  # an interruption loses at most 256 KiB
+_ABANDONED_BYTES = 1 << 20  # bytes in flight when stop() abandons a request
 _PROMPT_SECONDS = 5.0
 _STEPS = ["snapshot", "delta", "sync", "sync", "follow", "follow"]
 
@@ -50,14 +50,14 @@ class Schedule:
         self.writer.delta(sorted(self.random.sample(range(_NUM_ROWS), _NUM_ROWS // 4)))
 
     def sync(self) -> None:
-        """Try a few times; what one attempt has read the next one does not read again."""
+        """Try a few times; no attempt reads bytes again that an earlier one has read."""
         self.server.faults = lambda name: self.fault(name, "cut", 0.8)
         for _ in range(4):
             if self.attempt():
                 return
 
     def attempt(self) -> bool:
-        """Whether all was read; it is unless a request brought nothing."""
+        """Sync once; return True if everything was read, which fails only if a request returned no bytes."""
         before = self.num_empty
         try:
             self.predictor.sync()
@@ -68,7 +68,7 @@ class Schedule:
         return True
 
     def follow(self) -> None:
-        """Follow for a moment, in which a transfer may go silent."""
+        """Follow for a moment, in which a transfer may stall."""
         self.server.faults = lambda name: self.fault(name, "cut silent silent", 0.9)
         self.predictor.follow(poll_seconds=0.01)
         faults = sum(self.server.num_faults.values())
@@ -76,7 +76,7 @@ class Schedule:
         eventually(lambda: self.predictor.version == head or sum(self.server.num_faults.values()) > faults)
         time.sleep(0.1)
         begin = time.monotonic()
-        with contextlib.suppress(StorageError):  # what it tried to get over
+        with contextlib.suppress(StorageError):  # the fault that it was retrying
             self.predictor.stop()
         assert time.monotonic() - begin < _PROMPT_SECONDS
         self.num_stops += 1

@@ -1,4 +1,4 @@
-"""Upkeep beside a publisher: one pass at a time, and no failure of it reaches the caller."""
+"""Upkeep in the background of a publisher: passes do not overlap, and their failures do not reach the caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.stream.streams import Writer
 
 
 def _passes() -> list[threading.Thread]:
-    """The threads of the passes that are under way; those of other tests have ended."""
+    """Return the threads of running passes; those of other tests have ended."""
     return [thread for thread in threading.enumerate() if thread.name == "upkeep"]
 
 
@@ -33,7 +33,7 @@ def test_a_stream_stays_small_while_it_is_written() -> None:
     upkeep = Upkeep(storage, Retention(versions=3, grace_seconds=0), compact_every=4, retain_every=4, fold=0.1)
     for row in range(40):
         upkeep.after(writer.delta([row]).version)
-        _wait_for_the_pass()  # a schedule that does not wait is in the tests of compaction
+        _wait_for_the_pass()  # the tests of compaction have a schedule that does not wait
     upkeep.close()
     assert upkeep.error is None
     assert len(StreamLog(storage).versions()) < 10
@@ -69,7 +69,7 @@ def test_one_pass_at_a_time_and_close_waits_for_it() -> None:
     assert len(passes) == 1
 
 
-def test_a_failure_is_logged_once_and_gone_when_a_pass_succeeds(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_once_and_cleared_when_a_pass_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Storage):
         fails = True
 

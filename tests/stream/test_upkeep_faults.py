@@ -1,4 +1,4 @@
-"""Retention and compaction killed at every operation, and beside everybody else."""
+"""Retention and compaction killed at every operation, and concurrent with readers and publishers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.stream.histories import Clock, ClockedStorage, History, Reader
 
 
 class Killed(ClockedStorage):
-    """Fails before or after its n-th operation, and at all later ones, as a process that is gone."""
+    """Fails before or after its n-th operation and at all later ones, like a killed process."""
 
     left = -1
     is_after = False
@@ -67,8 +67,8 @@ def _retained(storage: Storage) -> None:
 
 @pytest.mark.parametrize("work", [_compacted(1e9), _compacted(1e-9), _retained], ids=["delta", "snapshot", "retention"])
 @pytest.mark.parametrize("is_after", [False, True])
-def test_wherever_it_is_killed_readers_go_on_and_another_pass_finishes(work, is_after: bool) -> None:
-    """Every operation on the store is a point; all of them are visited."""
+def test_after_a_kill_anywhere_readers_continue_and_another_pass_finishes(work, is_after: bool) -> None:
+    """Visit every operation on the store."""
     count, is_through = 0, False
     while not is_through:
         clock = Clock()
@@ -89,7 +89,7 @@ def test_wherever_it_is_killed_readers_go_on_and_another_pass_finishes(work, is_
             clock.seconds += 4000
             work(storage)
             storage.put("parts/newest", [memoryview(b"")])
-            for _ in range(2):  # and then what is superseded by it
+            for _ in range(2):  # the second pass removes what the first superseded
                 retain(storage, Retention(versions=1), clock)
             assert set(storage.names("parts")) == _named(history) | {"parts/newest"}
             for reader in [*behind, Reader(history)]:
@@ -100,7 +100,7 @@ def test_wherever_it_is_killed_readers_go_on_and_another_pass_finishes(work, is_
 
 
 def _readers_on_the_way(history: History) -> list[Reader]:
-    """Readers at three versions of a stream with merged deltas and snapshots and a fuzzy snapshot before its head."""
+    """Return readers at three versions of a stream with merged versions and a fuzzy snapshot before its head."""
     readers = [Reader(history, seed) for seed in range(3)]
     for reader, fold in zip(readers, [1e9, 1e-9, 1e9], strict=True):
         reader.sync()
@@ -121,7 +121,7 @@ def _named(history: History) -> set[str]:
 
 
 class Crowd:
-    """Threads that each do one thing over and over; the first failure ends them all."""
+    """Threads that each repeat one operation; the first failure ends all of them."""
 
     def __init__(self, *works) -> None:
         self.done = threading.Event()
@@ -146,8 +146,8 @@ class Crowd:
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_readers_publishers_retention_and_compactions_all_at_once(kind: str, tmp_path: Path) -> None:
-    """Whatever meets whatever: no reader ever holds anything but what the versions say."""
+def test_concurrent_readers_publishers_retention_and_compactions(kind: str, tmp_path: Path) -> None:
+    """In any interleaving, readers hold exactly the versions' rows."""
     storage = Storage("memory://" if kind == "memory" else f"file://{tmp_path}/s", create=True, fsync=kind == "memory")
     history = History(storage, 9)
     readers = [Reader(history, seed) for seed in range(3)]

@@ -32,7 +32,7 @@ _WIDER = [3, 259, 599]  # gaps of 3, 255 and 339: two escape
 
 
 class _Counted:
-    """What stands for the module ``secrets``."""
+    """Replacement of the module ``secrets`` with counted names."""
 
     def __init__(self, names: Iterator[int]) -> None:
         self._names = names
@@ -43,10 +43,10 @@ class _Counted:
 
 @contextmanager
 def without_chance() -> Iterator[None]:
-    """A clock that ticks by the quarter, and names that are counted."""
+    """Replace the clock by one that ticks by 0.25 s, and random names by counted ones."""
     names = itertools.count(1)
     with (
-        # the log's alone: stores name their drafts by chance too
+        # the log's only: stores name their drafts randomly too
         mock.patch("delta_tracker.stream.log.secrets", _Counted(names)),
         mock.patch("time.time", side_effect=(tick / 4 for tick in itertools.count(4))),
     ):
@@ -54,7 +54,7 @@ def without_chance() -> Iterator[None]:
 
 
 class Maker:
-    """A trainer's tables, and what it writes of them."""
+    """A trainer's tables and the rows that it writes."""
 
     def __init__(self, url: str, expected: Path) -> None:
         self._storage = Storage(url, create=True)
@@ -72,7 +72,7 @@ class Maker:
         self, fqn: str, encoding: Encoding, rows: tuple[int, int], columns: tuple[int, int], ids: Sequence[int] | None,
         form: IdForm = "all", *, written: Tensor | None = None,
     ) -> BlockRows:  # fmt: skip
-        """Change a block of a table, and make rows of it. What a reader gets is what the table holds from now on.
+        """Change a block of a table and return its rows; the table then holds the values that a reader gets.
 
         Args:
             written: the values to write, where the table does not keep them.
@@ -90,7 +90,7 @@ class Maker:
         return BlockRows.of(block, None if ids is None else torch.tensor(ids, dtype=torch.int64), stored)
 
     def decoded(self, rows: BlockRows) -> BlockRows:
-        """The same rows, once the table holds what a reader gets of an encoding that loses something."""
+        """Return the same rows after setting the table to the decoded values of a lossy encoding."""
         block = rows.block
         (stored,) = rows.chunks()
         values = decode_rows(stored, block.encoding, block.num_columns, _TABLES[block.table].dtype)
@@ -121,7 +121,7 @@ class Maker:
         assert self._log.create_merged(entry)
 
     def whole(self, author: str) -> Part:
-        """All tables, and the dense tensors, as they are."""
+        """Return a part with all tables and dense tensors."""
         blocks = [
             self.rows(fqn, Encoding.of(spec.dtype), (0, spec.num_rows), (0, spec.dim), None, written=self.tables[fqn])
             for fqn, spec in _TABLES.items()
@@ -154,7 +154,7 @@ def _dense(step: int) -> dict[str, Tensor]:
 
 
 def make(directory: Path, expected: Path) -> None:
-    """Write the stream to ``directory``, and what its tables are after each version to ``expected``."""
+    """Write the stream to ``directory``, and its tables after each version to ``expected``."""
     expected.mkdir(parents=True, exist_ok=True)
     with without_chance():
         maker = Maker(directory.absolute().as_uri(), expected)

@@ -1,4 +1,4 @@
-"""A second reader, written from ``FORMAT.md`` alone: JSON, zlib and numpy, and not a line of the library."""
+"""A second reader, written from ``FORMAT.md`` with JSON, zlib and numpy, without code of the library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ State = dict[str, np.ndarray[Any, Any]]
 
 
 def tensors_of(data: bytes) -> State:
-    """The tensors of a part, bfloat16 as float32 with the same bits on top."""
+    """Return the tensors of a part, bfloat16 as float32 with the same upper bits."""
     start = 8 + int.from_bytes(data[:8], "little")
     found = {}
     for name, entry in json.loads(data[8:start]).items():
@@ -31,7 +31,7 @@ def tensors_of(data: bytes) -> State:
 
 
 def ids_of(index: int, block: dict[str, Any], tensors: State) -> list[int]:
-    """Global ids of the rows of a block."""
+    """Return the global ids of a block's rows."""
     if block["ids"] == "all":
         return list(range(*block["rows"]))
     if block["ids"] == "list":
