@@ -26,9 +26,9 @@ _MAX_NAMES = 20
 
 _HELP = """Show the rows of a table that differ between versions V1 and V2, and by how much.
 
-A row differs if any bit of it differs. "moved" is the L2 norm of the difference, computed in float64. Rows with NaN or
-infinity moved by "nan" or "inf" and are listed first. Both versions are built in the directory for temporary files
-(TMPDIR), which needs disk space for the table twice, and little memory.
+A row differs if any of its bits differs. "moved" is the L2 norm of the difference, computed in float64. Rows with NaN
+or infinity have the value "nan" or "inf" and are listed first. Both versions are built in the directory for temporary
+files (TMPDIR). This needs disk space for two copies of the table, and little memory.
 
 \b
 Examples:
@@ -91,7 +91,7 @@ def _scratch() -> Iterator[Path]:
     except StorageError:
         raise
     except OSError as error:
-        remedy = f"Set it to a directory with space for the table twice: {error.strerror}"
+        remedy = f"Set it to a directory with space for two copies of the table: {error.strerror}"
         raise InvalidArgumentError("TMPDIR", tempfile.gettempdir(), remedy) from error
 
 

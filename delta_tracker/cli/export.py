@@ -30,13 +30,14 @@ _METADATA = "__metadata__"
 _HELP = """Write the tables and dense tensors of one version.
 
 \b
---format safetensors   --out is a new directory: one file per table, <table>.weight.safetensors, with the
-                       tensor <table>.weight; and dense.safetensors, if the stream has dense tensors
---format torch         --out is a new file: a state dict of <table>.weight and the dense tensors,
-                       for torch.load(FILE, weights_only=True)
+--format safetensors  --out is a new directory with one file per table,
+                      <table>.weight.safetensors with the tensor <table>.weight,
+                      and dense.safetensors if the stream has dense tensors
+--format torch        --out is a new file: a state dict of <table>.weight and
+                      the dense tensors, for torch.load(FILE, weights_only=True)
 
 The version is built under a temporary name next to --out and renamed at the end, so that --out is never partial. Needs
-disk space for the tables (twice with torch), and little memory. Never overwrites an existing file.
+disk space for the tables (for two copies with torch), and little memory. Never overwrites an existing file.
 
 \b
 Examples:
@@ -71,7 +72,7 @@ def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
             | {"out": str(out), "files": names, "bytes": num_bytes}
         )
         return 0
-    stream.out.line(f"version {version} is in {out}, {size(num_bytes)}")
+    stream.out.line(f"wrote version {version} to {out}, {size(num_bytes)}")
     for name in names:
         stream.out.line(f"  {name}")
     return 0

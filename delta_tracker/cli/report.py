@@ -47,7 +47,7 @@ Examples:
     show_default=True,
     metavar="MB",
     type=click.IntRange(0),
-    help="Read the rows of the newest of them, up to this size.",
+    help="Read the rows of the newest of them, up to this many MB.",
 )
 @stream_command
 def command(stream: Stream, path: Path | None, versions: int, megabytes: int) -> int:

@@ -123,7 +123,7 @@ def _tables(view: View, width: int) -> list[tuple[Text, ...]]:
 
 
 def _table_of_tables(rows: list[tuple[Text, ...]], lines: int) -> Table:
-    made = _table("table", ">rows x columns", ">rows/s", ">bytes/s", ">changed, ago")
+    made = _table("table", ">rows x columns", ">rows/s", ">bytes/s", ">last change")
     for row in _fitting(made, rows, lines):
         made.add_row(*row)
     return made

@@ -24,7 +24,7 @@ _HELP = """Show a live screen of a stream: publish rates, rates of each table, a
 
 Rates are averages over the last minute (--window). Each refresh reads only the versions committed since the last one.
 Predictors are listed by their heartbeats: "silent" after 30 seconds without a heartbeat, and omitted after an hour. The
-lag of a live predictor is the one in its heartbeat. Exit with Ctrl-C.
+lag of a live predictor is read from its heartbeat. Exit with Ctrl-C.
 
 \b
 Examples:
