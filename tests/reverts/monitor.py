@@ -7,7 +7,7 @@ from tests.reverts.revert import Revert
 _IN_TRAINING = "tests/monitor/test_device.py::test_a_metric_starts_no_collective_in_the_collector"
 _SCHEDULES = "tests/system/test_monitor_schedules.py::test_random_schedules"
 _METRIC = "delta_tracker/monitor/device/torchmetric.py"
-_FORKS = "tests/system/test_monitor_forks.py::test_no_child_hangs_and_none_writes_for_its_parent"
+_FORKS = "tests/system/test_monitor_forks.py::test_no_child_hangs_or_writes_its_parents_data"
 
 REVERTS = [
     Revert(

@@ -22,7 +22,7 @@ _CONSUMERS = ["a", "b"]
 def measure(
     rank: int, world_size: int, path: str, rows: int, dim: int, share: float, mode: str, repeats: int
 ) -> dict[str, float]:
-    """Body of a rank: train, save with and without the tracker, restore."""
+    """Train, save with and without the tracker, and restore on a rank."""
     model = shard(Spec([Table("t", rows, "row", dim=dim)]))
     tracker = ModelDeltaTracker(model, _CONSUMERS, mode=TrackingMode(mode))
     first, stop = rank * rows // world_size, (rank + 1) * rows // world_size

@@ -1,7 +1,7 @@
-"""Which thread starts which collective: a collective of a background thread can hang or corrupt those of training.
+"""Detects collectives of background threads, which can hang or corrupt those of training.
 
-Two threads that start collectives on one group start them in an order that differs between ranks. So only the main
-thread may, and workers that are named, each on gloo groups that no other thread uses.
+If two threads start collectives on one group, their order can differ between ranks. Only the main thread and named
+workers may start collectives, each worker on gloo groups that no other thread uses.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-# All functions of torch.distributed, also those for objects, end in a method of the group; so does code that has
-# imported them by name.
+# All functions of torch.distributed, including those for objects and those imported by name, call a method of the
+# group.
 _METHODS = (
     *("allreduce", "allreduce_coalesced", "broadcast", "barrier", "monitored_barrier", "reduce"),
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base", "all_gather_single"),
@@ -31,7 +31,7 @@ _METHODS = (
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
     *("split_group", "merge_remote_group"),
 )
-# Those of compiled code go to C++ at once.
+# Collectives of compiled code call C++ directly.
 _OPERATORS = (
     *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_gather_into_tensor", "all_to_all_single"),
     *("all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
@@ -45,16 +45,16 @@ class CollectiveThreadError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One that was started.
+    """A collective that was started.
 
     Args:
         thread: name of the thread.
-        is_main: whether it is the main thread.
-        function: what was called.
-        group: name of the group; of a new one, empty.
-        backend: of the group, such as gloo; empty if it is not known.
-        is_default: whether it is the default group.
-        stack: where.
+        is_main: True for the main thread.
+        function: name of the called function.
+        group: name of the group; empty for a new one.
+        backend: backend of the group, such as gloo; empty if unknown.
+        is_default: True for the default group.
+        stack: stack of the call.
     """
 
     thread: str
@@ -68,15 +68,15 @@ class Collective:
 
 @contextmanager
 def watch_collectives(workers: Sequence[str] = ()) -> Iterator[list[Collective]]:
-    """Record which thread starts a collective or makes a group, in this process.
+    """Record which threads of this process start collectives or make groups.
 
-    A collective of a thread that may start none raises in that thread and is not started, so that it cannot hang.
+    A collective of a thread that must not start one raises in that thread and is not started, so that it cannot hang.
 
     Args:
-        workers: how the names of threads begin that may start collectives, on gloo groups of their own.
+        workers: prefixes of the names of threads that may start collectives, on separate gloo groups.
 
     Yields:
-        What was started, in order.
+        The collectives that were started, in order.
 
     Raises:
         CollectiveThreadError: at the end, if a thread started one that is neither the main one nor a worker; if a
@@ -121,7 +121,7 @@ def watch_collectives(workers: Sequence[str] = ()) -> Iterator[list[Collective]]
 
 
 def check(started: Sequence[Collective], refused: Sequence[Collective] = ()) -> None:
-    """Raise :class:`CollectiveThreadError` for what :func:`watch_collectives` does not allow."""
+    """Raise :class:`CollectiveThreadError` for collectives that :func:`watch_collectives` does not allow."""
     wrong = [f"thread {each.thread} started {each.function}:\n{each.stack}" for each in refused]
     threads: dict[str, set[str]] = defaultdict(set)
     for each in started:

@@ -25,7 +25,7 @@ from tests.system.collectives import CollectiveThreadError, watch_collectives
 
 
 def _in_thread(name: str, action: Callable[[], Any]) -> BaseException | None:
-    """Run in a thread; what it raised."""
+    """Run ``action`` in a thread; return its exception."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -42,7 +42,7 @@ def _in_thread(name: str, action: Callable[[], Any]) -> BaseException | None:
 
 
 def _refused(workers: Sequence[str], body: Callable[[], Any]) -> str:
-    """What the watch says of a body; empty if nothing."""
+    """Return the error of the watch for a body, empty if there is none."""
     try:
         with watch_collectives(workers):
             body()
@@ -52,7 +52,7 @@ def _refused(workers: Sequence[str], body: Callable[[], Any]) -> str:
 
 
 def watched(rank: int, world_size: int) -> dict[str, Any]:
-    """What the watch says of collectives of every kind and thread."""
+    """Return the errors of the watch for collectives of every kind and thread."""
     one, own = torch.ones(1), dist.new_group(backend="gloo")
     matrix = torch.ones(world_size)
     every: dict[str, Callable[[], Any]] = {
@@ -89,7 +89,7 @@ def watched(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def whole_library(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
-    """Train, publish, follow, collect and save, all at once; which threads start collectives on which group."""
+    """Train, publish, follow, collect and save concurrently; return which threads start collectives on which group."""
     spec = Spec.every_sharding(world_size)
     model = shard(spec)
     generator = torch.Generator().manual_seed(rank)

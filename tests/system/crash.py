@@ -1,11 +1,11 @@
 """Trainers that are killed and resumed, and their predictors: ``python -m tests.system.crash --seeds 200``.
 
-A run has several lives. In each, one or two ranks with a sharding of their own load the newest checkpoint (or an older
-one), claim the stream, publish, train, save and publish more, until a SIGKILL ends them all at a random moment; the
-last one ends by itself. The moment is a random number of actions, counted in memory that the ranks share with the
-parent, and a random part of the time that an action takes, so that a slow machine kills no earlier. Whenever a life
-has published, a predictor that lives through all of them must equal the trainer bit for bit, and so must one that
-starts then. The parent imports everything and touches neither store nor process group, so that it can fork.
+A run has several lives. In each life one or two ranks with a new sharding load the newest or an older checkpoint, claim
+the stream, publish, train, save and publish again, until a SIGKILL ends all of them at a random moment; the last life
+ends by itself. The moment is a random number of actions, counted in memory shared with the parent, plus a random
+fraction of an action's duration, so that slow machines are not killed earlier. After each publish of a life, a
+predictor that follows through all lives and a new predictor must equal the trainer bit for bit. The parent imports
+everything and uses neither store nor process group, so that it can fork.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DONE = "done"
 
 
 class Progress:
-    """Counts what rank 0 has done, for the parent, which made it before the fork."""
+    """Counter of rank 0's actions in memory that the parent allocated before the fork."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 8)
@@ -54,17 +54,17 @@ class Progress:
 
     @property
     def count(self) -> int:
-        """How much is done."""
+        """Return the number of actions done."""
         return int.from_bytes(self._memory[:8], "little")
 
     def add(self) -> None:
-        """Count one more; on rank 0 alone."""
+        """Count one action, on rank 0 only."""
         if dist.get_rank() == 0:
             self._memory[:8] = (self.count + 1).to_bytes(8, "little")
 
     @property
     def seconds_each(self) -> float:
-        """The seconds that one has taken so far, on average."""
+        """Return the average seconds per action so far."""
         return (time.monotonic() - self._begin) / max(1, self.count)
 
 
@@ -129,7 +129,7 @@ class Life:
             (path / _DONE).touch()
 
     def check(self) -> None:
-        """A quiet point: all is published, and every predictor equals the trainer."""
+        """Publish everything, and check that every predictor equals the trainer."""
         manifest = self._publisher.publish()
         while manifest.pending_rows:
             manifest = self._publisher.publish()
@@ -160,7 +160,7 @@ class Life:
             rows = slice(spec.row_offset, spec.row_offset + spec.num_rows)
             for (first, end), view in zip(spec.columns, self._tracker.column_views(fqn), strict=True):
                 assert torch.equal(held[fqn][rows, first:end], view), f"{fqn} at version {predictor.version}"
-        if dist.get_rank() == 0:  # whose dense tensors are published
+        if dist.get_rank() == 0:  # rank 0's dense tensors are published
             for name, tensor in self._dense().items():
                 assert torch.equal(held[name], tensor), name
 
@@ -175,7 +175,7 @@ class Life:
         return {name: torch.full(tuple(shape), -1.0) for name, shape in self._shapes().items()}
 
     def _files(self) -> dict[str, Tensor]:
-        """Tables in files, which outlive whoever is killed while writing to them."""
+        """Map tables in files, which survive a kill during a write."""
         folder = self._root / "tables"
         folder.mkdir(exist_ok=True)
         return {
@@ -208,7 +208,7 @@ def _fork(action: Callable[[], None], log: Path) -> int:
 
 
 def run(seed: int, root: Path, num_lives: int = 4) -> dict[str, Any]:
-    """All lives of a seed; raises what went wrong in one."""
+    """Run all lives of a seed; raise the first failure."""
     draw = random.Random(f"lives of {seed}")
     for life in range(num_lives):
         is_last = life == num_lives - 1
@@ -232,9 +232,9 @@ def run(seed: int, root: Path, num_lives: int = 4) -> dict[str, Any]:
             if pid not in codes:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        # Of one that was killed there may be the beginning of a line.
+        # A killed rank may leave a partial line.
         errors = [log.read_text() for pid, log in zip(pids, logs, strict=True) if pid in codes and log.exists()]
-        # Who is killed second may have heard of the first one's death.
+        # The rank that is killed second may have noticed the death of the first.
         faults = [error for error in errors if "RankLostError" not in error and "Connection closed" not in error]
         if faults or (is_last and len(codes) < world_size):
             raise AssertionError(f"seed {seed}, life {life} of {world_size} ranks: {faults or 'it did not end'}")
@@ -245,7 +245,7 @@ def run(seed: int, root: Path, num_lives: int = 4) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the seeds, and say how much each saw."""
+    """Run the seeds, and print what each covered."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)

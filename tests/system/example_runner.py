@@ -1,6 +1,6 @@
-"""Runs examples in one process, each as ``python -m examples.NAME`` would: importing torchrec takes seconds.
+"""Runs examples in one process like ``python -m examples.NAME``, because importing torchrec takes seconds.
 
-Each line of standard input is a list of JSON, a name and its arguments; each is answered by a line.
+Each line of standard input is a JSON list of a name and its arguments; the answer to each is one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
+    os.dup2(2, 1)  # output of libraries must not be read as an answer
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         sys.argv = [name, *arguments]
@@ -29,7 +29,7 @@ def _serve() -> None:
         except BaseException:  # noqa: BLE001  it goes to the test, SystemExit too
             error = traceback.format_exc()
         finally:
-            if dist.is_initialized():  # by Lightning, which leaves it to the end of the process
+            if dist.is_initialized():  # Lightning leaves its group until the process ends
                 dist.destroy_process_group()
         answers.write(json.dumps({"said": said.getvalue(), "error": error}) + "\n")
         answers.flush()

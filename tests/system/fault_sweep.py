@@ -1,8 +1,8 @@
-"""Every storage operation of a publisher fails: ``python -m tests.system.fault_sweep kills DIRECTORY``.
+"""Fault sweep over every storage operation of a publisher: ``python -m tests.system.fault_sweep kills DIRECTORY``.
 
-The parent imports everything and touches no store, so that it can fork: each point of a sweep is a child of its own
-with a real sharded model, a real publisher and a reader that polls before and after every operation. A dry run counts
-the operations; a sweep that missed one fails. A scenario is a function in ``SCENARIOS``; add one, and it is swept.
+The parent imports everything and uses no store, so that it can fork. Each point of a sweep runs in a child with a real
+sharded model, a publisher, and a reader that polls before and after every operation. A dry run counts the operations; a
+sweep that misses one fails. Every function in ``SCENARIOS`` is swept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TIMEOUT_SECONDS = 60
 
 @dataclass(frozen=True)
 class Point:
-    """An operation of a scenario, by its number, and a side of it; ``within`` an object that is being written."""
+    """An operation of a scenario by its number, and a moment of it; ``within`` is during the write of an object."""
 
     scenario: str
     number: int
@@ -52,7 +52,7 @@ class Point:
 
 
 class Watched(Storage):
-    """Calls ``reached`` before, within and after every operation, once it is armed."""
+    """Storage that, once armed, calls ``reached`` before, within and after every operation."""
 
     def __init__(self, url: str, reached: Callable[[int, str, When], None]) -> None:
         super().__init__(url, create=True, fsync=False)
@@ -109,7 +109,7 @@ class Watched(Storage):
 
 
 class Trainer:
-    """A model in training, and its publisher."""
+    """A model in training and its publisher."""
 
     def __init__(self, storage: Storage, seed: int) -> None:
         self.storage = storage
@@ -128,7 +128,7 @@ class Trainer:
             self.tracker.step()
 
     def tables(self) -> dict[str, Tensor]:
-        """A copy of each table, from the blocks of its columns."""
+        """Copy each table from the blocks of its columns."""
         return {
             fqn: torch.cat([view.detach() for view in self.tracker.column_views(fqn)], 1).clone()
             for fqn in self.tracker.tables
@@ -138,7 +138,7 @@ class Trainer:
 class Reader:
     """A predictor that polls, and must hold a version exactly or not at all.
 
-    What a trainer holds stands in ``next.pt`` before it publishes, and by the version's number once that was seen.
+    A trainer's tables are in ``next.pt`` before it publishes, and in a file of the version's number once it was seen.
     """
 
     def __init__(self, url: str, expected: Path) -> None:
@@ -153,14 +153,14 @@ class Reader:
         self.num_polls = 0
 
     def announce(self, trainer: Trainer) -> None:
-        """The trainer is about to publish; what it published before is known from here on."""
+        """Record the trainer's tables before it publishes."""
         self.poll()
         draft = self._expected / "draft.pt"
         torch.save(trainer.tables(), draft)
         draft.rename(self._expected / "next.pt")
 
     def poll(self) -> None:
-        """See what the stream holds at this moment."""
+        """Sync, and check the tables of the version reached."""
         with self._lock:
             self.num_polls += 1
             try:
@@ -175,7 +175,7 @@ class Reader:
             _assert_equal(self._tables, torch.load(seen))
 
     def finish(self, trainer: Trainer) -> None:
-        """The reader, a new one, and the dense tensors are what the trainer holds now."""
+        """Check that the reader, a new reader and the dense tensors equal the trainer."""
         self.poll()
         _assert_equal(self._tables, trainer.tables())
         Reader(self._url, self._expected).poll()
@@ -194,10 +194,10 @@ def _assert_equal(tables: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 def check_log(url: str) -> None:
-    """Check that the log is what FORMAT.md allows, and nothing else.
+    """Check that the log is valid by FORMAT.md.
 
-    All claims are there, each with the entry before it, so the generations have no gap. What is there besides reaches
-    from the head down without a gap, to the head's parent and to the newest snapshot at least. Parts are whole, except
+    All claims exist, each with the entry before it, so the generations have no gap. The other entries form a range
+    without gaps from the head down to at least the head's parent and the newest snapshot. Parts are complete, except
     below that snapshot those of an entry before a claim.
     """
     log = StreamLog(Storage(url))
@@ -237,20 +237,20 @@ def check_log(url: str) -> None:
 
 @dataclass
 class Stage:
-    """What a scenario plays on."""
+    """The objects that a scenario uses."""
 
     storage: Watched
     reader: Reader
     trainer: Trainer
-    is_over: bool = False  # the operations that are swept were all done
+    is_over: bool = False  # all swept operations are done
 
     def publish(self, kind: str = "publish") -> None:
-        """Publish by the trainer's publisher, while the reader knows what to expect."""
+        """Publish with the trainer's publisher, after the reader recorded the expected tables."""
         self.reader.announce(self.trainer)
         getattr(self.trainer.publisher, kind)()
 
     def try_again(self, action: Callable[[], object]) -> None:
-        """A failure is told, loses nothing, and is over when the store works again."""
+        """Check that a failure is reported, loses no row, and ends when the store works again."""
         try:
             action()
         except (StorageError, PublishError):
@@ -321,7 +321,7 @@ def _retention(stage: Stage) -> None:
     stage.try_again(lambda: retain(stage.storage, Retention(versions=1, grace_seconds=0.0)))
 
 
-# Each arms the storage where the operations begin that are to be swept.
+# Each arms the storage before the first swept operation.
 SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "claim": _claim,
     "second claim": _second_claim,
@@ -332,7 +332,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "fold": _fold,
     "retention": _retention,
 }
-# Killed here; that operations fail is swept in tests/stream/test_upkeep_faults.py, and races are between publishers.
+# Only kills are swept here: tests/stream/test_upkeep_faults.py sweeps failures, and races need two publishers.
 _UPKEEP = ("compaction", "fold", "retention")
 
 
@@ -346,7 +346,7 @@ def _stage(root: Path, act: Callable[[int, str, When], None]) -> Stage:
     reader = Reader(url, root / "expected")
 
     def reached(number: int, name: str, when: When) -> None:
-        if when != "within":  # there the store is busy, and answers nobody on its own threads
+        if when != "within":  # the store is busy then and cannot be read from its own threads
             reader.poll()
         act(number, name, when)
 
@@ -355,7 +355,7 @@ def _stage(root: Path, act: Callable[[int, str, When], None]) -> Stage:
 
 
 def _dry(root: Path, scenario: str) -> dict[str, Any]:
-    """The operations of a scenario and the sides of each that it passes, and the modules that were loaded for it."""
+    """Return the operations of a scenario with their moments, and the modules that it loaded."""
     passed: list[list[Any]] = []
     stage = _stage(root, lambda number, name, when: passed.append([number, name, when]))
     _play(stage, scenario)
@@ -375,7 +375,7 @@ def _killed(root: Path, point: Point) -> None:
 
 
 def _restarted(root: Path) -> None:
-    """After the kill: the stream is readable, and a new life goes on from what it holds."""
+    """Check after a kill that the stream is readable and that a new life continues from it."""
     stage = _stage(root, lambda _number, _name, _when: None)
     stage.reader.poll()
     check_log(stage.storage.url)
@@ -383,7 +383,7 @@ def _restarted(root: Path) -> None:
 
 
 def _go_on(stage: Stage, seed: int) -> None:
-    """Another trainer, which knows nothing of the first one's rows, claims and publishes; the reader follows."""
+    """Claim and publish with another trainer, which has other rows; the reader follows."""
     stage.storage.is_armed = False
     stage.trainer = Trainer(stage.storage, seed)
     stage.trainer.claim()
@@ -395,7 +395,7 @@ def _go_on(stage: Stage, seed: int) -> None:
 
 
 def _failed(root: Path, point: Point) -> None:
-    """The store fails at the point; ``after`` it, what it was asked for has happened, and only the answer is lost."""
+    """Make the store fail at the point; ``after`` means that the operation was done and only its answer is lost."""
 
     def act(number: int, name: str, when: When) -> None:
         if (number, when) == (point.number, point.when):
@@ -413,11 +413,11 @@ def _failed(root: Path, point: Point) -> None:
 
 
 def _raced(root: Path, point: Point) -> None:
-    """The publisher stops at the point; another one claims and publishes; the first one goes on."""
+    """Pause the publisher at the point, let another one claim and publish, and resume the first."""
     first, second, fate = _overtaken(root, point)
     head = StreamLog(Storage(first.storage.url)).head()
     assert head is not None
-    # Whoever claimed last has the stream; a version of the first one is in it only if it came before that claim.
+    # The last claim owns the stream; a version of the first publisher is in it only if it precedes that claim.
     if head.writer == second.trainer.publisher._writer.head.writer:
         assert fate == ("finished" if first.is_over else "fenced")
         winner, loser = second, first.trainer
@@ -426,7 +426,7 @@ def _raced(root: Path, point: Point) -> None:
         winner, loser = first, second.trainer
         loser.train()
     for publisher in (loser.publisher, winner.trainer.publisher):
-        publisher._thread = threading.get_ident()  # the first one's own thread has ended
+        publisher._thread = threading.get_ident()  # the first publisher's thread has ended
     pending = loser.tracker.num_pending()
     assert sum(pending.values()) > 0 or first.is_over, "what a fenced publisher read is pending again"
     log = StreamLog(Storage(first.storage.url))
@@ -445,7 +445,7 @@ def _raced(root: Path, point: Point) -> None:
 
 
 def _overtaken(root: Path, point: Point) -> tuple[Stage, Stage, str]:
-    """Both publishers after the race, and how the first one's scenario ended."""
+    """Run the race; return both publishers and how the first one's scenario ended."""
     stopped, go_on = threading.Event(), threading.Event()
     stages: list[Stage] = []
     fates: list[str] = []
@@ -485,7 +485,7 @@ def _overtaken(root: Path, point: Point) -> tuple[Stage, Stage, str]:
 
 
 def _in_child(root: Path, body: Callable[[], Any]) -> int:
-    """Run ``body`` in a fork; its exit status, negative for a signal. What it returns or raises stands in a file."""
+    """Run ``body`` in a fork and write its result or error to a file; return the exit status, negative for a signal."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -511,7 +511,7 @@ def _run(root: Path, name: str, body: Callable[[Path], Any], wanted: int = 0) ->
 
 
 def points(root: Path, scenarios: Iterable[str]) -> list[Point]:
-    """All points of some scenarios, by a dry run of each."""
+    """Return all points of some scenarios, found by a dry run of each."""
     found = []
     for scenario in scenarios:
         directory = root / f"dry {scenario}"
@@ -519,7 +519,7 @@ def points(root: Path, scenarios: Iterable[str]) -> list[Point]:
         dry = _run(directory, scenario, lambda root, scenario=scenario: _dry(root, scenario))
         assert dry["passed"], scenario
         found += [Point(scenario, number, when) for number, _, when in dry["passed"]]
-        for module in dry["modules"]:  # else every child would load them anew
+        for module in dry["modules"]:  # otherwise every child would load them again
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
     return found
@@ -535,10 +535,10 @@ def _sweep_point(root: Path, mode: str, point: Point) -> None:
 
 
 def sweep(mode: str, root: Path, every: int = 1) -> dict[str, int]:
-    """Sweep all points, or one in ``every``; return how many points there are, by scenario.
+    """Sweep all points, or one in ``every``; return the number of points by scenario.
 
     Raises:
-        AssertionError: at the first point that does not keep the promises, or if a point was never reached.
+        AssertionError: at the first point that violates a promise, or if a point was never reached.
     """
     scenarios = [scenario for scenario in SCENARIOS if mode == "kills" or scenario not in _UPKEEP]
     all_points = points(root, scenarios)

@@ -1,4 +1,4 @@
-"""A case of publishing to a disk that is full, or has room for a part of a version only."""
+"""A case of publishing to a disk that is full or has room for only part of a version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAGE_BYTES = 4096
 
 
 def fill(file: Path, *, but_pages: int) -> None:
-    """Leave room for some pages only."""
+    """Fill the disk except for some pages."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         while True:
@@ -28,7 +28,7 @@ def fill(file: Path, *, but_pages: int) -> None:
 
 
 def full(rank: int, world_size: int, directory: str) -> list[str]:
-    """With room for 0, 1, 2, ... pages; what each attempt to publish said, until one of them works."""
+    """Publish with room for 0, 1, 2, ... pages until it succeeds; return the error of each attempt."""
     filler, url = Path(directory, "filler"), f"file://{directory}/stream"
     spec = Spec.every_sharding(world_size)
     model = shard(spec)

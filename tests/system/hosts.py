@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parent.parent.parent
-LINK = "veth0"  # the interface, as both hosts call it
+LINK = "veth0"  # the interface's name on both hosts
 
 
 def _ip(*arguments: str) -> None:
@@ -28,7 +28,7 @@ class Host:
     address: str
 
     def start(self, command: list[str], output: Path, **env: str) -> subprocess.Popen[bytes]:
-        """Start a program there; what it prints goes to a file."""
+        """Start a program on the host; write its output to a file."""
         with output.open("wb") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *command], cwd=_ROOT, env=os.environ | env, stdout=file, stderr=file
@@ -37,13 +37,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two hosts that reach each other, and nobody else."""
+    """Two hosts that can reach only each other."""
 
     first: Host
     second: Host
 
     def cut(self) -> None:
-        """Take the link down, at its first end: the other one loses its carrier."""
+        """Take the link down at its first end, so that the other end loses its carrier."""
         _ip("-n", self.first.name, "link", "set", LINK, "down")
 
     def restore(self) -> None:
@@ -53,7 +53,7 @@ class Hosts:
 
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Two hosts with a link between them; skips the test where the machine does not allow that."""
+    """Make two linked hosts; skip the test if the machine does not allow it."""
     if shutil.which("ip") is None:
         pytest.skip("needs the program ip (Debian: iproute2)")
     if os.geteuid() != 0:
@@ -74,5 +74,5 @@ def two_hosts() -> Iterator[Hosts]:
                 _ip("-n", host.name, "link", "set", interface, "up")
         yield hosts
     finally:
-        for host in ends:  # the pair goes with them
+        for host in ends:  # also deletes the pair
             subprocess.run(["ip", "netns", "delete", host.name], check=False, capture_output=True, timeout=20)

@@ -1,7 +1,7 @@
 """A predictor with tables in files, killed at each step in turn: ``python -m tests.system.killed_cases ROOT``.
 
-Each life that is killed is a fork of this process, which has nothing but the imports. After it, now and then after
-another one that is killed too, one that is not must end with the tables of the stream's end.
+Each killed life is a fork of this process, which only has the imports. After it, sometimes after a second kill, a life
+that is not killed must end with the tables at the stream's end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCENARIOS = ("onwards", "from nothing", "rollback")
 
 
 class Steps:
-    """Counts what is done, and ends the process at a step."""
+    """Counts steps, and kills the process at a given one."""
 
     def __init__(self, last: int | None) -> None:
         self.last = last
@@ -66,7 +66,7 @@ class _Target(TensorTarget):
     steps: Steps
 
     def write(self, ids, values, columns) -> None:
-        """Half of each row, and the other half."""
+        """Write each row in two halves."""
         first, end = columns
         middle = (first + end) // 2
         self.steps("before a chunk")
@@ -76,13 +76,13 @@ class _Target(TensorTarget):
 
 
 def table(path: Path) -> Tensor:
-    """A tensor in a file, shared with whoever maps it next."""
+    """Map a tensor in a file, which later lives map again."""
     shape, dtype = SHAPES[path.name], DTYPES[path.name]
     return torch.from_file(str(path), shared=True, size=int(torch.Size(shape).numel()), dtype=dtype).view(shape)
 
 
 def live(root: Path, scenario: str, last: int | None) -> Counter[str]:
-    """One life of a predictor, from what is kept in ``root/kept`` to the stream's end."""
+    """Run one life of a predictor from the state in ``root/kept`` to the stream's end."""
     kept, steps = root / "kept", Steps(last)
     place = kept / "place.json"
     model: dict[str, Any] = {name: table(kept / name) for name in SHAPES}
@@ -99,7 +99,7 @@ def live(root: Path, scenario: str, last: int | None) -> Counter[str]:
     Receiver.write_dense = write_dense_between_steps
 
     def keep() -> None:
-        """As :meth:`Predictor.state_dict` says."""
+        """Save the state as :meth:`Predictor.state_dict` documents."""
         steps("before the place is written")
         (kept / "draft").write_text(json.dumps(predictor.state_dict()))
         steps("before the place is renamed")
@@ -127,7 +127,7 @@ def live(root: Path, scenario: str, last: int | None) -> Counter[str]:
 
 
 def fork(life: Callable[[], Counter[str]], report: Path) -> int:
-    """Run a life in a process of its own; its exit status."""
+    """Run a life in a separate process; return its exit status."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -140,7 +140,7 @@ def fork(life: Callable[[], Counter[str]], report: Path) -> int:
 
 
 class Recovery:
-    """A process in which all restarts are: most of the time goes into starting one."""
+    """A process that runs all restarts, because starting one takes most of the time."""
 
     def __init__(self, root: Path) -> None:
         request, self._request = os.pipe()
@@ -167,7 +167,7 @@ class Recovery:
 
 
 def main(root: Path) -> None:
-    """Print, by scenario, how many steps there are of each kind; fails if the end is ever another one."""
+    """Print the number of steps of each kind by scenario; fail if a life ends with other tables."""
     torch.set_num_threads(1)
     gc.freeze()
     recover = Recovery(root)

@@ -1,4 +1,4 @@
-"""The command line as a program of its own."""
+"""The command line as a separate process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 class _Program(subprocess.Popen[str]):
     def __exit__(self, *error: object) -> None:
-        self.kill()  # a test that failed would wait for it for ever
+        self.kill()  # a failed test would wait for it for ever
         super().__exit__(*error)
 
 

@@ -48,12 +48,12 @@ _NUM_LOOKUPS = 20
 
 
 class Soak:
-    """One process that does everything at once.
+    """One process that trains, publishes, follows, forks and collects concurrently.
 
     Args:
         root: an empty folder.
-        seed: of what is trained, and when is forked.
-        children: what forked children do, of ``load`` and ``serve``.
+        seed: random seed of the batches and of the times of forks.
+        children: actions of forked children, of ``load`` and ``serve``.
     """
 
     def __init__(self, root: Path, seed: int, children: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class Soak:
         self._readers = [threading.Thread(target=self._read, name=f"soak-{number}") for number in range(_NUM_READERS)]
 
     def run(self, seconds: float) -> None:
-        """Train for so long, and end everything."""
+        """Train for some seconds, and stop everything."""
         for thread in self._readers:
             thread.start()
         end = time.monotonic() + seconds
@@ -108,7 +108,7 @@ class Soak:
         self.counts["batches"] += 1
 
     def _read(self) -> None:
-        """Look rows up beside the predictor's thread, and fork: the training thread may hold any lock then."""
+        """Look rows up during apply, and fork while the training thread may hold any lock."""
         draw = random.Random(threading.current_thread().name)
         while not self._is_done.is_set():
             is_applying = self._look_up()
@@ -118,7 +118,7 @@ class Soak:
             self._is_done.wait(0.002)
 
     def _look_up(self) -> bool:
-        """Check that no row changes meanwhile; whether a version is being applied."""
+        """Check that no row changes during a lookup; return True if a version is being applied."""
         with self._predictor.reading() as served:
             for table in self._served.values():
                 first = table[: len(table) // 2].clone()
@@ -127,12 +127,12 @@ class Soak:
         return served.applying is not None
 
     def _serve(self) -> None:
-        """A worker of a preloading web server: look rows up, and exit."""
+        """Look rows up and exit, like a worker of a preloading web server."""
         for _ in range(_NUM_LOOKUPS):
             self._look_up()
 
     def _load(self) -> None:
-        """A worker that loads data: prepare batches and record what it does."""
+        """Prepare batches and record metrics, like a data loading worker."""
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             with MONITOR.span("soak.load"):
@@ -180,7 +180,7 @@ class Soak:
 
 
 def _left(before: set[threading.Thread]) -> list[str]:
-    """Threads that are there in addition, after some time to end."""
+    """Return the additional threads that are left after some time to end."""
     deadline = time.monotonic() + _JOIN_SECONDS
     for thread in set(threading.enumerate()) - before:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -188,7 +188,7 @@ def _left(before: set[threading.Thread]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run once; 0 if nothing was wrong."""
+    """Run once; return 0 if no check failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)

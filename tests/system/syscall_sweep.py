@@ -1,9 +1,9 @@
-"""Every system call with which the stream writes, killed or failed by strace: ``python -m tests.system.syscall_sweep``.
+"""Kills or fails every system call of stream writes with strace: ``python -m tests.system.syscall_sweep``.
 
-The parent imports everything and touches no store, so that it can fork. Each point is a child that prepares a stream,
-waits until strace is attached, and does one operation. A dry run lists the system calls that touch the stream; each is
-then killed on entry, or fails with an error. Afterwards another child checks what is left: readers see whole versions
-only, nothing committed is lost, and a new publisher continues. Prints the number of points by scenario as JSON.
+The parent imports everything and uses no store, so that it can fork. Each point is a child that prepares a stream,
+waits until strace is attached, and runs one operation. A dry run lists the system calls on the stream's files; each is
+then killed on entry, or fails with an error. Afterwards another child checks the stream: readers see only complete
+versions, no committed version is lost, and a new publisher continues. Prints the number of points by scenario as JSON.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _CALLS = {
     "openat": ("EIO", "ENOSPC", "EACCES"),
 }
 _SECONDS = 60.0
-_ATTEMPTS = 5  # a fault is over after one, but each thread that lists a directory counts its calls by itself
+_ATTEMPTS = 5  # a fault ends after one attempt, but each thread that lists a directory counts its calls separately
 _LINE = re.compile(r"(\d+) +(\w+)\(")
 
 
 class Stage:
-    """A stream in the making, and what its versions leave a reader with."""
+    """A stream that is being written, and a reader's state after each version."""
 
     def __init__(self, root: Path) -> None:
         self.url = f"file://{root}/stream"
@@ -65,7 +65,7 @@ class Stage:
         self.action: Callable[[], object]
 
     def start(self) -> None:
-        """Claim, and publish a snapshot and deltas, without syncing: only what is swept has to."""
+        """Claim, and publish a snapshot and deltas without fsync, which only the swept operation needs."""
         self.writer = Writer(Storage(self.url, create=True, fsync=False))
         self.commit("snapshot", None)
         for row in range(3):
@@ -84,7 +84,7 @@ class Stage:
         self.action = lambda: self.writer.write(kind, rows)  # type: ignore[arg-type]
 
     def arm(self) -> None:
-        """The publisher syncs from here on."""
+        """Make the publisher use fsync for later writes."""
         self.writer.storage = self.writer.claim._log.storage = Storage(self.url)
 
 
@@ -143,7 +143,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """The ``number``-th call of ``call`` of a scenario, and what happens to it: ``KILL`` or an error's name."""
+    """The ``number``-th call of ``call`` in a scenario and its fault: ``KILL`` or an error's name."""
 
     scenario: str
     call: str
@@ -157,7 +157,7 @@ class Point:
 
 
 def _act(root: Path, scenario: str, ready: int, go: int) -> None:
-    """Prepare a scenario, wait for strace, do it; after an error do it again."""
+    """Prepare a scenario, wait for strace, run it, and retry after an error."""
     stage = Stage(root)
     SCENARIOS[scenario](stage)
     torch.save(stage.states, root / "states.pt")
@@ -177,7 +177,7 @@ def _act(root: Path, scenario: str, ready: int, go: int) -> None:
 
 
 def _check(root: Path) -> None:
-    """What is left is whole, and a new publisher continues."""
+    """Check that the stream is complete and that a new publisher continues."""
     storage = Storage(f"file://{root}/stream", create=True)
     states: dict[int, torch.Tensor] = torch.load(root / "states.pt")
     is_done = (root / "outcome").exists()
@@ -225,7 +225,7 @@ def _fork(root: Path, body: Callable[[], None]) -> int:
 
 @contextlib.contextmanager
 def _traced(pid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
-    """The process under strace, which ends with it."""
+    """Run strace on a process; it ends with the block."""
     command = ["strace", "-f", "-y", "-s", "8", "-p", str(pid), "-o", str(log), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
         assert strace.stderr is not None
@@ -241,7 +241,7 @@ def _traced(pid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
 
 
 def _run(root: Path, scenario: str, options: Sequence[str]) -> int:
-    """Do a scenario in a child under strace; its exit status, negative for a signal."""
+    """Run a scenario in a child under strace; return its exit status, negative for a signal."""
     root.mkdir()
     ready, told = os.pipe()
     wait, go = os.pipe()
@@ -260,9 +260,9 @@ def _run(root: Path, scenario: str, options: Sequence[str]) -> int:
 
 
 def points(root: Path, scenario: str, faults: Sequence[str]) -> list[Point]:
-    """The calls of a scenario that touch its stream, with each fault, by two dry runs."""
+    """Return the calls of a scenario on its stream's files, with each fault, found by two dry runs."""
     trace = [f"--trace={','.join(_CALLS)}"]
-    for turn in ("first", "second"):  # the first one loads modules
+    for turn in ("first", "second"):  # the first run loads modules
         place = root / f"{scenario} {turn}"
         assert _run(place, scenario, trace) == 0, (place / "error").read_text()
         for module in json.loads((place / "modules.json").read_text()):
@@ -287,7 +287,7 @@ def points(root: Path, scenario: str, faults: Sequence[str]) -> list[Point]:
 
 
 def _visit(root: Path, point: Point) -> str:
-    """How a point ended: killed, done, or the name of the error."""
+    """Visit a point; return how it ended: killed, done, or the name of the error."""
     status = _run(root, point.scenario, [f"--trace={','.join(_CALLS)}", "-e", point.injection])
     if point.scenario not in ("delta", "snapshot"):
         (root / "is_upkeep").touch()
@@ -304,10 +304,10 @@ def _visit(root: Path, point: Point) -> str:
 
 
 def sweep(root: Path, scenarios: Sequence[str], faults: Sequence[str]) -> dict[str, Any]:
-    """Visit all points; how many there were, by scenario, and how they ended.
+    """Visit all points; return their number by scenario, and how they ended.
 
     Raises:
-        AssertionError: at the first point that does not keep the promises.
+        AssertionError: at the first point that violates a promise.
     """
     counts: dict[str, int] = {}
     outcomes: collections.Counter[str] = collections.Counter()

@@ -8,7 +8,7 @@ from benchmarks.bench_checkpoint import main, markdown, run
 from tests.ranks import RankPool
 
 
-def test_it_measures_what_it_says(two_ranks: RankPool) -> None:
+def test_the_measured_sizes_are_right(two_ranks: RankPool) -> None:
     results = run(two_ranks, rows=4000, dim=8, shares=[0.05, 0.5], repeats=1)
     assert [(each.mode.name, each.share) for each in results] == [
         ("ID_ONLY", 0.05),
@@ -17,7 +17,7 @@ def test_it_measures_what_it_says(two_ranks: RankPool) -> None:
         ("EMBEDDING", 0.5),
     ]
     assert [each.rows for each in results] == [400, 4000, 400, 4000]
-    # what a row costs, without what a rank costs: its id, and its old state where that is kept
+    # the cost per row without the cost per rank: its id, and its old state in modes that keep it
     costs = [(more.tracker_bytes - less.tracker_bytes) / 3600 for less, more in (results[:2], results[2:])]
     assert 4 <= costs[0] < 5
     assert 36 <= costs[1] < 37

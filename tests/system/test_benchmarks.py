@@ -1,4 +1,4 @@
-"""The benchmark programs run, and their own checks of what they measure hold."""
+"""The benchmark programs run, and their built-in checks pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _IN_SWEEPS = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="some 10 s each: `m
     ],
 )
 def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
-    # In a process of its own: it has a process group and settings of torch.
+    # In a separate process, because it makes a process group and changes settings of torch.
     arguments = ["-m", f"benchmarks.{name}", "--tiny", "--out", str(tmp_path), "--work", str(tmp_path)]
     command = [sys.executable, "-W", "ignore", *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, cwd=_ROOT)
@@ -50,7 +50,7 @@ def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality"])
-def test_committed_results_are_of_the_program_that_is_there(name: str) -> None:
+def test_committed_results_are_of_the_current_program(name: str) -> None:
     directory = _ROOT / "benchmarks" / "results"
     record = json.loads((directory / f"{name}.json").read_text())
     table = (directory / f"{name}.md").read_text()
@@ -118,7 +118,7 @@ def test_cases_run_in_turns_and_warm_ups_do_not_count() -> None:
     assert Sample((0.003, 0.001, 0.002)).text(1e3) == "2.0 (1.0-3.0)"
 
 
-def test_a_report_stands_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_written_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(name="name", settings={"rows": 3}, columns=("what", "ms"), notes=["A note."], environment={})
     report.lines.append(("a", "1"))
     report.add("a", {"seconds": Sample((0.5,))})
@@ -129,7 +129,7 @@ def test_a_report_stands_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.C
     assert json.loads((tmp_path / "name.json").read_text())["figures"] == {"a": {"seconds": [0.5]}}
 
 
-def test_ids_are_drawn_as_they_say() -> None:
+def test_ids_have_the_stated_distribution() -> None:
     generator = torch.Generator().manual_seed(0)
     uniform = uniform_ids(10, 20_000, generator).bincount(minlength=10)
     assert len(uniform) == 10

@@ -1,4 +1,4 @@
-"""The watch over collectives sees every kind of them, in every thread."""
+"""The watch detects every kind of collective in every thread."""
 
 from __future__ import annotations
 

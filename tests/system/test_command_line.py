@@ -33,7 +33,7 @@ def writer(tmp_path: Path) -> Writer:
     return make(tmp_path / "stream")
 
 
-def test_tail_follows_and_ends_well_on_an_interrupt(tmp_path: Path) -> None:
+def test_tail_follows_and_exits_cleanly_on_an_interrupt(tmp_path: Path) -> None:
     directory = tmp_path / "later"
     with program("tail", directory, "--json", "--every", "0.05") as tail:
         assert "waiting for its first version" in tail.stderr.readline()

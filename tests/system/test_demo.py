@@ -1,4 +1,4 @@
-"""The demo, tiny: it ends well, shows what it says, and notices when the predictor is not the trainer."""
+"""The demo at a tiny size: it succeeds, prints its findings, and detects a predictor that differs from the trainer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _scraped: dict[str, set[str]] = defaultdict(set)
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """The demo, run once; its metrics are scraped meanwhile."""
+    """Run the demo once, scraping its metrics."""
     out = tmp_path_factory.mktemp("demo") / "out"
     command = [sys.executable, "-m", "examples.movielens", "--out", str(out), "--ratings", "2500", "--batch", "32"]
     with subprocess.Popen(
@@ -62,8 +62,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
         return subprocess.CompletedProcess(command, process.returncode, shown, process.stderr.read()), out
 
 
-def test_metrics_can_be_scraped_meanwhile(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    """Over all scrapes: a trainer has no figures before its first collection, and no gauges after its training."""
+def test_metrics_can_be_scraped_during_the_demo(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """Combine all scrapes: a trainer has no metrics before its first collection, and no gauges after its training."""
     assert sorted(_scraped) == ["predictor", "trainer-0", "trainer-1"]
     samples: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for name, text in ((name, text) for name, texts in _scraped.items() for text in texts):
@@ -78,7 +78,7 @@ def test_metrics_can_be_scraped_meanwhile(demo: tuple[subprocess.CompletedProces
         assert {sample.labels["kind"] for sample in versions} >= {"snapshot", "delta"}
 
 
-def test_demo_ends_well_and_shows_its_findings(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_demo_succeeds_and_prints_its_findings(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     finished, out = demo
     assert finished.returncode == 0, finished.stderr
     for shown in ("bit for bit", "commit to applied", "log loss", "AUC", "1 snapshot", "16 deltas"):
@@ -132,7 +132,7 @@ def test_compare_is_about_bits() -> None:
         compare({}, {})
 
 
-def test_demo_leaves_a_folder_of_somebody_else_alone(tmp_path: Path) -> None:
+def test_demo_does_not_touch_an_unknown_folder(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     finished = python_m("examples.movielens", "--out", str(tmp_path))
     assert finished.returncode == 1

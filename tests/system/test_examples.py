@@ -1,4 +1,4 @@
-"""Every example is run as its docstring says, and asserts its own result."""
+"""Every example runs as its docstring describes, and asserts its result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Run an example in the process that all of them share; what it printed."""
+    """Return a function that runs an example in a shared process and returns its output."""
     folder = tmp_path_factory.mktemp("examples")
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.system.example_runner"],
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def torchrun(folder: Path, num_ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run an example on ranks, as ``torchrun`` does."""
+    """Run an example on ranks with ``torchrun``."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, "-m", *command],
@@ -79,7 +79,7 @@ def torchrun(folder: Path, num_ranks: int, *command: str) -> subprocess.Complete
         ("publish_and_predict", "equal the trainer's bit for bit"),
     ],
 )
-def test_it_shows_what_it_says(run: Run, name: str, shown: str) -> None:
+def test_it_prints_the_expected_output(run: Run, name: str, shown: str) -> None:
     assert shown in run(name)
 
 
@@ -126,7 +126,7 @@ def test_crash_and_resume(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def started(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """An example in the background, which ends well when it is interrupted."""
+    """Run an example in the background; it must exit cleanly when interrupted."""
     process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", *command], cwd=_ROOT, env=_ENVIRON)
     try:
         yield process
@@ -138,7 +138,7 @@ def started(*command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def asked(url: str) -> tuple[int, dict[str, Any]]:
-    """What the service answers; (0, {}) while nobody does."""
+    """Return the status and body of the service's answer; (0, {}) if there is none."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return answer.status, json.load(answer)
@@ -159,7 +159,7 @@ def answers(url: str, status: int) -> dict[str, Any]:
 
 
 def test_service_under_load(tmp_path: Path) -> None:
-    """No request fails, versions advance, no row is torn, and a request sees two versions only while it is told so."""
+    """No request fails, versions advance, no row is torn, and only answers that report it use two versions."""
     wrk = installed("wrk")
     stream, (port,) = f"file://{tmp_path}/stream", free_ports(1)
     url = f"http://127.0.0.1:{port}"

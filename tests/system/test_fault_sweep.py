@@ -1,6 +1,6 @@
 """The fault sweep: each storage operation of a claim, a snapshot and a delta is killed, failed and overtaken.
 
-Here one point in three, of the kills one in five; ``make test-sweeps`` runs all of them.
+Runs one point in three, and one in five of the kills; ``make test-sweeps`` runs all of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def test_every_operation(tmp_path: Path, mode: str) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=590, cwd=_ROOT, check=False)
     assert run.returncode == 0, run.stderr
     counts = json.loads(run.stdout)
-    # A claim probes the store, finds the head, makes its entry, looks at its place, and is looked for; a snapshot
-    # writes two parts, what was copied and what changed meanwhile; a version's entry is made and its place looked at.
+    # A claim probes the store, finds the head, creates its entry, checks its parent, and is read back. A snapshot
+    # writes two parts, the copied rows and the rows changed during the copy, creates its entry and checks its parent.
     expected = {"claim": 16, "second claim": 18, "snapshot": 10, "second snapshot": 10, "delta": 7}
     if mode == "kills":
         expected |= {"compaction": 31, "fold": 38, "retention": 42}

@@ -21,7 +21,7 @@ from benchmarks.faults.registry import CASES, FAULTS, RIGHT, case, expect
 _ROOT = Path(__file__).parent.parent.parent
 _NUM_THEIRS_AT_LEAST = 15
 
-# Other versions have another interface, or lack cases' modules; the comparison is with the pinned one.
+# Other versions have another interface or lack modules of some cases; the comparison is with the pinned version.
 _IS_PINNED = importlib.util.find_spec("torchrec") is not None and version("torchrec").startswith("1.8.")
 pytestmark = pytest.mark.skipif(not _IS_PINNED, reason="compares with torchrec 1.8")
 
@@ -44,7 +44,7 @@ def test_ours_is_right(results: dict[int, dict[str, str]]) -> None:
     assert {fault: result["delta_tracker"] for fault, result in results.items()} == dict.fromkeys(FAULTS, RIGHT)
 
 
-def test_the_cases_find_something(results: dict[int, dict[str, str]]) -> None:
+def test_the_cases_find_defects(results: dict[int, dict[str, str]]) -> None:
     wrong = [fault for fault, result in results.items() if result["TorchRec"] != RIGHT]
     assert len(wrong) >= _NUM_THEIRS_AT_LEAST
     assert not any("the case" in verdict for result in results.values() for verdict in result.values())
@@ -72,8 +72,8 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize("cases", ["import os; os.abort()", "import time; time.sleep(60)"])
-def test_a_rank_that_dies_or_hangs_takes_nothing_with_it(cases: str, tmp_path: Path) -> None:
-    """In a program of its own, with a case that misbehaves on rank 1."""
+def test_a_rank_that_dies_or_hangs_affects_no_other_case(cases: str, tmp_path: Path) -> None:
+    """Run a separate program with a case that dies or hangs on rank 1."""
     (tmp_path / "bad_cases.py").write_text(
         "from torch import distributed as dist\n"
         "from benchmarks.faults.registry import case\n"
@@ -86,7 +86,7 @@ def test_a_rank_that_dies_or_hangs_takes_nothing_with_it(cases: str, tmp_path: P
         f"sys.path[:0] = [{str(_ROOT)!r}, {str(tmp_path)!r}]\n"
         "from benchmarks.faults import ranks\n"
         "ranks.CASE_MODULES = ('bad_cases',)\n"
-        "ranks._CASE_SECONDS = 3\n"  # counted from when the case begins
+        "ranks._CASE_SECONDS = 3\n"  # counted from the start of the case
         "if __name__ == '__main__':\n"
         "    ranks.load_cases()\n"
         "    print(dict(ranks.run_all([('bad', 'TorchRec')], 1)))\n"
@@ -97,7 +97,7 @@ def test_a_rank_that_dies_or_hangs_takes_nothing_with_it(cases: str, tmp_path: P
     assert verdict in done.stdout
 
 
-def test_errors_are_told_in_a_few_words() -> None:
+def test_errors_are_summarised_in_a_few_words() -> None:
     assert ranks.describe(KeyError("t")) == "KeyError: 't'"
     assert ranks.describe(ValueError()) == "ValueError"
     assert ranks.describe(ValueError("x" * 100)) == f"ValueError: {'x' * 70}…"

@@ -1,4 +1,4 @@
-"""Forks while `follow()` runs, as web servers that preload do: a child reads whole rows at once."""
+"""Forks while `follow()` runs, as in web servers that preload: a child reads complete rows without waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 _ROOT = Path(__file__).parent.parent.parent
 
-# Each child has a watchdog of its own: an alarm, whose default action ends the process.
+# Each child has a watchdog: an alarm, whose default action ends the process.
 _PRELUDE = """
 import os, signal, sys, threading, time
 import torch
@@ -144,7 +144,7 @@ assert codes == [0, 0, 0], codes
 predictor.sync()
 """
 
-# A write that takes longer than a fork waits: the child says that rows may be torn until it has applied the version.
+# A write takes longer than a fork waits: the child reports that rows may be torn until it has applied the version.
 _TOO_SLOW = """
 target = Breakable.of(writer.model()[FQN])
 table = target.regions[0].memory

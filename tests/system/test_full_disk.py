@@ -1,4 +1,4 @@
-"""A disk that is full: publishing says so and goes on later, a predictor is not harmed."""
+"""A full disk: publishing raises an error and continues later, and predictors are unaffected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.system.full_disk_cases import fill
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of half a megabyte."""
+    """Mount a file system of half a megabyte."""
     directory = tmp_path / "disk"
     directory.mkdir()
     if os.geteuid() != 0:
@@ -46,7 +46,7 @@ def test_publishing_to_a_full_disk(two_ranks: RankPool, disk: Path) -> None:
 
 
 def test_a_predictor_follows_from_a_full_disk(disk: Path, caplog) -> None:
-    """Its heartbeat cannot be left; that is all."""
+    """Only its heartbeat cannot be written."""
     writer = Writer(Storage(f"file://{disk}/stream", create=True))
     writer.snapshot()
     writer.delta([1, 2])

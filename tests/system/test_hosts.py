@@ -24,7 +24,7 @@ _PROGRAM = "tests.system.two_hosts_cases"
 
 
 class Programs:
-    """Processes that end with the block, each with a file of what it printed."""
+    """Processes that end with the block, each with a file of its output."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -44,7 +44,7 @@ class Programs:
         assert self.running[name].wait(_PATIENCE_SECONDS) == 0, self.said(name)
 
     def until(self, version: int) -> int:
-        """Wait for the predictor to reach a version; the one that it has then."""
+        """Wait for the predictor to reach a version; return the version that it has then."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while (found := self.version()) < version:
             self.check()
@@ -64,7 +64,7 @@ def programs(directory: Path) -> Iterator[Programs]:
         yield each
     finally:
         for process in each.running.values():
-            process.terminate()  # torchrun ends its worker then
+            process.terminate()  # torchrun then ends its worker
         for process in each.running.values():
             try:
                 process.wait(5)

@@ -1,4 +1,4 @@
-"""What is imported, and what works without optional packages: only a new process shows it."""
+"""Imports of the package, and use without optional packages, in new processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def test_without_any_optional_package(tmp_path) -> None:
-    """Every sink that needs none works; every other one names its extra."""
+    """Sinks without dependencies work; the others name their extra in the error."""
     program = (
         _BLOCKED
         + f"""
@@ -81,8 +81,8 @@ assert not [t for t in monitor.collect().totals if t.definition.name.endswith("o
     assert '"c"' in (tmp_path / "a").read_text()
 
 
-def test_importing_the_monitor_imports_the_standard_library_alone_and_starts_nothing() -> None:
-    """The packages above it are stood in for: the rest of the library needs torch."""
+def test_importing_the_monitor_imports_only_the_standard_library() -> None:
+    """The packages above it are stubs, because the rest of the library needs torch."""
     program = """
 import os, sys, threading, types
 import logging, random  # they register handlers of their own
@@ -135,7 +135,7 @@ assert set(find_targets(nn.ModuleDict({"user": nn.Embedding(20, 4)}))) == {"user
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)
 
 
-def test_unsharded_collections_need_no_fbgemm_of_ours() -> None:
+def test_unsharded_collections_do_not_import_our_fbgemm_modules() -> None:
     program = """
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""Kill -9 at every step of an apply, of a resync and of a rollback; restarted from its files, a predictor is right."""
+"""SIGKILL at every step of an apply, a resync and a rollback: a predictor restarted from its files is correct."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _keep(directory: Path, model: dict[str, torch.Tensor], predictor: Predictor)
 
 
 @pytest.mark.promise("atomic")
-def test_a_predictor_killed_at_any_step_ends_right(tmp_path: Path) -> None:
+def test_a_predictor_killed_at_any_step_ends_with_the_right_tables(tmp_path: Path) -> None:
     history = History(Storage(f"file://{tmp_path}/stream", create=True, fsync=False), 1)
     model = empty_model()
     predictor = Predictor(model, history.storage)

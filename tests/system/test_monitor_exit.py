@@ -1,4 +1,4 @@
-"""What is collected is delivered at the end of a program, however it ends."""
+"""Collected data is delivered at the end of a program, however it ends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _runs(python: str) -> bool:
 
 @pytest.mark.parametrize("python", ["simulated", *filter(_runs, _PYTHONS)])
 def test_a_program_that_ends_before_its_first_interval_delivers(tmp_path: Path, python: str) -> None:
-    """The monitor needs no package, so that newer Pythons run it without the library's."""
+    """The monitor has no dependencies, so newer Pythons without the library's dependencies can run it."""
     path = tmp_path / "lines"
     program = [sys.executable if python == "simulated" else python, "-c", _PROGRAM, str(path), python]
     subprocess.run(program, check=True, timeout=60, cwd=_ROOT)

@@ -1,4 +1,4 @@
-"""Forks of a program that records: no child hangs, and none shows or writes what is its parent's."""
+"""Forks of a recording program: no child hangs, and no child exposes or writes its parent's data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.monitor.recording import Kept
 _ROOT = Path(__file__).parent.parent.parent
 
 
-def test_no_child_hangs_and_none_writes_for_its_parent(tmp_path: Path) -> None:
+def test_no_child_hangs_or_writes_its_parents_data(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     program = [sys.executable, "-W", "ignore", "-m", "tests.monitor.forking", str(tmp_path), "100"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=90, cwd=_ROOT, check=False)
@@ -122,7 +122,7 @@ def test_a_child_waits_for_no_lock_that_a_thread_of_the_parent_holds() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_forks_while_threads_record_and_fold() -> None:
-    """A child inherits locks that nobody will ever release; it must not wait for one."""
+    """A child inherits locks that are never released; it must not wait for them."""
     monitor = Monitor()
     stat = monitor.histogram("s")
     cells = monitor.counter("labelled", labels=["k"], max_cells=16)

@@ -20,7 +20,7 @@ _BLOCKS = {
 
 @pytest.mark.parametrize("name", [name for name, blocks in _BLOCKS.items() if blocks])
 def test_python_blocks_run(name: str) -> None:
-    """One after another in one program, as a reader would paste them."""
+    """Run the blocks in order in one program, as a reader would paste them."""
     blocks = _BLOCKS[name]
     program = "\n".join(f"print('block {number} begins')\n{block}" for number, block in enumerate(blocks))
     command = [sys.executable, "-W", "ignore", "-c", program]

@@ -1,4 +1,4 @@
-"""A stream on a real S3 server, also where its answers get lost or it ignores the condition of a request."""
+"""A stream on a real S3 server, including lost answers and a server that ignores conditional requests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.stream.streams import FQN, Writer
 
 @pytest.fixture
 def url(s3: S3) -> str:
-    """A place in the bucket that nobody else uses."""
+    """Return an unused URL in the bucket."""
     return f"{s3.url}/{secrets.token_hex(8)}"
 
 
 @pytest.fixture
 def bad(s3: S3) -> Iterator[Proxy]:
-    """A proxy in front of the server, which does nothing wrong until it is told to."""
+    """Start a proxy in front of the server, without faults until a test sets them."""
     with proxy(s3.port) as state:
         yield state
 
@@ -57,7 +57,7 @@ def test_a_second_publisher_on_s3_fences_the_first(s3: S3, url: str) -> None:
 
 def test_a_store_that_ignores_the_condition_is_refused(s3: S3, url: str, bad: Proxy) -> None:
     storage = Storage(url, options=s3.through(bad.port) | {"skip_signature": "true"})
-    storage.probe()  # the proxy itself is sound
+    storage.probe()  # the proxy itself has no fault
     bad.strip_headers = frozenset({"if-none-match"})
     with pytest.raises(UnsafeStoreError) as caught:
         storage.probe()
@@ -70,14 +70,14 @@ def test_a_store_that_ignores_the_condition_is_refused(s3: S3, url: str, bad: Pr
 @pytest.mark.parametrize("lost", [1, 2, 7])
 def test_a_claim_whose_answers_were_lost_is_won_once(s3: S3, url: str, bad: Proxy, lost: int) -> None:
     storage = Storage(url, options=s3.through(bad.port))
-    bad.lose_answers = lost  # with seven, the client gives up before it sees one
+    bad.lose_answers = lost  # with seven, the client stops retrying before it gets an answer
     claim = StreamLog(storage).claim()
     assert bad.lose_answers == 0
     assert claim.head.generation == 1
     assert StreamLog(Storage(url, options=s3.options)).versions() == [0]
 
 
-def test_a_create_whose_answer_was_lost_says_that_the_name_is_taken(s3: S3, url: str, bad: Proxy) -> None:
+def test_a_create_whose_answer_was_lost_reports_that_the_name_exists(s3: S3, url: str, bad: Proxy) -> None:
     storage = Storage(url, options=s3.through(bad.port))
     bad.lose_answers = 1
     assert not storage.create("x", b"mine")
@@ -89,7 +89,7 @@ def test_a_create_whose_answer_was_lost_says_that_the_name_is_taken(s3: S3, url:
     assert storage.read("y", max_bytes=4).tobytes() == b"mine"
 
 
-def test_the_probe_bears_lost_answers(s3: S3, url: str, bad: Proxy) -> None:
+def test_the_probe_tolerates_lost_answers(s3: S3, url: str, bad: Proxy) -> None:
     storage = Storage(url, options=s3.through(bad.port))
     bad.lose_answers = 1
     storage.probe()
@@ -121,7 +121,7 @@ def test_small_objects_take_one_request_and_large_ones_several(s3: S3, url: str,
     np.testing.assert_array_equal(storage.read("large", max_bytes=len(data)), data)
 
 
-def test_a_wrong_key_and_a_server_that_is_away_are_told(s3: S3, url: str) -> None:
+def test_a_wrong_key_and_an_unreachable_server_are_reported(s3: S3, url: str) -> None:
     with pytest.raises(StorageError, match=r"PermissionDenied.* PUT ") as caught:
         Storage(url, options=s3.options | {"secret_access_key": "hunter2"}).probe()
     assert "hunter2" not in str(caught.value)
@@ -130,7 +130,7 @@ def test_a_wrong_key_and_a_server_that_is_away_are_told(s3: S3, url: str) -> Non
         Storage(url, options=s3.through(port)).read("x", max_bytes=1)
 
 
-def test_an_answer_that_says_try_again_is_retried(s3: S3, url: str, bad: Proxy) -> None:
+def test_a_try_again_answer_is_retried(s3: S3, url: str, bad: Proxy) -> None:
     storage = Storage(url, options=s3.through(bad.port))
     bad.conflicts = 1
     writer = Writer(storage)
@@ -143,7 +143,7 @@ def test_an_answer_that_says_try_again_is_retried(s3: S3, url: str, bad: Proxy) 
     assert StreamLog(storage).versions() == [0, 1, 2, 3, 4]
 
 
-def test_a_store_that_always_says_try_again_is_given_up_and_commits_later(s3: S3, url: str, bad: Proxy) -> None:
+def test_a_store_that_always_answers_try_again_fails_and_commits_later(s3: S3, url: str, bad: Proxy) -> None:
     storage = Storage(url, options=s3.through(bad.port))
     writer = Writer(storage)
     writer.snapshot()

@@ -1,4 +1,4 @@
-"""A short run of everything at once in one process, with a watchdog on every lock."""
+"""A short run of all components in one process, with a watchdog on every lock."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_everything_at_once_waits_for_nothing_and_leaves_nothing() -> None:
+def test_all_components_at_once_never_wait_long_and_leave_no_thread() -> None:
     seen = json.loads(_run("-m", "tests.system.soak", "--seconds", "4"))
     assert seen["problems"] == 0
     assert seen["versions"] > 3

@@ -1,4 +1,4 @@
-"""Triton's row sets keep their contract in Triton's interpreter, where there is no GPU."""
+"""Triton's row sets fulfil their contract in Triton's interpreter, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RUNS_DIRECTLY = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_avai
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(_RUNS_DIRECTLY, reason="the contract runs on this engine directly")
 def test_triton_keeps_the_contract_in_its_interpreter() -> None:
-    # Triton decides at its import whether it interprets, and another test may have imported it here.
+    # Triton chooses the interpreter at its import, and another test may have imported it in this process.
     engine = "triton and not missing and not refused"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", engine]
     env = os.environ | {"TRITON_INTERPRET": "1"}

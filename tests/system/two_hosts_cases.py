@@ -32,7 +32,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def train(directory: Path, options: dict[str, str]) -> None:
-    """Train and publish until there is a file ``stop``; leave the tables of the last version."""
+    """Train and publish until there is a file ``stop``; write the tables of the last version to files."""
     from tests.models import Spec, batch, shard  # noqa: PLC0415
     from tests.predictor.serving_cases import whole_tables  # noqa: PLC0415  the other host needs no torchrec
 
@@ -71,7 +71,7 @@ def train(directory: Path, options: dict[str, str]) -> None:
 
 
 def serve(directory: Path, options: dict[str, str]) -> None:
-    """Follow until the end that the trainers tell; leave the tables, and say how it stands all the while."""
+    """Follow until the trainers' last version; print the status all the time, and write the tables to files."""
     storage = Storage(URL, options=options)
     while True:
         try:

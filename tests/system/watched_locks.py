@@ -1,7 +1,7 @@
 """Locks that measure how long threads wait for them: ``install()`` before the library is imported.
 
 Replaces ``threading.Lock`` and ``threading.RLock``, and so the locks inside conditions, events, queues and pools that
-are made from then on. The time that a thread spends in ``Condition.wait`` is not a wait for a lock.
+are made later. Time that a thread spends in ``Condition.wait`` does not count as a wait for a lock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PLUMBING = ("/threading.py", "/queue.py", "/concurrent/futures/", "/watched_loc
 
 @dataclass
 class Waits:
-    """What was measured.
+    """Measured waits for locks.
 
     Args:
-        limit_seconds: how long a wait may take.
-        longest: seconds and place of the longest wait.
-        too_long: for each wait that took longer: the lock's place, and the stacks of its holder and of the thread that
-            waits, both taken as soon as the limit was passed.
+        limit_seconds: the longest allowed wait.
+        longest: seconds of the longest wait, and where its lock was made.
+        too_long: for each longer wait: where the lock was made, and the stacks of its holder and of the waiting thread,
+            both taken when the limit was exceeded.
     """
 
     limit_seconds: float
@@ -41,12 +41,12 @@ class Waits:
 
     @property
     def num_acquired(self) -> int:
-        """How often a lock was acquired."""
+        """Number of lock acquisitions."""
         return int(repr(self._acquired)[len("count(") : -1])
 
 
 class _Timer:
-    """Seconds since it was made, without those in which this process forked: that stops all threads."""
+    """Timer that excludes the time in which this process forks, which stops all threads."""
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
@@ -64,7 +64,7 @@ class _Watched:
         self._waits = waits
         self._place = _place(sys._getframe(2))
         self._holder: int | None = None
-        for name in ("_is_owned", "_release_save", "_recursion_count"):  # a condition looks whether they are there
+        for name in ("_is_owned", "_release_save", "_recursion_count"):  # a condition checks for these attributes
             if hasattr(lock, name):
                 setattr(self, name, getattr(lock, name))
         if hasattr(lock, "_acquire_restore"):
@@ -118,7 +118,7 @@ class _Watched:
         return is_acquired
 
     def _note(self, seconds: float) -> None:
-        self._waits.num_contended += 1  # two at once may count as one
+        self._waits.num_contended += 1  # two concurrent waits may count as one
         if seconds > self._waits.longest[0]:
             self._waits.longest = seconds, self._place
         if seconds > self._waits.limit_seconds:
@@ -130,7 +130,7 @@ class _Watched:
 
 
 def install(limit_seconds: float) -> Waits:
-    """Watch every lock that is made from now on, for good."""
+    """Watch every lock that is made later in this process."""
     waits = Waits(limit_seconds)
     begins = threading.local()
 
@@ -152,7 +152,7 @@ def _stack_here() -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Where a lock was made, apart from the standard library's own classes."""
+    """Return where a lock was made, skipping frames of the standard library."""
     while frame is not None and any(each in frame.f_code.co_filename for each in _PLUMBING):
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
