@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 
 from torch import Tensor
@@ -47,18 +47,20 @@ class _Cut(threading.local):
 
 
 _CUT = _Cut()
+_NESTED = nullcontext()
 
 
-@contextmanager
-def one_cut() -> Iterator[None]:
+def one_cut() -> AbstractContextManager[None]:
     """Flush and split each kernel at most once in this block, for reads of this thread.
 
     This thread must not train in the block, because reads do not see rows written to a cache after its flush. Writes of
     other threads count as changes after the cut. A nested block is part of the outer one.
     """
-    if _CUT.memories is not None:
-        yield
-        return
+    return _outermost_cut() if _CUT.memories is None else _NESTED  # a generator costs 1.3 us
+
+
+@contextmanager
+def _outermost_cut() -> Iterator[None]:
     _CUT.memories = {}
     try:
         yield
