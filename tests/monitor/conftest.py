@@ -1,4 +1,4 @@
-"""Fixtures; with DELTA_TRACKER_NO_EXTRAS=1 the tests run as on a machine that has none of the optional packages."""
+"""Fixtures; with DELTA_TRACKER_NO_EXTRAS=1 the tests run as if no optional package were installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXTRAS = frozenset({"mlflow", "opentelemetry", "prometheus_client", "pynvml", "
 
 
 class _Absent:
-    """Finds none of them."""
+    """Import finder that hides the optional packages."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in _EXTRAS:

@@ -23,10 +23,10 @@ _LONGEST_MUTE_SECONDS = 601
 
 
 class Schedule:
-    """One monitor with three scripted sinks, and what may happen to it.
+    """One monitor with three scripted sinks, and the events of a schedule.
 
     Args:
-        seed: of all choices.
+        seed: random seed of all choices.
     """
 
     def __init__(self, seed: int) -> None:
@@ -42,7 +42,7 @@ class Schedule:
         self._handler = self._monitor.on("busy", self._handle)
 
     def run(self, num_actions: int) -> None:
-        """At the end every sink has got every window and every mark exactly once."""
+        """Run the schedule; at the end every sink has received every window and every mark exactly once."""
         self._monitor.start(self._sinks, interval=_INTERVAL, system=False)
         actions = [self.record, self.record, self.script, self.release, self._monitor.flush, self.go, self.wait]
         for place in range(num_actions):
@@ -68,26 +68,26 @@ class Schedule:
         self._marks.add(next(each.id for each in reversed(self._monitor.events.recent) if each.name == "mark"))
 
     def script(self) -> None:
-        """Choose what a sink does at its next deliveries."""
+        """Choose the behaviour of a sink at its next deliveries."""
         sink = self._choose.choice(self._sinks)
         sink.script = self._choose.choices(["take", "fail", "block", "block and fail"], k=3)
         if any("block" in each for each in sink.script):
             sink.may_return.clear()
 
     def release(self) -> None:
-        """Have the calls of a sink return, after the deadline or before it."""
+        """Let the calls of a sink return, after the deadline or before it."""
         self._choose.choice(self._sinks).may_return.set()
 
     def go(self) -> None:
-        """Have mutes end."""
+        """Let mutes end."""
         self._clock.go(self._choose.choice([1, 15, 60]))
 
     def wait(self) -> None:
-        """Have the interval pass, or not."""
+        """Let the interval pass, or not."""
         time.sleep(self._choose.random() * 0.05)
 
     def keep_busy(self) -> None:
-        """Emit more events than the handler can take; the interval is kept all the same."""
+        """Emit more events than the handler can process; the interval must still be kept."""
         before, deadline = _num_collections(self._monitor), time.monotonic() + _PATIENCE_SECONDS
         while _num_collections(self._monitor) < before + 3:
             assert time.monotonic() < deadline, f"seed {self.seed}: a busy handler keeps the collector from collecting"
@@ -95,7 +95,7 @@ class Schedule:
             time.sleep(0.0005)
 
     def end(self) -> None:
-        """End as a program does; in half of the schedules all calls have been given up before, and return late."""
+        """End like a program; in half of the schedules all calls have timed out before, and return late."""
         for sink in self._sinks:
             sink.script = []
             sink.may_return.set()

@@ -1,4 +1,4 @@
-"""The figures of a monitor and of its batches, as tests read them."""
+"""Helpers that read the values of a monitor and of its batches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.monitor.recording import Kept
 
 
 class Figures:
-    """What a monitor holds of the library's own metrics, by name without prefix and labels without order."""
+    """Values of the library's own metrics in a monitor, by name without prefix and unordered labels."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
 
     def now(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Total of each counter, number of samples of each histogram, last reading of each gauge."""
+        """Return each counter's total, each histogram's number of samples, and each gauge's last reading."""
         found = {}
         for each in self._monitor.collect().totals:
             figures, kind = each.figures, each.definition.kind
@@ -25,7 +25,7 @@ class Figures:
         return found
 
     def of(self, name: str, **labels: str) -> float | None:
-        """The figure of one cell; None if there is none."""
+        """Return the value of one cell, None if it does not exist."""
         return self.now().get((name, frozenset(labels.items())))
 
 
@@ -38,13 +38,13 @@ def window_figures(batch: Batch, name: str) -> list[tuple[int, dict[str, float]]
 
 
 def total(source: Batch | Monitor, name: str) -> float:
-    """The sum of a stat's totals over its cells; of a monitor, as it is collected now."""
+    """Return the sum of a stat's totals over its cells; a monitor is collected first."""
     batch = source if isinstance(source, Batch) else source.collect()
     return sum(each.figures.total for each in batch.totals if each.definition.name == name)
 
 
 def last_batch(monitor: Monitor) -> Batch:
-    """What is collected when the monitor stops, after which its windows are closed."""
+    """Stop the monitor, which closes its windows, and return the last batch."""
     sink = Kept()
     monitor.start([sink], interval=timedelta(hours=1), system=False)
     assert monitor.stop()

@@ -1,7 +1,7 @@
-"""Forks while a collector delivers all the time: ``python -m tests.monitor.forking FOLDER FORKS``.
+"""Forks while a collector delivers continuously: ``python -m tests.monitor.forking FOLDER FORKS``.
 
-No child may wait for what a thread of the parent held, and none may write what the parent has written. Prints how many
-children were forked, hung and failed, as JSON.
+Children must not wait for locks that a thread of the parent held, and must not write the parent's data again. Prints
+how many children were forked, hung and failed, as JSON.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, Prometheu
 from delta_tracker.monitor.sinks.sink import Sink
 
 _HANG_SECONDS = 8
-_MOST_HANGS = 2  # each costs its time
+_MOST_HANGS = 2  # each takes the whole timeout
 _NUM_THREADS = 2
 
 
 class _Unforgetting(Sink):
-    """Cannot let go in a child."""
+    """Sink that raises when a child releases it."""
 
     def deliver(self, batch) -> None:
         del batch
@@ -44,7 +44,7 @@ class _Unforgetting(Sink):
 
 
 def _open_slow_pipe(path: Path) -> None:
-    """Make a named pipe that is read slowly, so that who writes to it is in the middle of a write most of the time."""
+    """Make a named pipe that is read slowly, so that its writer is inside a write most of the time."""
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
@@ -59,7 +59,7 @@ def _open_slow_pipe(path: Path) -> None:
 
 
 class _Handler(logging.Handler):
-    """Has no file with a buffer: at its end a child would wait for that one's lock, in logging itself."""
+    """Has no buffered file, whose lock a child would wait for in logging's own exit handler."""
 
     def emit(self, record) -> None:
         self.format(record)
@@ -140,12 +140,12 @@ def _live_as_child(monitor: Monitor, counter, *, ends_normally: bool) -> None:
     finally:
         if not (ends_normally and status == 0):
             os._exit(status)
-    # The interpreter ends as that of any program does: files that it holds are closed.
+    # The interpreter exits normally, which closes its files.
     raise SystemExit(0)
 
 
 def _status_of(child: int) -> int | None:
-    """The exit status of a child, None if it hung and was killed."""
+    """Return the exit status of a child, None if it hung and was killed."""
     deadline = time.monotonic() + _HANG_SECONDS
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -22,14 +22,14 @@ class _Raising(Sink):
 
 
 class _Blocking(Sink):
-    """Takes longer than the collector waits."""
+    """Sink that blocks for longer than the collector waits."""
 
     def deliver(self, batch: Batch) -> None:
         time.sleep(0.3)
 
 
 class _Summing(Sink):
-    """Adds the windows up."""
+    """Sink that sums the windows."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
@@ -41,7 +41,7 @@ class _Summing(Sink):
 
 
 def hammer(num_threads: int, num_records: int, num_forks: int = 3) -> float:
-    """Record, and check that every total is exact; seconds that it took."""
+    """Record, and check that every total is exact; return the seconds taken."""
     monitor = Monitor(deadline=timedelta(milliseconds=100))
     summing = _Summing()
     counter = monitor.counter("count", labels=["parity"])

@@ -25,7 +25,7 @@ from tests.system.collectives import watch_collectives
 
 
 def merged(rank: int, world_size: int) -> dict[str, Any]:
-    """Device stats and metrics of two ranks with different values and different numbers of them."""
+    """Merge device stats and metrics of two ranks with different values and different numbers of values."""
     monitor = Monitor()
     mean = DeviceMean("mean", monitor=monitor)
     histogram = DeviceHistogram("histogram", monitor=monitor)
@@ -69,7 +69,7 @@ def merged(rank: int, world_size: int) -> dict[str, Any]:
 
 
 class Total(torchmetrics.Metric):
-    """A sum of integers, and all of them if asked to keep them."""
+    """A sum of integers, which optionally keeps all of them."""
 
     def __init__(self, *, keeps: bool = False, **options: Any) -> None:
         super().__init__(**options)
@@ -94,7 +94,7 @@ _BEYOND_FLOATS = 2**53 + 1
 
 
 def metrics_during_training(rank: int, world_size: int) -> dict[str, Any]:
-    """Collect all the time while the main thread trains with collectives, with metrics that would synchronize."""
+    """Collect metrics that would synchronize while the main thread trains with collectives."""
     group = dist.new_group(backend="gloo")
     gathered: list[str] = []
 
@@ -142,7 +142,7 @@ def metrics_during_training(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def metrics_of_unequal_ranks(rank: int, world_size: int) -> dict[str, float]:
-    """Merge integers in rows of two, which only one rank has; the others do not know their dtype or shape."""
+    """Merge integers in rows of two from one rank; the other ranks have neither their dtype nor their shape."""
     metric = TorchMetric("m", Total(keeps=True), monitor=Monitor())
     if rank == 1:
         metric.update(torch.tensor([[_BEYOND_FLOATS, 0], [7, -7]]))
@@ -151,12 +151,12 @@ def metrics_of_unequal_ranks(rank: int, world_size: int) -> dict[str, float]:
 
 
 def recording_syncs_unpadded(rank: int, world_size: int) -> list[str]:
-    """The same with stores that look how many rows are new."""
+    """Run the same with stores that read the number of new rows."""
     return recording_syncs(rank, world_size, "embedding", "updates", bag=False, pads=False)["syncs"]
 
 
 def recording_syncs(rank: int, world_size: int, mode: str, record: str, bag: bool, pads: bool = True) -> dict[str, Any]:
-    """Where recording would wait for a device, on a real sharded model whose every tensor counts as being on one."""
+    """Return where recording would wait for a device, on a real sharded model whose tensors count as device tensors."""
     spec = Spec.every_sharding(world_size, bag=bag)
     model = shard(spec)
     found: list[SyncError] = []
@@ -174,7 +174,7 @@ def recording_syncs(rank: int, world_size: int, mode: str, record: str, bag: boo
     generator = torch.Generator().manual_seed(rank)
     with ModelDeltaTracker(model, mode=TrackingMode(mode), record=record, engine="torch") as tracker:
         for store in tracker._log.stores.values():
-            store._pads = pads  # as on a device, where the number of new rows is not known on the host
+            store._pads = pads  # as on a device, where the host does not have the number of new rows
         with mock.patch.object(Watcher, "_contained", watched):
             for _ in range(4):
                 model(batch(spec, generator)).backward()
@@ -191,7 +191,7 @@ def recording_syncs(rank: int, world_size: int, mode: str, record: str, bag: boo
 
 
 def save_counters(rank: int, world_size: int, path: str) -> float:
-    """Every rank saves its counters into one checkpoint, then loads its own again."""
+    """Save the counters of every rank into one checkpoint, then load this rank's."""
     monitor = Monitor()
     monitor.counter("rows", labels=["table"], is_logical=True).cell(table="user").add(10 * (rank + 1))
     dcp.save({KEY: state_dict(rank, monitor)}, checkpoint_id=path)

@@ -1,4 +1,4 @@
-"""What is worth looking at: the panels of the dashboard and the conditions of the alerts, and the files made of them.
+"""Panels of the dashboard and conditions of the alerts, and a writer of their files.
 
     python -m tests.monitor.panels delta_tracker/monitor
 
@@ -25,8 +25,8 @@ class Panel:
     """One graph.
 
     Args:
-        row: heading that it stands under.
-        title: above it.
+        row: heading of its row.
+        title: title of the graph.
         metric: key in :data:`~delta_tracker.monitor.library.DEFINITIONS`: a counter is shown as its rate per second,
             a gauge as it is, a histogram by its median and its 99th percentile.
         by: labels that make a line each.
@@ -39,12 +39,12 @@ class Panel:
 
     @property
     def kind(self) -> Kind:
-        """Of the metric."""
+        """Kind of the metric."""
         return DEFINITIONS[self.metric].kind
 
     @property
     def queries(self) -> dict[str, str]:
-        """Legend to PromQL."""
+        """Return the PromQL queries by legend."""
         name, by = exposed_name(self.metric), ", ".join(self.by)
         legend = " ".join(f"{{{{{label}}}}}" for label in self.by) or self.title
         if self.kind is Kind.COUNTER:
@@ -63,11 +63,11 @@ class Alert:
     """One rule.
 
     Args:
-        name: of the alert.
-        expression: PromQL.
+        name: name of the alert.
+        expression: PromQL expression.
         minutes: how long it must hold.
         severity: ``page`` or ``ticket``.
-        summary: what it means.
+        summary: meaning of the alert.
         action: what to do.
     """
 
@@ -80,7 +80,7 @@ class Alert:
 
 
 def exposed_name(metric: str) -> str:
-    """What Prometheus calls a metric of the library.
+    """Return the name of a library metric in Prometheus.
 
     Example:
         >>> exposed_name("published_rows"), exposed_name("apply_seconds")
@@ -157,8 +157,8 @@ ALERTS = (
     ),
     Alert(
         name="DeltaTrackerPublisherStalled",
-        # Of the rank that counts versions: the others, and a trainer that publishes nothing, have no such series. A
-        # publisher that was closed keeps its counters, but has no gauge.
+        # Only the rank that counts versions has this series; other ranks and trainers that do not publish lack it. A
+        # closed publisher keeps its counters but has no gauge.
         expression=(
             f"sum by (instance, publisher) (rate({exposed_name('published_versions')}[15m])) == 0 "
             f"and on (instance, publisher) {exposed_name('published_version')} "
@@ -195,7 +195,7 @@ ALERTS = (
     ),
     Alert(
         name="DeltaTrackerConsumerStopped",
-        # Told wherever rows live; the pending rows of a device are not.
+        # Reported for all devices; the number of pending rows is not reported for GPUs.
         expression=f"{exposed_name('oldest_pending_seconds')} > 3600",
         minutes=5,
         severity="ticket",
@@ -238,7 +238,7 @@ ALERTS = (
 
 
 def dashboard() -> str:
-    """The text of ``dashboard.json``: import it in Grafana 10 or newer and choose the data source."""
+    """Return ``dashboard.json``, to import in Grafana 10 or newer with a data source."""
     panels: list[dict[str, object]] = []
     top, place, row = 0, 0, ""
     for panel in PANELS:
@@ -268,7 +268,7 @@ def dashboard() -> str:
 
 
 def alerts() -> str:
-    """The text of ``alerts.yml``: name it under ``rule_files`` in Prometheus' configuration."""
+    """Return ``alerts.yml``, to list under ``rule_files`` in Prometheus' configuration."""
     lines = ["groups:", "  - name: delta_tracker", "    rules:"]
     for alert in ALERTS:
         lines += [

@@ -1,4 +1,4 @@
-"""A sink that keeps what it gets."""
+"""A sink that keeps what it receives."""
 
 from __future__ import annotations
 

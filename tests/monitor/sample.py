@@ -1,4 +1,4 @@
-"""A monitor with a bit of everything in it."""
+"""A monitor with one sample of every kind of data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.monitor.clocks import ManualClock
 
 
 def fill(sink: Sink) -> Monitor:
-    """Deliver two steps of everything to a sink, and close it."""
+    """Deliver two steps of all kinds of data to a sink, and close it."""
     clock = ManualClock()
     monitor = Monitor(clock)
     rows = monitor.counter("published_rows", "Rows.", labels=["table"])

@@ -1,4 +1,4 @@
-"""Sinks that fail and block as a script says, and threads that cannot be started."""
+"""Sinks that fail and block by a script, and threads that cannot be started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PATIENCE_SECONDS = 10
 
 
 class ScriptedSink(Sink):
-    """Does what it is told at the next deliveries, and checks that it is called as :class:`Sink` promises."""
+    """Sink that follows a script at its next deliveries, and checks its calls against the contract of :class:`Sink`."""
 
     def __init__(self, number: int) -> None:
         self._name = f"sink {number}"
@@ -63,7 +63,7 @@ class ScriptedSink(Sink):
 
 @contextmanager
 def no_thread_starts() -> Iterator[None]:
-    """As at the end of a program since Python 3.12."""
+    """Make thread starts fail, as at the end of a program since Python 3.12."""
     refusal = RuntimeError("can't create new thread at interpreter shutdown")
     with mock.patch.object(threading.Thread, "start", side_effect=refusal):
         yield

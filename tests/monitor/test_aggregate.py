@@ -1,4 +1,4 @@
-"""Figures against the obvious ways to compute them."""
+"""Aggregated values against straightforward computations."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class _OnDevice:
         raise AssertionError("this would wait for the device")
 
 
-def test_what_is_no_finite_number_is_counted_and_left_out() -> None:
+def test_non_finite_numbers_are_counted_and_left_out() -> None:
     aggregate = _aggregate([1, 2.5])
     aggregate.extend([math.nan, math.inf, -math.inf, "x", None, _Raises(), _OnDevice(), 10**400, 3])
     aggregate.extend([math.nan])
@@ -108,7 +108,7 @@ def test_integers_are_summed_exactly() -> None:
     assert aggregate.total == 2**61 + 2
 
 
-def test_a_counter_refuses_to_fall() -> None:
+def test_a_counter_refuses_negative_values() -> None:
     aggregate = Aggregate(is_counter=True)
     aggregate.extend([5, -3, 2])
     assert (aggregate.total, aggregate.num_rejected) == (7, 1)

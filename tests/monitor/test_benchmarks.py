@@ -1,4 +1,4 @@
-"""The benchmarks run at a tiny size and check their own results; nobody looks at their times here."""
+"""The benchmarks run at a tiny size and check their results; their times are not tested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_cost_of_a_record(capsys) -> None:
 
 @pytest.mark.parametrize("num_classes", [5, 1000])
 def test_metrics_of_a_training_step(capsys, num_classes) -> None:
-    """Torchmetrics waits for the device in every step, the monitor never, and both say the same."""
+    """Torchmetrics waits for the device in every step, the monitor never; both return the same values."""
     assert bench_step_metrics.main(["--steps", "3", "--classes", str(num_classes)]) == 0
     said = capsys.readouterr().out
     rows = {

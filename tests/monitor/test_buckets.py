@@ -25,7 +25,7 @@ def test_a_quantile_is_off_by_the_stated_fraction_at_most(values, fraction) -> N
 
 
 def test_the_stated_error_is_reached() -> None:
-    """So it is not stated larger than it is."""
+    """The stated error is not larger than necessary."""
     worst = 0.0
     for step in range(2000):
         value = 2 ** (step / 2000)

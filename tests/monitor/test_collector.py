@@ -1,4 +1,4 @@
-"""The collector collects on its interval, whatever handlers and sinks do."""
+"""The collector keeps its interval, even if handlers and sinks are slow or fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from delta_tracker.monitor import Monitor
 from tests.monitor.recording import Kept
 
 
-def test_the_interval_collects_without_anybody_asking() -> None:
+def test_the_interval_collects_automatically() -> None:
     monitor = Monitor()
     sink = Kept()
     monitor.start([sink], interval=timedelta(milliseconds=2), system=True)
@@ -20,7 +20,7 @@ def test_the_interval_collects_without_anybody_asking() -> None:
     assert {each.definition.name for each in sink.batches[-1].totals} >= {"process_cpu_seconds", "process_memory_bytes"}
 
 
-def test_a_handler_hears_of_an_event_before_the_next_collection() -> None:
+def test_a_handler_gets_an_event_before_the_next_collection() -> None:
     monitor = Monitor()
     heard = threading.Event()
     monitor.on("a", lambda _: heard.set())
@@ -30,7 +30,7 @@ def test_a_handler_hears_of_an_event_before_the_next_collection() -> None:
     monitor.stop()
 
 
-def test_a_thread_that_stop_did_not_wait_for_leaves_what_is_started_next_alone() -> None:
+def test_a_thread_that_outlives_stop_does_not_affect_the_next_start() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     class Blocking(Kept):

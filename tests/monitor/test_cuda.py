@@ -1,4 +1,4 @@
-"""What the simulated device shows, on a real one: torch raises wherever the host would wait."""
+"""The tests of the simulated device on a real one, where torch raises if the host would wait."""
 
 from __future__ import annotations
 

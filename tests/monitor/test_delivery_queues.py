@@ -1,4 +1,4 @@
-"""What is collected reaches every sink, in time and once, whatever sinks and handlers do."""
+"""Collected data reaches every sink once and in time, even if sinks and handlers fail or block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_handler_that_is_slower_than_its_events_gets_them_in_order_and_is_not_
     assert not sum(cell.collect_total() for cell in monitor.metrics.outlet_errors.cells)
 
 
-def test_what_a_sink_did_not_take_comes_with_the_next_batch() -> None:
+def test_undelivered_data_is_sent_with_the_next_batch() -> None:
     clock = ManualClock()
     monitor = Monitor(clock)
     failing, fine = ScriptedSink(0), Kept()
@@ -62,7 +62,7 @@ def test_what_a_sink_did_not_take_comes_with_the_next_batch() -> None:
     assert [window.values["sum"] for window in fine.windows("records")] == [1] * 5
 
 
-def test_what_waits_for_a_sink_is_bounded_and_what_is_dropped_is_counted(monkeypatch) -> None:
+def test_the_queue_of_a_sink_is_bounded_and_drops_are_counted(monkeypatch) -> None:
     monkeypatch.setattr("delta_tracker.monitor.delivery_queues.MAX_WINDOWS", 50)
     clock = ManualClock()
     monitor = Monitor(clock, capacity=2)
@@ -119,7 +119,7 @@ def test_a_sink_that_never_returns_is_never_closed(caplog) -> None:
 
 
 def test_the_last_batch_is_delivered_where_no_thread_can_be_started() -> None:
-    """At the end of a program Python 3.12 starts none, and the one of the sinks was given up before."""
+    """At the end of a program Python 3.12 starts no threads, and the sinks' thread had timed out before."""
     clock = ManualClock()
     monitor = Monitor(clock, deadline=_SHORT)
     slow, fine = ScriptedSink(0), Kept()

@@ -1,4 +1,4 @@
-"""Device stats: right values, no sync, NaNs counted, epochs that end where they end, merged over ranks."""
+"""Device stats: correct values, no sync, counted NaNs, exact ends of epochs, and merges over ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _SILENT = {
 
 
 @pytest.mark.parametrize("call", _WAITING.values(), ids=_WAITING)
-def test_what_waits_is_found(call) -> None:
+def test_waiting_calls_are_detected(call) -> None:
     for everywhere, tensor in ((False, on_device(torch.tensor([1.0, 2, 3]))), (True, torch.tensor([1.0, 2, 3]))):
         with find_syncs(everywhere=everywhere) as found:
             call(tensor)
@@ -82,7 +82,7 @@ def test_what_waits_is_found(call) -> None:
 
 
 @pytest.mark.parametrize("call", _SILENT.values(), ids=_SILENT)
-def test_what_does_not_wait_is_not_found(call) -> None:
+def test_calls_that_do_not_wait_are_not_detected(call) -> None:
     expected = call(torch.tensor([1.0, 2, 3]))
     for everywhere, tensor in ((False, on_device(torch.tensor([1.0, 2, 3]))), (True, torch.tensor([1.0, 2, 3]))):
         with assert_no_sync(everywhere=everywhere):
@@ -159,7 +159,7 @@ def test_the_same_figures_as_on_the_host(chunks, simulated) -> None:
 
 @pytest.mark.parametrize("weights", ["tensor", "scalars", "broadcast"])
 def test_weighted_means_are_right(monitor, weights) -> None:
-    """The case in which torchmetrics 1.9 ignores them when it is told not to look for NaNs."""
+    """In this case torchmetrics 1.9 ignores the weights if its NaN check is disabled."""
     stat = DeviceMean("s", monitor=monitor)
     if weights == "tensor":
         stat.update(torch.tensor([1.0, 3.0]), torch.tensor([3.0, 1.0]))
@@ -180,7 +180,7 @@ def test_nans_are_counted_and_poison_nothing(monitor) -> None:
     assert (report.values, report.count, report.num_rejected) == ({"mean": 1.0, "count": 1}, 1, 3)
 
 
-def test_a_window_is_what_came_since_the_last_reading(monitor) -> None:
+def test_a_window_has_the_values_since_the_last_reading(monitor) -> None:
     stat = DeviceSum("s", monitor=monitor)
     found = []
     for value in (1.0, 2.0, 4.0):
@@ -194,7 +194,7 @@ def test_a_window_is_what_came_since_the_last_reading(monitor) -> None:
     assert total.figures.total == 14
 
 
-def test_an_epoch_ends_where_training_says(monitor) -> None:
+def test_an_epoch_ends_where_training_ends_it(monitor) -> None:
     """Also when the reading that carries its last values arrives in the next one."""
     stat = DeviceMean("s", monitor=monitor, window=Window(epoch=True), labels={"task": "click"})
     monitor.step(10)
@@ -272,7 +272,7 @@ def test_classification_is_that_of_torchmetrics(monitor, average) -> None:
         assert ours.figures()[name] == pytest.approx(metric.compute().item(), abs=1e-6)
 
 
-def test_classes_that_are_none_are_counted(monitor) -> None:
+def test_invalid_classes_are_counted(monitor) -> None:
     stat = DeviceClassification("c", 3, monitor=monitor)
     stat.update(torch.tensor([0, 1, 9, 2]), torch.tensor([0, 1, 2, -100]))
     monitor.collect()
@@ -354,7 +354,7 @@ def test_merged_over_ranks(two_ranks: RankPool) -> None:
 
 
 def test_a_metric_starts_no_collective_in_the_collector(two_ranks: RankPool) -> None:
-    """It would meet those of training, in another order on every rank."""
+    """It would interleave with those of training, in another order on every rank."""
     answers = two_ranks.run(f"{_CASES}:metrics_during_training")
     for answer in answers:
         assert set(answer["own"].values()) == {2**53 + 1}

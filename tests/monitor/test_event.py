@@ -1,4 +1,4 @@
-"""Events: what they carry, and what is refused."""
+"""Events: their fields, and refused values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_malformed_events_are_refused() -> None:
         Event("a", severity=25)
 
 
-def test_an_event_cannot_be_changed_by_who_made_it() -> None:
+def test_an_event_cannot_be_changed_by_its_creator() -> None:
     data = {"x": 1}
     event = Event("a", data=data)
     data["x"] = 2
@@ -62,5 +62,5 @@ def test_ids_have_64_bits_and_differ_over_ranks_threads_and_lives(monkeypatch) -
     assert all(0 < number < 2**64 for number in found)
 
 
-def test_json_has_no_numbers_that_are_none() -> None:
+def test_json_has_no_non_finite_numbers() -> None:
     assert [json_value(each) for each in (float("inf"), 2, "x", True)] == ["inf", 2, "x", True]

@@ -1,4 +1,4 @@
-"""Sinks and callbacks that raise or block harm no one else."""
+"""Sinks and callbacks that raise or block do not affect others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_sinks_that_raise_or_block_are_counted_and_muted(caplog) -> None:
     assert len([record for record in caplog.records if "_Raising" in record.getMessage()]) == 1
 
 
-def test_a_blocking_callback_keeps_nobody_else(caplog) -> None:
+def test_a_blocking_callback_delays_no_other(caplog) -> None:
     may_go = threading.Event()
     monitor = Monitor(deadline=_SHORT)
     monitor.passive("blocks", lambda: may_go.wait(60))
@@ -75,7 +75,7 @@ def test_a_blocking_callback_keeps_nobody_else(caplog) -> None:
     may_go.set()
 
 
-def test_recording_goes_on_while_a_sink_blocks() -> None:
+def test_recording_continues_while_a_sink_blocks() -> None:
     monitor = Monitor(deadline=timedelta(seconds=30))
     blocking = _Blocking()
     stat = monitor.stat("s")

@@ -19,12 +19,12 @@ from tests.monitor.panels import ALERTS, PANELS, alerts, dashboard, exposed_name
 
 _FOLDER = Path(delta_tracker.monitor.__file__).parent
 
-# https://prometheus.io/docs/practices/naming/#base-units, and what counts things
+# https://prometheus.io/docs/practices/naming/#base-units, and units of counts
 _BASE_UNITS = {"seconds", "bytes", "ratio", ""}
 
 
 def _filled() -> Monitor:
-    """A monitor in which every metric of the library has data of two windows."""
+    """Return a monitor in which every metric of the library has data of two windows."""
     clock = ManualClock()
     monitor = Monitor(clock)
     monitor.metrics.define(f"{PREFIX}{name}" for name in DEFINITIONS)
@@ -40,7 +40,7 @@ def _filled() -> Monitor:
 
 @pytest.fixture(scope="module")
 def exposition(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Sample name to its labels, as Prometheus would read them."""
+    """Return each sample name's labels, as Prometheus reads them."""
     parser = pytest.importorskip("prometheus_client.parser")
     path = tmp_path_factory.mktemp("exposition") / "library.prom"
     PrometheusFileSink(path).deliver(_filled().collect())
@@ -75,7 +75,7 @@ def test_attributes_are_the_definitions() -> None:
     assert isinstance(metrics, LibraryMetrics)
 
 
-def test_what_the_issue_names_is_there() -> None:
+def test_the_required_metrics_exist() -> None:
     groups = {
         "volume": "lookups touched_rows pending_rows pending_ratio published_rows published_bytes",
         "cost": "record read encode write commit apply",
@@ -107,7 +107,7 @@ def _used(text: str) -> set[str]:
     return set(re.findall(r"\bdelta_tracker_\w+", text))
 
 
-def test_the_dashboard_ships_as_it_is_made_and_names_what_is_exposed(exposition) -> None:
+def test_the_shipped_dashboard_is_current_and_uses_exposed_names(exposition) -> None:
     text = (_FOLDER / "dashboard.json").read_text()
     assert text == dashboard(), "run: python -m tests.monitor.panels delta_tracker/monitor"
     board = json.loads(text)
@@ -130,7 +130,7 @@ def test_the_dashboard_ships_as_it_is_made_and_names_what_is_exposed(exposition)
     assert len(cells) == len(board["panels"]), "no panel on top of another"
 
 
-def test_the_alerts_ship_as_they_are_made_and_name_what_is_exposed(exposition) -> None:
+def test_the_shipped_alerts_are_current_and_use_exposed_names(exposition) -> None:
     text = (_FOLDER / "alerts.yml").read_text()
     assert text == alerts(), "run: python -m tests.monitor.panels delta_tracker/monitor"
     yaml = pytest.importorskip("yaml")
@@ -145,8 +145,8 @@ def test_the_alerts_ship_as_they_are_made_and_name_what_is_exposed(exposition) -
         assert _used(alert.expression) <= set(exposition)
 
 
-def test_the_alert_on_a_stalled_publisher_asks_only_who_counts_versions() -> None:
-    """Every rank counts lookups, one counts versions: without a series of versions there is nothing to compare."""
+def test_the_stalled_publisher_alert_covers_only_ranks_that_count_versions() -> None:
+    """Every rank counts lookups, but only one counts versions; the alert ignores ranks without a series of versions."""
     (alert,) = (each for each in ALERTS if each.name == "DeltaTrackerPublisherStalled")
     assert "unless" not in alert.expression
     versions, is_open, lookups = re.split(r" and on \([a-z, ]+\) ", alert.expression)

@@ -72,7 +72,7 @@ def test_start_and_stop() -> None:
     monitor = Monitor()
     assert not monitor.is_running
     assert monitor.stop()
-    before = set(threading.enumerate())  # of other tests, whose threads may end meanwhile
+    before = set(threading.enumerate())  # threads of other tests, which may end during this one
     for _ in range(3):
         sink = Kept()
         monitor.start([sink], system=False)
@@ -91,8 +91,8 @@ def test_start_and_stop() -> None:
     assert not monitor.is_running
 
 
-def test_a_stat_that_is_full_waits_for_nobody_while_others_configure() -> None:
-    """The registry locks it to configure it; to count that it is full, it asks the registry."""
+def test_a_full_stat_does_not_deadlock_with_configuration() -> None:
+    """The registry locks the stat to configure it; a full stat calls the registry to count the loss."""
     monitor = Monitor()
     full = monitor.counter("full", labels=["x"], max_cells=1)
     full.cell(x="1")

@@ -1,4 +1,4 @@
-"""The hot paths never wait for a device; shown on a machine that has none."""
+"""The hot paths never wait for a device, tested without one."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_recording_in_every_mode(two_ranks: RankPool, mode: str, record: str, ba
         assert answer["rows"] > 0
 
 
-def test_the_tracker_check_finds_what_it_looks_for(two_ranks: RankPool) -> None:
-    """With stores as on the CPU, recording old states does wait: the check above would see it."""
+def test_the_tracker_check_detects_a_sync(two_ranks: RankPool) -> None:
+    """With CPU stores, recording old states waits, which the check must detect."""
     (answer, _) = two_ranks.run("tests.monitor.monitoring_cases:recording_syncs_unpadded")
     assert any("unique" in sync or "masked_select" in sync for sync in answer)
 

@@ -1,4 +1,4 @@
-"""GPU metrics, from a driver that the test plays."""
+"""GPU metrics from a fake driver."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor
 
 
-def test_gpu_metrics_from_a_driver_that_the_test_plays(monkeypatch) -> None:
-    """What a driver answers; the real one is asked where there is one."""
+def test_gpu_metrics_from_a_fake_driver(monkeypatch) -> None:
+    """Read GPU metrics from a fake driver, and from the real one if there is one."""
     pynvml = pytest.importorskip("pynvml")
     from delta_tracker.monitor.nvml import NvmlMetrics  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Policies: what the program sets overrides what the code says, and bad settings change nothing."""
+"""Policies: the program's settings override those in code, and invalid settings change nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from delta_tracker.monitor import Window
 from tests.monitor.figures import total, window_figures, windows
 
 
-def test_the_user_overrides_what_the_code_says(monitor) -> None:
+def test_user_settings_override_those_in_code(monitor) -> None:
     before = monitor.stat("training.loss", aggregations=("mean",))
     assert monitor.configure("training.*", aggregations=("p95", "count"), window=Window(count=3)) == ["training.loss"]
     after = monitor.stat("training.accuracy", aggregations=("mean",))

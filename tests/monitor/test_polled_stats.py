@@ -1,4 +1,4 @@
-"""Passive stats are read once per collection, and one that raises harms no other."""
+"""Passive stats are read once per collection, and one that raises does not affect others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_passive_stats_are_read_once_per_collection(monitor) -> None:
         monitor.passive("p", lambda: 1)
 
 
-def test_a_callback_that_raises_harms_nobody(monitor, caplog) -> None:
+def test_a_callback_that_raises_does_not_affect_others(monitor, caplog) -> None:
     def broken() -> float:
         raise RuntimeError("broken on purpose")
 

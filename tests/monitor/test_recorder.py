@@ -1,4 +1,4 @@
-"""Recorders: each object of a process has figures of its own, and none after its end."""
+"""Recorders: each object of a process has separate metrics, and no gauges after it is closed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Owner:
 
 
 def labels(monitor: Monitor) -> set[tuple[str, tuple[str, ...]]]:
-    """Metric and label values of all figures of the library, without those of the monitor itself."""
+    """Return name and label values of all metrics of the library, except those of the monitor itself."""
     return {
         (each.definition.name.removeprefix("delta_tracker_"), tuple(value for _, value in each.labels))
         for each in monitor.collect().totals
@@ -25,7 +25,7 @@ def labels(monitor: Monitor) -> set[tuple[str, tuple[str, ...]]]:
     }
 
 
-def test_two_of_a_kind_have_two_sets_of_figures() -> None:
+def test_two_objects_of_a_kind_have_separate_metrics() -> None:
     monitor, owners = Monitor(), [Owner(), Owner()]
     first, second = (Recorder("publisher", owner, monitor=monitor) for owner in owners)
     other = Recorder("predictor", owners[0], monitor=monitor)
@@ -46,7 +46,7 @@ def test_two_of_a_kind_have_two_sets_of_figures() -> None:
     assert totals[seconds, ("publisher", "publisher")].count == 1
 
 
-def test_another_monitor_has_other_figures() -> None:
+def test_another_monitor_has_separate_metrics() -> None:
     one, two, owner = Monitor(), Monitor(), Owner()
     recorders = [Recorder("publisher", owner, name="serving", monitor=monitor) for monitor in (one, two)]
     assert [each.name for each in recorders] == ["serving", "serving"]
@@ -112,7 +112,7 @@ def test_an_invalid_name_is_refused(name: object) -> None:
         Recorder("tracker", Owner(), name=name, monitor=Monitor())
 
 
-def test_what_is_no_monitor_or_metric_is_refused() -> None:
+def test_an_invalid_monitor_or_metric_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="monitor"):
         Recorder("tracker", Owner(), monitor="prometheus")
     recorder = Recorder("publisher", Owner(), monitor=Monitor())

@@ -57,7 +57,7 @@ def test_raw_records_are_bounded_and_a_fair_sample(monitor) -> None:
     assert all(70 < hit < 170 for hit in hits)
 
 
-def test_windows_that_nobody_collects_are_bounded_and_counted(monitor) -> None:
+def test_uncollected_windows_are_bounded_and_counted(monitor) -> None:
     stat = monitor.stat("s", window=Window(count=1))
     for value in range(1030):
         stat.add(value)

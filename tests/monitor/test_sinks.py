@@ -1,4 +1,4 @@
-"""Each sink for real: what the other end reads is what was recorded."""
+"""Each sink end to end: the receiver reads what was recorded."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _scrape(port: int) -> str:
 
 
 class _Scraping(PrometheusSink):
-    """Is scraped before it closes."""
+    """Sink that is scraped before it closes."""
 
     def close(self) -> None:
         self.text = _scrape(self.port)
@@ -157,7 +157,7 @@ def test_prometheus_by_file(tmp_path) -> None:
 
 
 class _OtlpCollector:
-    """The receiving end of OTLP over HTTP: decodes what it gets by the protocol's own definitions."""
+    """OTLP receiver over HTTP, which decodes requests with the protocol's definitions."""
 
     def __init__(self) -> None:
         got = self.got = defaultdict(list)
@@ -240,7 +240,7 @@ def test_opentelemetry_reaches_a_collector(otlp) -> None:
     assert records["training.end"].severity_text == "ERROR"
 
 
-def test_a_collector_that_is_gone_is_an_error_of_the_sink() -> None:
+def test_an_unreachable_collector_is_an_error_of_the_sink() -> None:
     pytest.importorskip("opentelemetry.sdk")
     monitor = Monitor()
     monitor.counter("c").add(1)
@@ -268,7 +268,7 @@ def test_tensorboard_has_the_step_on_the_x_axis(tmp_path) -> None:
     assert "training.start/text_summary" in found.Tags()["tensors"]
 
 
-def test_tensorboard_counts_windows_where_no_step_was_said(tmp_path) -> None:
+def test_tensorboard_counts_windows_without_steps(tmp_path) -> None:
     pytest.importorskip("tensorboard")
     monitor = Monitor()
     gauge = monitor.gauge("g")
@@ -313,7 +313,7 @@ def test_torch_monitor_gets_events_and_windows() -> None:
     assert got[0].timestamp.timestamp() == pytest.approx(1_700_000_001, abs=10)
 
 
-def test_torch_monitor_events_come_in_and_do_not_go_round() -> None:
+def test_torch_monitor_events_are_received_without_a_loop() -> None:
     monitor = Monitor()
     sink = Kept()
     source = TorchMonitorSource(monitor.events)

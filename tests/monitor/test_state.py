@@ -1,4 +1,4 @@
-"""Logical counters through checkpoints: none lost, none counted twice, whatever the number of ranks."""
+"""Logical counters in checkpoints: no count is lost or doubled at any world size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def _rank(rows: dict[str, int], samples: float = 0, process: int = 5) -> Monitor:
-    """A rank that counted this much."""
+    """Return the monitor of a rank with these counts."""
     monitor = Monitor()
     counter = monitor.counter("rows", labels=["table"], is_logical=True)
     for table, number in rows.items():
@@ -35,7 +35,7 @@ def _total(monitor: Monitor, name: str) -> float:
 
 
 def _save(path, monitors: list[Monitor]) -> dcp.FileSystemReader:
-    """As the ranks together would write it."""
+    """Write a checkpoint as all ranks together would."""
     state = {}
     for rank, monitor in enumerate(monitors):
         state |= state_dict(rank, monitor)
@@ -65,7 +65,7 @@ def test_loading_twice_counts_once(tmp_path) -> None:
         assert _total(monitor, "rows") == 12
 
 
-def test_going_on_after_a_restore_is_exact_and_no_window_shows_it(tmp_path) -> None:
+def test_counts_after_a_restore_are_exact_and_windows_exclude_it(tmp_path) -> None:
     reader = _save(tmp_path, [_rank({"user": 10**15 + 1})])
     monitor = _rank({})
     load(reader, 0, 1, monitor)
@@ -85,7 +85,7 @@ def test_a_checkpoint_without_counters_changes_nothing(tmp_path) -> None:
     assert _total(monitor, "rows") == 3
 
 
-def test_counters_that_the_program_has_no_more_are_left_out(tmp_path) -> None:
+def test_counters_removed_from_the_program_are_left_out(tmp_path) -> None:
     reader = _save(tmp_path, [_rank({"user": 3}, 2)])
     monitor = Monitor()
     monitor.counter("samples", is_logical=True)
@@ -145,7 +145,7 @@ def test_ranks_save_together(two_ranks, tmp_path) -> None:
 
 
 def test_a_trackers_checkpoint_can_carry_them() -> None:
-    """In the shape that it asks for: parts that JSON holds, merged before they are loaded."""
+    """In the required form: JSON-serialisable parts that are merged before they are loaded."""
     ranks = [_rank({"user": 10}, 0.5), _rank({"user": 20, "item": 7}), _rank({})]
     counters = [LogicalCounters(monitor) for monitor in ranks]
     assert all(isinstance(each, Mergeable) for each in counters)
@@ -172,7 +172,7 @@ def test_the_librarys_own_counters_are_restored_before_they_first_count() -> Non
     assert totals(loaded)["delta_tracker_touched_rows"] == [(["t", "user", "a"], 4)]
 
 
-def test_cells_that_there_is_no_room_for_any_more_are_added_up() -> None:
+def test_cells_beyond_the_limit_are_summed() -> None:
     saved, loaded = _rank({"a": 1, "b": 2, "c": 4}), Monitor()
     loaded.counter("rows", labels=["table"], max_cells=1, is_logical=True)
     target = LogicalCounters(loaded)
@@ -181,7 +181,7 @@ def test_cells_that_there_is_no_room_for_any_more_are_added_up() -> None:
 
 
 def test_counters_with_other_labels_are_refused_before_anything_is_loaded() -> None:
-    """A tracker merges all that was registered first, and only then loads it."""
+    """A tracker first merges all registered counters, and only then loads them."""
     loaded = Monitor()
     loaded.counter("rows", labels=["table", "kind"], is_logical=True)
     with pytest.raises(InvalidArgumentError, match="has the labels"):

@@ -1,4 +1,4 @@
-"""The table of wishes is complete, and every test that it names exists."""
+"""The table in ``wishes.md`` is complete, and every test that it names exists."""
 
 from __future__ import annotations
 
