@@ -79,9 +79,7 @@ class Coordinator:
         self._write_timer = recorder.write_seconds.timer()
         self._commit_timer = recorder.commit_seconds.timer()
         self._claim: Claim | None = None
-        self._tables: Mapping[str, TableSpec] = {}
-        self._tables_text = "no tables"
-        self._tables_hash = 0
+        self._described: tuple[Mapping[str, TableSpec], str, int] = {}, "no tables", 0
         self._storage: Storage
         self.head: Manifest
 
@@ -108,8 +106,8 @@ class Coordinator:
 
     def vote(self, phase: Phase, batch: int, tables: Mapping[str, TableSpec]) -> Vote:
         """Return a vote with this rank's batch and tables. No collective."""
-        self._describe(tables)
-        return Vote(phase, batch, self._tables_hash)
+        _, tables_hash = self._describe(tables)
+        return Vote(phase, batch, tables_hash)
 
     def compare_places(self, batch: int, tables: Mapping[str, TableSpec]) -> None:
         """Raise if a rank is at another batch than rank 0, or has other tables. A collective.
@@ -268,13 +266,16 @@ class Coordinator:
         else:
             self.head = parse_manifest("entry of rank 0", messages[0]["entry"].encode())
 
-    def _describe(self, tables: Mapping[str, TableSpec]) -> None:
-        if tables != self._tables:
-            self._tables = dict(tables)
-            self._tables_text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in tables.items())}"
-            self._tables_hash = xxhash.xxh64_intdigest(self._tables_text.encode()) >> 1  # it has to fit an int64
+    def _describe(self, tables: Mapping[str, TableSpec]) -> tuple[str, int]:
+        """Return the tables as text, and a hash of it that fits an int64. The worker may call it too."""
+        known, text, digest = self._described
+        if tables != known:
+            text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in tables.items())}"
+            digest = xxhash.xxh64_intdigest(text.encode()) >> 1
+            self._described = dict(tables), text, digest
+        return text, digest
 
     def _place(self, batch: int, tables: Mapping[str, TableSpec]) -> dict[str, str]:
         """Return this rank's batch and tables as text, to compare with the other ranks."""
-        self._describe(tables)
-        return {"cut": f"batch {batch}", "tables": self._tables_text}
+        text, _ = self._describe(tables)
+        return {"cut": f"batch {batch}", "tables": text}

@@ -219,7 +219,8 @@ class Publisher:
             StorageError: if this rank could not write; every row stays pending. If the store failed during the commit,
                 predictors may have the version; the next version then follows it.
             RankLostError: if a rank died or did not answer; every row stays pending.
-            InvalidArgumentError: after :meth:`close`, or from another thread than the one that built it.
+            InvalidArgumentError: after :meth:`close`, from another thread than the one that built it, or if the read
+                with ``top_k`` failed on another rank.
         """
         return self._publish("delta")
 
