@@ -12,15 +12,14 @@ import pytest
 from tests.ranks import RankPool
 from tests.servers import S3, s3_server
 
-# The ranks inherit it: the order in which TorchRec's reshard sends depends on the hashes of strings, and it hangs where
-# ranks differ.
+# Ranks inherit this. The order of sends in TorchRec's reshard depends on string hashes, and it hangs if ranks differ.
 os.environ.setdefault("PYTHONHASHSEED", "0")
 
-# A shell that starts the tests in the background has them ignore it, and so would every program that they start.
+# A shell that starts the tests in the background disables SIGINT for them and for every program that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# They begin first, so that two workers, which take whole files, end together. The slowest stands first.
+# Slowest first, so that two workers, which run whole files, finish at about the same time.
 _SLOWEST = [
     "system/test_fault_sweep.py",
     "system/test_crash.py",

@@ -32,7 +32,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.types import DataType
 
-# Set by .ci/matrix; every rank passes here, so none can run on another torchrec unseen.
+# Set by .ci/matrix; every rank imports this module, so another torchrec is detected on each.
 _UNDER_TEST = os.environ.get("TORCHREC_UNDER_TEST")
 if _UNDER_TEST and not Path(torchrec.__file__).is_relative_to(_UNDER_TEST):
     raise ImportError(f"torchrec is imported from {torchrec.__file__}, not from {_UNDER_TEST}")
@@ -148,7 +148,7 @@ def _sharding(table: Table, kernel: str) -> Callable[..., Any]:
 
 
 def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
-    """The model of ``spec``, sharded over all ranks as its tables say, with fused row-wise Adagrad."""
+    """Build the model of ``spec``, sharded over all ranks as its tables define, with fused row-wise Adagrad."""
     torch.manual_seed(0)
     model = Model(spec, "meta")
     model.dense = nn.Linear(spec.tables[0].dim, 1)
@@ -188,18 +188,18 @@ def kernels_of(collection: Any) -> list[Any]:
 
 
 def is_dense(spec: Spec, table: Table) -> bool:
-    """Whether a table's optimizer is an ordinary one."""
+    """Return whether a table has an ordinary optimizer."""
     return table.sharding == "data" or (table.kernel or spec.kernel) == "dense"
 
 
 def ordinary_optimizer(model: DistributedModelParallel, kind: str, **kwargs: float) -> KeyedOptimizerWrapper:
-    """A torch optimizer for all parameters that no fused optimizer has."""
+    """Return a torch optimizer for all parameters without a fused optimizer."""
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     return KeyedOptimizerWrapper(parameters, lambda these: getattr(torch.optim, kind)(these, **kwargs))
 
 
 def batch(spec: Spec, generator: torch.Generator, size: int = 3, max_length: int = 2) -> KeyedJaggedTensor:
-    """Random ids for every feature: ``size`` bags of up to ``max_length`` ids."""
+    """Return random ids for every feature: ``size`` bags of up to ``max_length`` ids."""
     rows = {name: table.rows for table in spec.tables for name in table.features}
     lengths = torch.randint(0, max_length + 1, (len(spec.features) * size,), generator=generator)
     values = [

@@ -1,7 +1,7 @@
 """A pool of real ranks: processes joined in one gloo group that run many test cases, because starting them is slow.
 
 A case is a function ``case(rank, world_size, **kwargs)`` named ``"module:function"``; its arguments and result are
-JSON. A rank that raises makes :meth:`RankPool.run` raise with its traceback. Whatever hangs is killed.
+JSON. If a rank raises, :meth:`RankPool.run` raises with its traceback. Ranks that hang are killed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankPool:
         self._ranks: list[subprocess.Popen[bytes]] = []
 
     def run(self, case: str, *, timeout_seconds: float = _ANSWER_SECONDS, **kwargs: Any) -> list[Any]:
-        """Run a case on every rank; the results, by rank."""
+        """Run a case on every rank; return the results by rank."""
         if not self._ranks:
             self._start()
         order = json.dumps({"case": case, "kwargs": kwargs}).encode() + b"\n"
@@ -117,9 +117,9 @@ class RankPool:
 
 
 def _serve() -> None:
-    """Body of a rank: answer each line of standard input with a line on what was standard output."""
+    """Answer each line of standard input with a line on the original standard output."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
+    os.dup2(2, 1)  # output of libraries must not be read as an answer
     import torch  # noqa: PLC0415  the pool itself needs no torch
     from torch import distributed as dist  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Real servers on loopback: S3 (SeaweedFS), Redis, and a proxy that behaves badly in front of S3."""
+"""Real servers on loopback: S3 (SeaweedFS), Redis, and a proxy in front of S3 that injects faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REQUIRED = "DELTA_TRACKER_REQUIRE_SERVERS"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at this moment."""
+    """Return ports that are free at the moment."""
     with ExitStack() as stack:
         taken = [stack.enter_context(socket.create_server((_HOST, 0))) for _ in range(count)]
         return [server.getsockname()[1] for server in taken]
@@ -37,7 +37,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def _process(command: list[str], directory: Path, port: int) -> Iterator[None]:
-    """A server that runs in ``directory`` and answers on ``port`` inside the block; killed at its end."""
+    """Run a server in ``directory`` that answers on ``port``; kill it at the end of the block."""
     with (directory / "output").open("wb") as output:
         process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=output)
     try:
@@ -48,7 +48,7 @@ def _process(command: list[str], directory: Path, port: int) -> Iterator[None]:
             time.sleep(0.02)
         yield
     finally:
-        process.kill()  # what it holds is thrown away; asked politely, SeaweedFS takes half a minute
+        process.kill()  # its data is not needed, and SeaweedFS takes half a minute to terminate
         process.wait(30)
 
 
@@ -62,23 +62,23 @@ def _answers(port: int) -> bool:
 
 @dataclass(frozen=True)
 class S3:
-    """A bucket: its url, and the options with which it is reached."""
+    """A bucket: its URL and the options to access it."""
 
     url: str
     options: dict[str, str]
 
     @property
     def port(self) -> int:
-        """The server's port."""
+        """Port of the server."""
         return int(self.options["endpoint"].rpartition(":")[2])
 
     def through(self, port: int) -> dict[str, str]:
-        """The options for reaching the same bucket through a proxy."""
+        """Return the options to access the same bucket through a proxy."""
         return self.options | {"endpoint": f"http://{_HOST}:{port}"}
 
 
 def s3_command(directory: Path, host: str, ports: Sequence[int]) -> tuple[list[str], dict[str, str]]:
-    """The command of an S3 server that keeps its objects in a directory, and the options with which it is reached.
+    """Return the command of an S3 server with its objects in a directory, and the options to access it.
 
     Args:
         directory: an empty one.
@@ -113,7 +113,7 @@ def s3_command(directory: Path, host: str, ports: Sequence[int]) -> tuple[list[s
 
 @contextmanager
 def s3_server() -> Iterator[S3]:
-    """An S3 server with an empty bucket, which honours If-None-Match; a signature may be missing but not wrong."""
+    """Run an S3 server with an empty bucket that honours If-None-Match; signatures may be missing but not wrong."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         command, options = s3_command(directory, _HOST, free_ports(8))
@@ -138,7 +138,7 @@ def wait_until_written(s3: S3) -> None:
 
 
 def installed(program: str) -> str:
-    """The path of a server's program. Skips the test where it is missing, but fails it where all of them must run."""
+    """Return the path of a server's program; skip the test if it is missing, or fail it where all tests must run."""
     path = shutil.which(program, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
     if path is None and os.environ.get(REQUIRED):
         pytest.fail(f"{program} is not installed, and {REQUIRED} is set")
@@ -149,7 +149,7 @@ def installed(program: str) -> str:
 
 @contextmanager
 def redis_server(port: int) -> Iterator[str]:
-    """A Redis server that keeps nothing on disk; yields its url."""
+    """Run a Redis server without persistence; yield its URL."""
     path = installed("redis-server")
     with tempfile.TemporaryDirectory() as directory:
         command = [path, "--port", str(port), "--bind", _HOST, "--save", "", "--appendonly", "no", "--dir", directory]
@@ -159,25 +159,25 @@ def redis_server(port: int) -> Iterator[str]:
 
 @dataclass
 class Proxy:
-    """What stands between a client and the server at ``upstream``, and what it does wrong."""
+    """Faults of a proxy between a client and the server at ``upstream``."""
 
     upstream: int
     port: int = 0
     strip_headers: frozenset[str] = frozenset()
-    lose_answers: int = 0  # to that many PUTs, after the server has carried them out
-    conflicts: int = 0  # that many conditional PUTs get "409 try again", and are not carried out
+    lose_answers: int = 0  # number of PUTs whose answers are lost after the server executed them
+    conflicts: int = 0  # number of conditional PUTs that get "409 try again" and are not executed
     seen: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def loses(self, method: str) -> bool:
-        """Whether the answer to this request gets lost."""
+        """Return whether the answer to this request is lost."""
         with self.lock:
             lost = method == "PUT" and self.lose_answers > 0
             self.lose_answers -= lost
             return lost
 
     def conflicts_with(self, headers: Mapping[str, str]) -> bool:
-        """Whether the answer to this request is that it met another one."""
+        """Return whether this request is answered with a conflict."""
         with self.lock:
             conflicts = headers.get("If-None-Match") == "*" and self.conflicts > 0
             self.conflicts -= conflicts
@@ -186,7 +186,7 @@ class Proxy:
 
 @contextmanager
 def proxy(upstream: int) -> Iterator[Proxy]:
-    """An HTTP proxy on loopback, in a thread of this process."""
+    """Run an HTTP proxy on loopback in a thread of this process."""
     state = Proxy(upstream)
 
     class Handler(http.server.BaseHTTPRequestHandler):

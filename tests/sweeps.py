@@ -1,4 +1,4 @@
-"""Whether the long sweeps run whole; ``make test-sweeps`` asks for that."""
+"""Setting that runs the long sweeps completely, as ``make test-sweeps`` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is lent again: only once nobody holds it, and not for ever."""
+"""Reuse of memory: only after its last view is gone, and within bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _place(array: NDArray[np.uint8]) -> int:
     return array.ctypes.data
 
 
-def test_memory_is_lent_again_once_nobody_holds_it() -> None:
+def test_memory_is_reused_after_its_last_view_is_gone() -> None:
     memory = BufferPool()
     first = memory.lend(_LARGE)
     place = _place(first)
@@ -56,7 +56,7 @@ def test_a_debugger_that_keeps_frames_makes_no_memory_free() -> None:
     assert _place(memory.lend(_LARGE)) != _place(first)
 
 
-def test_what_two_hold_at_a_time_never_overlaps() -> None:
+def test_buffers_in_use_never_overlap() -> None:
     memory = BufferPool()
     held = [memory.lend(_LARGE) for _ in range(5)]
     for number, each in enumerate(held):
@@ -64,7 +64,7 @@ def test_what_two_hold_at_a_time_never_overlaps() -> None:
     assert [int(each[-1]) for each in held] == [0, 1, 2, 3, 4]
 
 
-def test_memory_that_is_not_asked_for_any_more_goes_back() -> None:
+def test_memory_that_is_no_longer_requested_is_freed() -> None:
     memory = BufferPool()
     memory.lend(40 * _LARGE)
     for _ in range(8):
@@ -85,7 +85,7 @@ def test_reads_of_many_tables_keep_all_of_their_memory() -> None:
     assert places[0] == places[1] == places[2]
 
 
-def test_no_more_free_memory_is_kept_than_may_be() -> None:
+def test_free_memory_is_bounded() -> None:
     memory = BufferPool(max_bytes=3 * _LARGE)
     held = [memory.lend(_LARGE) for _ in range(4)]
     assert len(set(map(_place, held))) == 4
@@ -96,7 +96,7 @@ def test_no_more_free_memory_is_kept_than_may_be() -> None:
     assert memory.free_bytes <= 3 * _LARGE
 
 
-def test_what_is_held_for_long_leaves_the_memory_of_reads_alone() -> None:
+def test_long_lived_buffers_do_not_affect_the_memory_of_reads() -> None:
     memory = BufferPool(max_bytes=20 * _LARGE)
     states = [memory.lend(_LARGE) for _ in range(60)]
     places = set()
@@ -106,15 +106,15 @@ def test_what_is_held_for_long_leaves_the_memory_of_reads_alone() -> None:
     assert len(states) == 60
 
 
-def test_who_finds_it_busy_gets_new_memory() -> None:
+def test_a_busy_pool_allocates_new_memory() -> None:
     memory = BufferPool()
-    with memory._lock:  # as a signal handler does that interrupts a request, and a process that was forked in one
+    with memory._lock:  # as in a signal handler that interrupts a request, or in a process forked during one
         assert len(memory.lend(_LARGE)) == _LARGE
         memory.give_back()
     assert memory.free_bytes == 0
 
 
-def test_the_last_user_that_leaves_gives_free_memory_back() -> None:
+def test_the_last_user_frees_unused_memory() -> None:
     class User:
         pass
 
@@ -130,7 +130,7 @@ def test_the_last_user_that_leaves_gives_free_memory_back() -> None:
     assert memory.free_bytes == 0
 
 
-def test_a_request_among_many_buffers_takes_no_longer() -> None:
+def test_requests_stay_fast_with_many_buffers() -> None:
     """Comparing each request with each buffer would take over ten seconds."""
     memory = BufferPool(min_bytes=1)
     start = time.perf_counter()
@@ -177,7 +177,7 @@ def test_new_rows_are_like_the_old(like: torch.Tensor, num_rows: int) -> None:
     rows.fill_(1)
 
 
-def test_large_rows_come_from_memory_that_is_used_again() -> None:
+def test_large_rows_use_pooled_memory() -> None:
     MEMORY.give_back()
     like = torch.empty(0, 64)
     places = {new_rows(1 << 15, like).data_ptr() for _ in range(5)}

@@ -24,7 +24,7 @@ _ROOT = Path(__file__).parent.parent
 
 _PACKAGE = _ROOT / "delta_tracker"
 
-# A package imports from the lines before its own, and nothing else of its own line: ``tracker`` knows no ``predictor``.
+# A package may import itself and packages of earlier lines: ``tracker`` does not import ``predictor``.
 _LAYERS = [
     ["errors", "types", "rows", "row_target"],
     ["buffers", "distributed", "forking"],
@@ -38,9 +38,9 @@ _LAYERS = [
 # These test TorchRec's modules, or compare with FBGEMM's bytes.
 _TESTS_OF_TORCHREC = {"sharding.test_inference_tables", "sharding.test_presence", "stream.test_encoding"}
 
-# They hold implementations to a contract that is about real servers. Other tests that start processes are in system/.
+# Contract tests against real servers. Other tests that start processes are in system/.
 _TESTS_OF_PROCESSES = {"contract.test_notify", "contract.test_storage"}
-# Modules without a test file of their name, and the file whose tests fail if the module does not do its work.
+# Modules without a test file of their name, and the file whose tests fail if the module is broken.
 _TESTED_THROUGH = {
     "cli.__main__": "system.test_command_line",
     "cli.stream_command": "cli.test_main",
@@ -77,7 +77,7 @@ _TESTED_THROUGH = {
     "tracker.store.make_store": "tracker.test_tracker",
     "tracker.tracked_model": "tracker.test_tracker",
 }
-_RANKS = {"one_rank", "two_ranks", "four_ranks"}  # fixtures: who asks for them tests TorchRec
+_RANKS = {"one_rank", "two_ranks", "four_ranks"}  # fixtures of tests that use TorchRec
 
 _MODULES = {
     ".".join(path.relative_to(_PACKAGE).with_suffix("").parts): path
@@ -109,7 +109,7 @@ def _outside_functions(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 @cache
 def _loads(name: str) -> frozenset[str]:
-    """Return the names that a module of ours imports when it is imported, with those of the packages above it."""
+    """Return the modules that one of our modules loads at import, including those of its parent packages."""
     found = {name.rpartition(".")[0]} - {""}
     for node in _outside_functions(ast.parse(_FILES[name].read_text()).body) if name in _FILES else ():
         if isinstance(node, ast.Import):
@@ -122,7 +122,7 @@ def _loads(name: str) -> frozenset[str]:
 
 
 def _all_loads(name: str) -> set[str]:
-    """Return all modules that a test file brings with it."""
+    """Return all modules that a test file loads, directly or indirectly."""
     found, waiting = {name}, [name]
     while waiting:
         new = _loads(waiting.pop()) - found
@@ -132,7 +132,7 @@ def _all_loads(name: str) -> set[str]:
 
 
 def _tests_on_ranks(name: str) -> bool:
-    """Return whether a test of the file asks for ranks."""
+    """Return whether a test of the file uses ranks."""
     functions = [node for node in ast.walk(ast.parse(_FILES[name].read_text())) if isinstance(node, ast.FunctionDef)]
     return any(argument.arg in _RANKS for function in functions for argument in function.args.args)
 
@@ -144,7 +144,7 @@ def _forks(name: str) -> bool:
 
 
 def _imports(path: Path) -> set[str]:
-    """Names of the modules that a file imports, at the top or anywhere else."""
+    """Return the modules that a file imports anywhere."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -171,7 +171,7 @@ def test_only_sharding_knows_torchrec(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in sorted(_MODULES) if not name.startswith("monitor.")])
 def test_the_core_is_given_its_monitor(name: str) -> None:
-    """Only the monitor's own modules know that of the program; the others get a recorder, which is bound to one."""
+    """Only the monitor's modules use the default monitor; the others get a recorder, which is bound to a monitor."""
     names = {
         alias.name
         for node in ast.walk(ast.parse(_MODULES[name].read_text()))
@@ -225,7 +225,7 @@ def test_each_package_says_which_file_to_open_first() -> None:
 
 
 def test_package_files_only_gather_names() -> None:
-    for path in set(_PACKAGE.rglob("__init__.py")) - {_PACKAGE / "__init__.py"}:  # that one imports them when asked
+    for path in set(_PACKAGE.rglob("__init__.py")) - {_PACKAGE / "__init__.py"}:  # imports names lazily
         body = ast.parse(path.read_text()).body
         assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body), path
 

@@ -1,4 +1,4 @@
-"""Each fix that can be taken out still has the text that its revert edits."""
+"""The text that each revert edits still exists in the code."""
 
 from __future__ import annotations
 

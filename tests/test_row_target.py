@@ -23,7 +23,7 @@ def test_rows_are_written_bit_for_bit_whatever_the_layout(data: Any) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
 
     def noise(rows: int, columns: int, offset: int) -> Tensor:
-        """Random bits, NaN payloads too, anywhere in memory, whose own start may be odd."""
+        """Return random bits, including NaN payloads, at any and possibly unaligned address."""
         start = width * data.draw(st.integers(0, 3))
         num_bytes = start + width * (offset + rows * columns + 1)
         items = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).numpy()
@@ -75,7 +75,7 @@ def test_a_write_copies_no_table(dim: int) -> None:
     assert bool((memory[ids, :dim] == 1).all())
 
 
-def test_whoever_is_told_of_a_write_may_write_to_parameters() -> None:
+def test_a_write_callback_may_write_to_parameters() -> None:
     parameter = nn.Parameter(torch.zeros(4, 2))
 
     def written() -> None:

@@ -1,4 +1,4 @@
-"""The values that the tracker hands out check themselves when they are made."""
+"""Value types of the tracker validate their fields."""
 
 from __future__ import annotations
 

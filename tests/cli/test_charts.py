@@ -44,7 +44,7 @@ def test_a_logarithmic_scale_lies_between_powers_of_ten() -> None:
     assert len(logarithmic([1e-9, 1e9]).ticks(str)) <= 6
 
 
-def test_bars_stand_side_by_side_on_what_is_below_them() -> None:
+def test_bars_are_stacked_side_by_side() -> None:
     found = re.findall(
         rf"M{_NUMBER} {_NUMBER}v{_NUMBER}h{_NUMBER}v{_NUMBER}z", bars([50, 0, 25, 100], [0, 0, 10, 0], 0.2)
     )

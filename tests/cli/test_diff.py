@@ -52,7 +52,7 @@ def test_diff_is_what_a_loop_over_all_rows_finds(
 
 def test_diff_of_rows_that_are_no_numbers(cli: Cli, writer: Writer) -> None:
     writer.table[3] = math.nan
-    writer.table[4] = -writer.table[4] * 0.0  # -0.0 is other bits, and no way off
+    writer.table[4] = -writer.table[4] * 0.0  # -0.0 has other bits at distance 0
     writer.write("delta", [writer.rows([3, 4])])
     found = cli.json("diff", url_of(writer), 4, 5)
     assert [(each["row"], each["moved"]) for each in found["farthest"]] == [(3, None), (4, 0.0)]

@@ -1,4 +1,4 @@
-"""The figures of a report against what the test itself wrote."""
+"""Figures of a report against the data that the test wrote."""
 
 from __future__ import annotations
 

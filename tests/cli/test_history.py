@@ -1,4 +1,4 @@
-"""The history of a stream is kept in few bins that lose nothing."""
+"""The history of a stream is kept in few bins without loss."""
 
 from __future__ import annotations
 

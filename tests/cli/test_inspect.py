@@ -83,7 +83,7 @@ def test_inspect_shows_predictors_until_they_are_long_gone(cli: Cli, writer: Wri
     found = cli.json("inspect", url)
     assert "g.json error=" in cli.err
     seen = {each["name"]: (each["state"], each["lag_versions"]) for each in found["predictors"]}
-    # What the log says now, not what the predictor knew.
+    # The current state of the log, not the predictor's last state.
     assert seen == {"a": ("live", 2), "b": ("silent", 2), "d": ("live", None), "e": ("live", None), "f": ("live", 2)}
     assert found["predictors_gone"] == 1
     screen = cli("inspect", url)
@@ -97,7 +97,7 @@ def test_inspect_finds_what_keeps_a_new_predictor_away(cli: Cli, writer: Writer)
     found = cli.json("inspect", url, code=1)
     assert found["findings"] == ["a new predictor stops before version 3, which is missing or malformed"]
     assert found["log"]["strays"] == 3
-    writer.snapshot()  # mends it
+    writer.snapshot()  # repairs it
     assert cli.json("inspect", url)["findings"] == []
     path_of(writer, entry_name(4)).write_text("nonsense")
     assert "log/00000000000000000004.json is malformed" in cli("inspect", url, code=1)

@@ -1,4 +1,4 @@
-"""The program: its commands and their help, wrong calls, exit codes, and text of others on a terminal."""
+"""The program: commands and help, wrong calls, exit codes, and untrusted text on a terminal."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.cli.trainer import HOSTILE, Page, Trainer, figures_of
 from tests.stream.streams import FQN, Writer
 
 
-def test_nothing_of_a_stream_becomes_markup_or_script(trainer: Trainer, tmp_path: Path) -> None:
+def test_text_of_a_stream_never_becomes_markup_or_script(trainer: Trainer, tmp_path: Path) -> None:
     head = trainer.writer.claim.head
     fields = {"stream": head.stream, "version": 3, "lag_versions": 4, "lag_seconds": 1.0, "resyncs": 1}
     beat = Heartbeat(name="p", time=time.time(), error=HOSTILE, **fields)

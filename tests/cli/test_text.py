@@ -1,4 +1,4 @@
-"""Values as people read them, and text of others that a terminal must not obey."""
+"""Human-readable values, and escaping of untrusted text on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from delta_tracker.errors import StorageError
 
 
 @pytest.mark.parametrize("harmful", ["\x1b[2J", "\x9b1m", "\r", "\n", "\t", "\u202e", "\u2028", "\ud800", "\x00"])
-def test_what_a_terminal_would_obey_is_written_out(harmful: str) -> None:
+def test_control_characters_are_escaped(harmful: str) -> None:
     shown = text.plain(f"table {harmful}x")
     assert harmful[0] not in shown
     assert shown == f"table {ascii(harmful[0])[1:-1]}{harmful[1:]}x"

@@ -1,4 +1,4 @@
-"""``delta-tracker top``: what it shows, its lines of JSON, and the terminal that it leaves."""
+"""``delta-tracker top``: its screen, its lines of JSON, and the state of the terminal afterwards."""
 
 from __future__ import annotations
 
@@ -86,6 +86,6 @@ def test_lines_of_json_go_on_until_it_is_interrupted(storage: Storage, capsys, m
     assert "connection refused" in lines[2]["problem"]
 
 
-def test_what_is_no_stream_is_said_at_once(tmp_path: Path, capsys) -> None:
+def test_a_url_without_a_stream_is_reported_immediately(tmp_path: Path, capsys) -> None:
     assert main(["top", str(tmp_path / "none")]) == 2
     assert "There is no stream" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from tests.cli.commands import Cli, entry, flip, path_of, url_of
 from tests.stream.streams import Writer
 
 
-def test_verify_passes_what_is_whole(cli: Cli, writer: Writer) -> None:
+def test_verify_accepts_an_intact_stream(cli: Cli, writer: Writer) -> None:
     compact(writer.storage)
     compact(writer.storage, fold=0.01)
     found = cli.json("verify", url_of(writer))
@@ -93,9 +93,7 @@ def test_verify_follows_the_chain(cli: Cli, writer: Writer) -> None:
     assert "it is missing" in cli("verify", url_of(writer), code=1)
 
 
-def test_verify_passes_over_what_retention_takes_meanwhile(
-    cli: Cli, writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_skips_objects_that_retention_removes(cli: Cli, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     writer.snapshot()
 
     def reader(storage: Storage, part, manifest: Manifest, **options) -> PartReader:

@@ -18,7 +18,7 @@ from tests.stream.streams import FQN, Writer
 
 
 class Counting(Storage):
-    """A store that counts what is asked of it."""
+    """A store that counts its operations."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, create=True, fsync=False)
@@ -36,13 +36,13 @@ class Counting(Storage):
         return super().objects(prefix, **options)
 
     def calls(self) -> dict[str, int]:
-        """Since the last call of this."""
+        """Return the numbers of operations since the last call."""
         asked, self.asked = self.asked, Counter()
         return dict(asked)
 
 
 class Clock:
-    """The time by which versions are committed, and the one of the checks for a gap."""
+    """Clock of commits and of the checks for a gap."""
 
     def __init__(self) -> None:
         self.now = 1e9
@@ -149,7 +149,7 @@ def test_the_rates_are_those_of_the_window(storage: Counting, clock: Clock) -> N
     assert (late["versions_per_second"], late["head"]["age_seconds"]) == (0, 100)
 
 
-def test_it_begins_anew_where_the_stream_does(storage: Counting, clock: Clock, tmp_path: Path) -> None:
+def test_it_restarts_when_the_stream_does(storage: Counting, clock: Clock, tmp_path: Path) -> None:
     writer = Writer(storage)
     writer.snapshot()
     publish(writer, clock, 20)

@@ -22,7 +22,7 @@ HOSTILE = "ec.</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"`
 
 
 class Trainer:
-    """A stream of two tables, of which one is hostile, and everything that a report should find in it."""
+    """A stream of two tables, one with a hostile name, and the expected contents of a report."""
 
     def __init__(self, storage: Storage) -> None:
         self.writer = Writer(storage)
@@ -35,7 +35,7 @@ class Trainer:
         self.manifests: list[Manifest] = []
 
     def move(self, fqn: str, ids: list[int]) -> None:
-        """New values for rows; every fifth id keeps its own."""
+        """Give rows new values, except every fifth id."""
         for row in ids:
             before = self.tables[fqn][row].clone()
             if row % 5:

@@ -41,23 +41,23 @@ def notifier(request: pytest.FixtureRequest) -> Iterator[Notifier]:
 
 @pytest.fixture
 def stream(request: pytest.FixtureRequest) -> str:
-    """A stream's id that no other test uses."""
+    """Return a stream id that no other test uses."""
     return request.node.name
 
 
 def heard(notifier: Notifier, stream: str, after: int) -> bool:
-    """Wait until there is a hint, however often the engine gives up."""
+    """Wait for a hint, repeating when the engine's wait times out."""
     return any(notifier.wait(stream, after, 1.0) for _ in range(int(LONG)))
 
 
-def test_a_hint_is_heard_by_whoever_waits(notifier: Notifier, stream: str) -> None:
+def test_a_waiting_reader_gets_a_hint(notifier: Notifier, stream: str) -> None:
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(heard, notifier, stream, after) for after in (-1, 0, 6)]
         notifier.announce(stream, 7)
         assert all(waiter.result(LONG) for waiter in waiting)
 
 
-def test_a_hint_is_heard_by_whoever_comes_later(notifier: Notifier, stream: str) -> None:
+def test_a_later_reader_gets_a_hint(notifier: Notifier, stream: str) -> None:
     for version in range(20):
         notifier.announce(stream, version)
         assert notifier.wait(stream, version - 1, LONG)
@@ -81,7 +81,7 @@ def test_streams_do_not_hear_each_other(notifier: Notifier, stream: str) -> None
 
 
 def follow(predictor: Predictor, hints: Hints, poll_seconds: float, version: int, table: torch.Tensor, model) -> None:
-    """A predictor's loop, until it has a version."""
+    """Run a predictor's loop until it has a version."""
     while predictor.sync() < version:
         hints.wait(predictor.manifest.stream, predictor.version, poll_seconds)
     assert torch.equal(model[FQN], table)
@@ -120,7 +120,7 @@ class Deaf:
 
 
 class Broken(Deaf):
-    """An engine whose broker is away until it is mended."""
+    """An engine whose broker is down until it is repaired."""
 
     away = True
     calls = 0
@@ -190,7 +190,7 @@ def test_a_wait_ends_when_told_to(engine: Notifier | None) -> None:
         threads.submit(hints.wait, None, -1, 10 * LONG).result(LONG)
 
 
-def test_a_hint_with_nothing_behind_it_makes_nobody_spin(notifier: Notifier, stream: str) -> None:
+def test_a_hint_without_a_version_causes_no_busy_loop(notifier: Notifier, stream: str) -> None:
     notifier.announce(stream, 1 << 62)
     slept: list[float] = []
 
@@ -208,7 +208,7 @@ def test_a_hint_with_nothing_behind_it_makes_nobody_spin(notifier: Notifier, str
     assert len(slept) == 9
 
 
-def test_what_else_stands_in_redis_does_no_harm(redis_url: str, stream: str) -> None:
+def test_unrelated_redis_keys_are_ignored(redis_url: str, stream: str) -> None:
     notifier = RedisNotifier(redis_url, key="k")
     server = redis.Redis.from_url(redis_url)
     server.xadd(f"k:{stream}", {b"\xff\x00": b"\xfe" * 1000, "v": "-17"}, id="4-99")
@@ -267,7 +267,7 @@ def test_redis_is_killed_and_started_again(caplog: pytest.LogCaptureFixture, mon
         notifier.close()
 
 
-def test_a_broker_that_hangs_is_given_up() -> None:
+def test_a_hanging_broker_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # connections are accepted, nothing is ever answered
         notifier = RedisNotifier(f"redis://127.0.0.1:{server.getsockname()[1]}", timeout_seconds=0.02)
         hints = Hints(notifier)

@@ -97,7 +97,7 @@ class SetReference:
 
 
 class Pair:
-    """A row set and its reference, driven side by side; every answer of the one is compared with the other's."""
+    """A row set and its reference, which get the same calls; all results are compared."""
 
     def __init__(self, engine: type[RowSet], num_rows: int, device: torch.device) -> None:
         self.rows = engine(num_rows, device)

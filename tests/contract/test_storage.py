@@ -1,4 +1,4 @@
-"""One contract for storage in a real directory, in memory and on a real S3 server; then what only files have."""
+"""One contract for storage in a directory, in memory and on a real S3 server, and tests of files only."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_names_are_listed_in_order_and_from_a_place(storage: Storage) -> None:
 
 
 def together(count: int, work) -> list:
-    """What ``work(0) ... work(count - 1)`` return, all started at once, in threads."""
+    """Run ``work(0) ... work(count - 1)`` concurrently in threads; return their results."""
     start = threading.Barrier(count)
 
     def run(number: int):
@@ -303,7 +303,7 @@ def test_options_are_for_remote_stores_and_never_shown() -> None:
         Storage("memory://", fsync=False)
 
 
-def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     storage = Storage(f"file://{tmp_path}")
     with pytest.raises(StorageError, match="not a regular file"):

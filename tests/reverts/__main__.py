@@ -27,7 +27,7 @@ _NUM_SHOWN = 30
 
 
 def survives(revert: Revert) -> str | None:
-    """Why the defect counts as not found, None if its generator found it."""
+    """Return why the defect was not found, None if its generator found it."""
     with tempfile.TemporaryDirectory(prefix="revert-") as folder:
         root = Path(folder)
         for name in ("delta_tracker", "tests", "examples", "benchmarks"):
@@ -59,7 +59,7 @@ def survives(revert: Revert) -> str | None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run all reverts that match; 0 if every defect was found."""
+    """Run all reverts that match; return 0 if every defect was found."""
     chosen = [each for each in all_reverts() if not words or any(w in each.defect + each.generator for w in words)]
 
     def timed(revert: Revert) -> tuple[str | None, float]:

@@ -11,7 +11,7 @@ from tests.reverts.revert import Revert
 
 
 def all_reverts() -> list[Revert]:
-    """The reverts of every file of this folder."""
+    """Return the reverts of every file of this folder."""
     found: list[Revert] = []
     for module in pkgutil.iter_modules(reverts.__path__):
         if module.name not in ("__main__", "every", "revert"):

@@ -88,7 +88,7 @@ def counts(rank: int, world_size: int, url: str, num_tables: int, mode: str) -> 
 
 
 def flushed_anew(rank: int, world_size: int, url: str, mode: str) -> int:
-    """What a kernel's cache holds is in every read and version: each begins with a flush of its own.
+    """Every read and version has the rows in a kernel's cache, because each begins with a flush.
 
     The cache is simulated: a flush writes all rows of its kernel, as a cache in which all of them changed does.
     """

@@ -1,4 +1,4 @@
-"""Cases for the post-odist hook: who holds TorchRec's slot, and when the log is compacted."""
+"""Cases for the post-odist hook: functions in TorchRec's slot, and compaction of the log."""
 
 from __future__ import annotations
 

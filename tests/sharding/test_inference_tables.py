@@ -1,4 +1,4 @@
-"""Quantised targets: byte for byte what torchrec makes of the trainer's table when it quantises it again."""
+"""Quantised targets equal torchrec's quantisation of the trainer's table byte for byte."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_a_forward_compacts_the_log_without_step(one_rank: RankPool, two_ranks: 
 
 
 @pytest.mark.parametrize("order", ["ab", "ba", "xab", "xba", "axb", "bxa"])
-def test_the_slot_is_given_back_in_any_order(two_ranks: RankPool, order: str) -> None:
+def test_the_slot_is_restored_in_any_order(two_ranks: RankPool, order: str) -> None:
     for answer in two_ranks.run(f"{_CASES}:chain", order=order):
         assert answer["restored"]
 
