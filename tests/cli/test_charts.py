@@ -1,4 +1,4 @@
-"""Charts: values at their places, round ticks, and the paths of bars and lines."""
+"""Charts: positions of values, round ticks, and the paths of bars and lines."""
 
 from __future__ import annotations
 

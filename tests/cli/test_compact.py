@@ -1,4 +1,4 @@
-"""``delta-tracker compact`` on real streams, also beside a publisher."""
+"""``delta-tracker compact`` on real streams, also concurrent with a publisher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows change most often and how far they move, against what the test wrote."""
+"""Rows that change most often and the distances that they move, against the data that the test wrote."""
 
 from __future__ import annotations
 

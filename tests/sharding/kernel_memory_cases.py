@@ -17,7 +17,7 @@ _FLUSH, _SPLIT = "flush", "split_embedding_weights"
 
 
 def _kernels(model: DistributedModelParallel) -> list[Any]:
-    """The kernels of the model's collection on this rank, without the replicated ones."""
+    """Return the kernels of the model's collection on this rank, without the replicated ones."""
     return kernels_of(model.module.ec)
 
 

@@ -123,6 +123,6 @@ def shard_quantised(model: nn.Module, sharding: str) -> nn.Module:
 
 
 def memory(model: nn.Module) -> list[Tensor]:
-    """Every byte of the quantised tables, in order."""
+    """Return every byte of the quantised tables in order."""
     kernels = model.ec.tbes_configs() if hasattr(model.ec, "tbes_configs") else model.ec._emb_modules
     return [kernel.weights_host for kernel in kernels]
