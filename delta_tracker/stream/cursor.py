@@ -1,4 +1,4 @@
-"""Stream position of a reader: find the next entry, and the entries that lead past a fault."""
+"""Stream position of a reader, and methods to find the next entry and the entries to recover with after a fault."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Place:
 
     @classmethod
     def from_dict(cls, state: object) -> Place:
-        """Return the stream position that :meth:`to_dict` converted.
+        """Restore a stream position from the result of :meth:`to_dict`.
 
         Raises:
             InvalidArgumentError: if ``state`` is invalid.
@@ -68,6 +68,10 @@ class StreamCursor:
 
     Args:
         log: log of the stream.
+
+    Attributes:
+        log: log of the stream.
+        place: stream position of the reader, None before the first applied entry.
     """
 
     def __init__(self, log: StreamLog) -> None:
@@ -84,7 +88,7 @@ class StreamCursor:
         self.place = Place(manifest.stream, manifest.link)
 
     def next(self) -> Manifest | None:
-        """Return the entry to apply next, None if there is none yet; at the start, the newest snapshot.
+        """Return the entry to apply next, None if there is none yet. Without an applied entry, the newest snapshot.
 
         Raises:
             NoSnapshotError: if there is no snapshot to start from.
@@ -103,9 +107,9 @@ class StreamCursor:
         return manifest
 
     def check_for_gap(self) -> None:
-        """Check why the next entry does not exist; return if it was not created yet.
+        """Raise an error if the next entry was deleted or the log was replaced; return if it was not created yet.
 
-        Lists the log.
+        Call it if :meth:`next` returns None. Lists the log.
 
         Raises:
             MissingVersionError: if the log has versions after the missing entry.
@@ -120,7 +124,7 @@ class StreamCursor:
         present = self.log.read(held.version) if held.version in versions[-1:] else None
         if head < held.version or (present is not None and present.xxh3 != held.xxh3):
             raise StreamReplacedError(self.log.storage.url, held.version)
-        # A version committed between the probe and the listing is not a gap.
+        # A version committed between next() and the listing is not a gap.
         if head > held.version and self.log.read(held.version + 1) is None:
             raise MissingVersionError(held.version + 1, head)
 
@@ -151,7 +155,7 @@ class StreamCursor:
             manifest = self.log.read(before.snapshot) if has_older else None  # type: ignore[union-attr, arg-type]
 
     def _readable_starts(self) -> Iterator[Manifest]:
-        """Yield the snapshots that a reader can start from, newest first, without unreadable ones.
+        """Yield the snapshots that a reader can start from, newest first. Skip unreadable entries.
 
         Raises:
             StorageError: if the log cannot be listed.
@@ -170,9 +174,9 @@ class StreamCursor:
             yield from in_log
 
     def _readable_snapshots(self, head: int) -> Iterator[Manifest]:
-        """Yield the snapshots in the log, newest first.
+        """Yield the snapshots in the log up to version ``head``, newest first.
 
-        Stops after a few unreadable entries, because each may take until the store's timeout. During an outage, the
+        Stops after three unreadable entries, because each may take until the store's timeout. During an outage, the
         caller should wait instead.
         """
         version, num_unreadable = head, 0
@@ -188,14 +192,16 @@ class StreamCursor:
             version -= 1  # the entry below names the preceding snapshot
 
     def way_back(self, fault: StreamError, *, skips_unreadable: bool = False) -> Iterator[Manifest]:
-        """Yield the entries that lead past a fault, best first: a merged delta that spans it, then newer snapshots.
+        """Yield the entries to recover with after a fault, best first: a merged delta that spans it, then snapshots.
 
-        Only snapshots lead past a held version, because a merged delta has its rows too. A model that cannot receive
-        the newest snapshot does not start from an older one, because it would serve old rows unnoticed.
+        The snapshots are newer than the last applied version, unless the log was replaced. For a held version no merged
+        delta is yielded, because it would contain the held rows. If a model without an applied version does not match
+        the newest snapshot, no older snapshot is yielded, because the model would serve old rows unnoticed.
 
         Args:
-            fault: error of the next entry.
-            skips_unreadable: skip entries that the store cannot read.
+            fault: error raised for the next entry.
+            skips_unreadable: skip entries that the store cannot read, and malformed entries of the log. Malformed
+                merged entries are always skipped.
 
         Raises:
             MalformedError, StorageError: if the log cannot be read.
@@ -234,7 +240,11 @@ class StreamCursor:
         return None if head is None or head.snapshot is None else self.log.read(head.snapshot)
 
     def _longest_merged(self, version: int, *, skips_unreadable: bool) -> Manifest | None:
-        """Return the merged delta that leads furthest. Ignore unreadable ones, because they add no information."""
+        """Return the merged delta with the highest last version that applies to a reader at ``version``.
+
+        Returns None and logs the error if the entry is malformed, or if it is unreadable and ``skips_unreadable``:
+        merged entries add no information.
+        """
         try:
             return self.log.longest_merged(version)
         except (MalformedError, StorageError) as error:
@@ -244,7 +254,7 @@ class StreamCursor:
             return None
 
     def path_to(self, version: int) -> list[Manifest]:
-        """Return the entries to apply for a version, in order: a snapshot and its successors up to the version.
+        """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
 
         Raises:
             MissingVersionError: if a required entry is missing or was replaced.
@@ -277,7 +287,12 @@ class StreamCursor:
         return path[::-1]
 
     def _entry(self, version: int, link: Link | None) -> Manifest | None:
-        """Return the entry of a version with ``link``, or any link if None: from the log, else a merged one."""
+        """Return the entry of a version from the log, else a merged entry; None if none matches.
+
+        Args:
+            version: version of the entry.
+            link: required link of the entry; None accepts every link.
+        """
         manifest = self.log.read(version)
         if manifest is not None and link in (None, manifest.link):
             return manifest
@@ -289,12 +304,12 @@ class StreamCursor:
         return None
 
     def lag(self) -> tuple[int, float]:
-        """Return the number of committed versions not yet applied, and the oldest one's commit time (Unix), or 0.
+        """Return the number of committed versions not yet applied, and the commit time of the oldest one.
 
-        Lists the log.
+        The time is in Unix seconds, 0 if there is no such version. Lists the log.
 
         Raises:
-            MalformedError, StorageError: if it cannot be read.
+            MalformedError, StorageError: if the log cannot be read.
         """
         waiting = self.log.versions(after=-1 if self.version is None else self.version)
         oldest = self.log.read(waiting[0]) if waiting else None

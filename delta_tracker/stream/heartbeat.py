@@ -32,12 +32,12 @@ class Heartbeat:
     """State of a predictor at a point in time.
 
     Args:
-        name: name of the predictor, up to 64 letters, digits, underscores and hyphens.
+        name: name of the predictor: a letter or digit, then up to 63 letters, digits, underscores and hyphens.
         time: Unix time of the predictor's host, in seconds.
         stream: id of the stream, None before the first version.
-        version: the last applied version, None before the first.
+        version: last applied version, None before the first.
         lag_versions: number of committed versions not yet applied, None if unknown.
-        lag_seconds: age of the oldest of them, None if unknown.
+        lag_seconds: age of the oldest version not yet applied, None if unknown.
         resyncs: number of resyncs since the predictor's start.
         error: error that currently delays the predictor, None if there is none.
     """
@@ -63,7 +63,7 @@ def check_name(name: object) -> None:
 
 
 def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
-    """Replace the heartbeat of ``beat.name``.
+    """Write a heartbeat, replacing the last one of the same name. The error text is truncated to 1,000 characters.
 
     Raises:
         StorageError: if the store cannot be written.
@@ -97,7 +97,11 @@ class Pulse:
         return time.monotonic() >= self._next
 
     def leave(self, **fields: Any) -> None:  # noqa: ANN401  those of a Heartbeat
-        """Write a heartbeat with these fields."""
+        """Write a heartbeat.
+
+        Args:
+            **fields: fields of the :class:`Heartbeat`, except ``name`` and ``time``.
+        """
         self._next = time.monotonic() + self._seconds
         try:
             leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **fields))
@@ -112,7 +116,7 @@ class Pulse:
 
 
 def read_heartbeats(storage: Storage) -> list[Heartbeat]:
-    """Return the heartbeats of a stream's predictors, by name. Malformed ones are logged and skipped.
+    """Return the heartbeats of a stream's predictors, sorted by object name. Malformed ones are logged and skipped.
 
     Raises:
         StorageError: if the store cannot be read.

@@ -1,6 +1,6 @@
-"""Predictors' heartbeats as metrics, in any program with a monitor, usually the publisher's.
+"""Export of predictors' heartbeats as metrics of a program with a monitor, usually the publisher.
 
-show_heartbeats("s3://bucket/stream")
+For example, ``show_heartbeats("s3://bucket/stream")``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _NS_PER_SECOND = 10**9
 def show_heartbeats(url: str | Storage, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
     """Export the heartbeats of a stream's predictors as the built-in ``heartbeat_`` gauges, read once per collection.
 
-    A thread of the monitor lists and reads them, so training does not wait. A failed read is counted as an error of an
-    outlet.
+    A thread of the monitor lists and reads them, so training does not wait. A failed read is counted in the metric
+    ``outlet_errors``.
 
     Args:
         url: URL or storage of the stream.
-        monitor: monitor that has the gauges; None for ``delta_tracker.monitor.MONITOR``.
+        monitor: monitor whose gauges are set; None for ``delta_tracker.monitor.MONITOR``.
         gone_seconds: age of a heartbeat, in seconds, above which its predictor is no longer exported.
 
     Raises:
@@ -52,7 +52,7 @@ class _Heartbeats(Source):
         self._shown: set[tuple[str, str]] = set()
 
     def read(self, *, is_last: bool) -> None:
-        """Set the gauges. Remove those of predictors that are gone, or that do not report the value."""
+        """Set the gauges. Remove gauges of predictors that are gone, and of values that a predictor does not report."""
         del is_last
         now = self._clock.time_ns() / _NS_PER_SECOND
         readings: dict[tuple[str, str], float] = {}

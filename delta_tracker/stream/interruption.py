@@ -1,4 +1,4 @@
-"""Stop flags of background threads, checked by every read from a store.
+"""Stop flags of background threads, checked while a thread reads from or writes to a store.
 
 The flag is thread-local, so that it need not be passed through every call between a thread's loop and the store. A
 thread without a flag is never interrupted.
@@ -69,7 +69,7 @@ def interruptible(stop: threading.Event) -> Iterator[None]:
     """Raise :class:`Interrupted` from store calls of this thread inside the block once ``stop`` is set.
 
     Uploads of parts and access to local files stop between two pieces. Other requests to a remote store are abandoned
-    within a fraction of a second.
+    within about a second.
     """
     scope = _Scope(stop)
     before, _thread.scope = _scope(), scope

@@ -29,9 +29,9 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.storage.storage import Storage, back_off
 
-_DIGITS = 20  # names sort as the versions do, up to 2**63
-_CLAIM_ATTEMPTS = 100  # all but the last few were lost to other publishers
-_REFUSALS = 5  # refused attempts to claim one name although no listing shows it
+_DIGITS = 20  # zero-padded, so that names sort by version, up to 2**63
+_CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers
+_REFUSALS = 5  # attempts at one name that the store refuses, although its listing does not show the name
 _MAX_ENTRY_BYTES = 64 << 20  # a manifest has some 300 bytes per rank and table
 _ENTRY_NAME = re.compile(rf"log/([0-9]{{{_DIGITS}}})\.json")
 _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(delta|snapshot)\.json")
@@ -39,7 +39,13 @@ _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(d
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Reference to a merged entry, which replaces the versions ``first`` to ``last``, or all up to ``last``."""
+    """Reference to a merged entry, which replaces the versions ``first`` to ``last``.
+
+    Args:
+        last: last replaced version.
+        first: first replaced version; 0 for a snapshot.
+        kind: ``delta`` or ``snapshot``.
+    """
 
     last: int
     first: int
@@ -58,17 +64,21 @@ class Merged:
 
 
 class StreamLog:
-    """Log of the stream in ``storage``, to read entries and to claim the stream for writing."""
+    """Log of a stream, with methods to read entries and to claim the stream for writing.
+
+    Args:
+        storage: store of the stream.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._parsed: tuple[str, Manifest] | None = None  # the entry that was read last, with its name
+        self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist.
 
         Raises:
-            MalformedError: if the entry does not follow the format, or is that of another version.
+            MalformedError: if the entry does not follow the format, belongs to another version, or is a merged entry.
             StorageError: if the store cannot be read.
         """
         name = entry_name(version)
@@ -80,7 +90,7 @@ class StreamLog:
     def versions(self, *, after: int = -1) -> list[int]:
         """Return the versions above ``after``, ascending. Lists the store, which is slow if it is remote.
 
-        Ignores names that are not those of a version.
+        Ignores objects with other names.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -92,7 +102,8 @@ class StreamLog:
         """Return the newest entry, None in an empty store.
 
         Raises:
-            MalformedError, StorageError: as :meth:`read`.
+            MalformedError: if an entry does not follow the format.
+            StorageError: if the store cannot be read.
         """
         while versions := self.versions():
             head = self.read(versions[-1])
@@ -102,7 +113,7 @@ class StreamLog:
         return None
 
     def merged(self, *, after: int = -1) -> list[Merged]:
-        """Return the merged entries that end above ``after``, sorted by their end. Lists the store.
+        """Return the merged entries with a last version above ``after``, sorted by last version. Lists the store.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -115,7 +126,7 @@ class StreamLog:
         """Return a merged entry, None if it does not exist.
 
         Raises:
-            MalformedError: if the entry does not follow the format, or replaces other versions than those of its name.
+            MalformedError: if the entry does not follow the format, or replaces other versions than its name states.
             StorageError: if the store cannot be read.
         """
         manifest = self._read(merged.name)
@@ -124,11 +135,11 @@ class StreamLog:
         return manifest
 
     def create_merged(self, manifest: Manifest) -> bool:
-        """Create a merged entry; return False if another one exists for these versions.
+        """Create a merged entry; return False if another one of the same kind exists for these versions.
 
         Raises:
             MalformedError: if the entry does not follow the format.
-            StorageError: if the store fails, and the entry is not in the store.
+            StorageError: if the store fails, and the entry cannot be read back.
         """
         name = Merged.of(manifest).name
         parse_manifest(name, manifest.to_json())
@@ -138,7 +149,8 @@ class StreamLog:
         """Return the newest snapshot that a reader can start from, in the log or merged, None if there is none.
 
         Raises:
-            MalformedError, StorageError: as :meth:`read`.
+            MalformedError: if an entry does not follow the format.
+            StorageError: if the store cannot be read.
         """
         head = self.head()
         if head is None:
@@ -152,10 +164,11 @@ class StreamLog:
         return self.read(in_log) if in_log >= 0 else None
 
     def longest_merged(self, version: int) -> Manifest | None:
-        """Return the merged delta that takes a reader of ``version`` furthest, None if there is none.
+        """Return the merged delta with the highest last version that applies to a reader at ``version``, else None.
 
         Raises:
-            MalformedError, StorageError: as :meth:`read`.
+            MalformedError: if an entry does not follow the format.
+            StorageError: if the store cannot be read.
         """
         for merged in reversed(self.merged(after=version)):
             if merged.kind == "delta" and merged.first <= version + 1:
@@ -185,7 +198,8 @@ class StreamLog:
         """Return True if the next entry is a claim. Retention then keeps ``entry``, but not its parts.
 
         Raises:
-            MalformedError, StorageError: as :meth:`read`.
+            MalformedError: if an entry does not follow the format.
+            StorageError: if the store cannot be read.
         """
         following = self.read(entry.version + 1)
         return following is not None and following.kind == "claim"
@@ -195,7 +209,9 @@ class StreamLog:
 
         Raises:
             NameConflictError: if the store refuses the name of the next entry, but does not list such an entry.
-            MalformedError, StorageError: as :meth:`read`. If the store failed, the claim may have been created.
+            MalformedError: if an entry does not follow the format.
+            StorageError: if the store fails, or every attempt was lost to another publisher. If the store failed, the
+                claim may have been created.
         """
         writer = secrets.token_hex(16)
         refused, name = 0, ""
@@ -222,10 +238,10 @@ class StreamLog:
         raise StorageError(self.storage.url, f"lost {_CLAIM_ATTEMPTS} claims to other publishers, the last for {name}")
 
     def _append(self, draft: Manifest) -> tuple[Manifest, bytes] | None:
-        """Append ``draft`` to the log. Return the entry and its bytes, None if its version has or had another entry.
+        """Append ``draft`` to the log. Return the entry and its bytes, None if its version has or had another one.
 
         Raises:
-            MalformedError: if the entry does not follow the format, and would end the stream; nothing was created.
+            MalformedError: if the entry does not follow the format, and readers would reject it; nothing was created.
             StorageError: if the store fails; the entry may have been created.
         """
         name, data = entry_name(draft.version), draft.to_json()
@@ -240,8 +256,8 @@ class StreamLog:
         The log may have continued long ago, and retention may have freed the name at which this entry was created.
         The head is never deleted, so an entry of the log is the head, or the next entry names it. For entries other
         than claims, check first that the parent exists, which needs no listing: the parent is the publisher's own last
-        entry, and retention deletes it before it frees the name of this one. The parent of a claim proves nothing,
-        because retention may keep it.
+        entry, and retention deletes it before it frees the name of this one. For a claim this is no proof, because
+        retention keeps the entry before a claim.
         """
         if entry.kind != "claim" and entry.parent is not None:
             parent = self.storage.read(entry_name(entry.parent.version), max_bytes=_MAX_ENTRY_BYTES)
@@ -300,11 +316,15 @@ class Claim:
 
     @property
     def data(self) -> bytes:
-        """Bytes of the last entry that :meth:`commit` returned, or of the claim, as stored in the log."""
+        """Bytes of the last entry that :meth:`commit` returned, or of the claim before the first commit."""
         return self._data
 
     def commit(self, entry: Manifest) -> Manifest:
-        """Append a version. Fills in its position in the log and its creation time.
+        """Append a version.
+
+        Args:
+            entry: manifest of the version. Its stream, generation, writer, version, parent, snapshot and creation time
+                are filled in.
 
         Returns:
             The committed entry.
@@ -355,7 +375,7 @@ def part_name(version: int, generation: int, author: str) -> str:
     """Return a new, unique name for a part of a version.
 
     Args:
-        version: the version, or a lower one than that of the entry that will name the part.
+        version: version of the entry that will name the part, or a lower one.
         generation: generation of the publisher.
         author: writer of the part, such as ``r3`` for rank 3.
     """

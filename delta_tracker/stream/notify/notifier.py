@@ -24,9 +24,9 @@ _LONGEST_PAUSE_SECONDS = 30.0
 class Notifier(Protocol):
     """Protocol for sending and receiving hints, with three methods that any broker can implement.
 
-    1. The publisher calls :meth:`announce` after each committed version, from the thread that publishes. It must return
-       within two seconds, even if the broker hangs.
-    2. A predictor calls :meth:`wait` in a loop, from the thread that follows.
+    1. The publisher calls :meth:`announce` after each committed version, from the thread that publishes. The call
+       must return within two seconds, even if the broker hangs.
+    2. A predictor calls :meth:`wait` in a loop, from the thread that follows the stream.
     3. :meth:`close` is called last, possibly twice.
 
     All methods must be thread-safe. An implementation may raise any error of its broker: publishers and predictors call
@@ -38,9 +38,9 @@ class Notifier(Protocol):
         """Announce that ``version`` of the stream with this id is committed. Ignore an old or repeated version."""
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` is announced, or was before this call; return True if so.
+        """Wait until a version above ``after`` is announced; return False after ``timeout_seconds`` at the latest.
 
-        Return False after ``timeout_seconds`` at the latest.
+        Return True immediately if such a version was announced before the call.
         """
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Hints:
 
     Args:
         notifier: notifier to call; None to poll only.
-        stop: ends every wait once it is set.
+        stop: flag that ends every wait once it is set; None if waits end only by a hint or the timeout.
 
     Attributes:
         num_lost: number of hints that were not sent because the broker failed.
@@ -126,7 +126,7 @@ class Hints:
         """Wait for a hint of a version above ``after``, until the timeout or the stop flag. Never raises.
 
         Returns early only once per version: if the caller still has the same version after a hint, the hint was wrong,
-        and the next call waits for the full timeout. A forged hint therefore cannot make the caller spin.
+        and the next call waits for the full timeout. Forged hints therefore cannot cause a busy loop.
 
         Args:
             stream: id of the followed stream, None while it is unknown.

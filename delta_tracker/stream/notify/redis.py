@@ -13,7 +13,7 @@ class RedisNotifier:
     """:class:`~delta_tracker.stream.notify.notifier.Notifier` that keeps a stream's newest hint in a Redis stream.
 
     The version is the id of the Redis entry, so Redis rejects an old or repeated version. Consumer groups are not
-    suitable: every predictor must receive every version, and starts from its own.
+    suitable: every predictor must receive every version, and starts from its own version.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
@@ -23,7 +23,7 @@ class RedisNotifier:
 
     Raises:
         InvalidArgumentError: for an invalid URL, or a timeout that is not positive.
-        MissingExtraError: if the package is not installed.
+        MissingExtraError: if the package ``redis`` is not installed.
     """
 
     def __init__(self, url: str, *, key: str = "delta_tracker", timeout_seconds: float = 0.25) -> None:
@@ -60,6 +60,8 @@ class RedisNotifier:
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
         """Wait until a version above ``after`` is announced; return False after ``timeout_seconds`` at the latest.
+
+        Returns earlier if the constructor's ``timeout_seconds`` is shorter.
 
         Raises:
             redis.RedisError: if the server cannot be reached or returns an error.
