@@ -33,7 +33,10 @@ def upper_bound(index: int) -> float:
 
 
 def _indices(magnitudes: Iterable[float]) -> Counter[int]:
-    """Return bucket to count for positive ``magnitudes``; those out of range go to the first or last bucket."""
+    """Return the number of ``magnitudes`` in each bucket, by bucket index.
+
+    Magnitudes must be positive. Those out of range are counted in the first or last bucket.
+    """
     counts = Counter(map(math.ceil, map(_scaled, map(math.log2, magnitudes))))
     result: Counter[int] = Counter()
     for ceiling, count in counts.items():
@@ -44,7 +47,12 @@ def _indices(magnitudes: Iterable[float]) -> Counter[int]:
 class LogBuckets:
     """Counts of finite numbers by sign and magnitude. Merging is associative and commutative.
 
-    Stores only counts that are not 0, at most 6401.
+    Only nonzero counts are stored, at most 6401.
+
+    Attributes:
+        positive: number of positive numbers in each bucket, by bucket index.
+        negative: number of negative numbers in each bucket, by bucket index.
+        zero: number of zeros.
 
     Example:
         >>> buckets = LogBuckets()
@@ -61,7 +69,7 @@ class LogBuckets:
         self.zero = 0
 
     def extend(self, values: Sequence[float]) -> None:
-        """Count finite numbers."""
+        """Add finite numbers to the counts."""
         above = [value for value in values if value > 0]
         self.positive.update(_indices(above))
         if len(above) < len(values):
@@ -83,7 +91,7 @@ class LogBuckets:
 
     @property
     def count(self) -> int:
-        """Number of counted numbers."""
+        """Total of all counts."""
         return self.positive.total() + self.negative.total() + self.zero
 
     def quantile(self, fraction: float) -> float:
@@ -114,7 +122,7 @@ class LogBuckets:
         return sign * 2 * lower * upper / (lower + upper)
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """Count the numbers that are at most each bound. Exact.
+        """Count the numbers that are at most each bound. Exact for magnitudes above :data:`MIN` and up to :data:`MAX`.
 
         Args:
             bounds: positive powers of two, ascending.

@@ -1,4 +1,4 @@
-"""Clock and training progress that stamp windows and events."""
+"""Clock and training progress, the source of the timestamps, steps and epochs of windows and events."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Clock(Protocol):
 
 @dataclass(slots=True)
 class Progress:
-    """Mutable clock, step and epoch shared by all cells of a registry.
+    """Clock, current step and epoch, shared by all cells of a registry. Mutable.
 
     Args:
         clock: source of timestamps.
-        step: training step of the next record; None until it is set.
+        step: current training step; None until it is set.
         epoch: number of the last epoch that ended; None until it is set.
     """
 

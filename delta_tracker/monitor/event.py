@@ -17,7 +17,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.names import check_name
 
 Value = str | int | float | bool
-"""Type of a value in an event's data. Not nested, so that every sink can export it."""
+"""Value in an event's data. Nested values are not supported, so that every sink can export the data."""
 
 _RANK_BITS, _COUNT_BITS = 16, 48
 
@@ -38,23 +38,24 @@ class Phase(StrEnum):
     INSTANT = "instant"
     """Event without a duration."""
     BEGIN = "begin"
-    """Begin of a span. A span without an end shows where a rank hangs."""
+    """Begin of a span. A begin without an end identifies the span in which a rank hangs."""
     END = "end"
     """End of a span; ``data["seconds"]`` is its duration."""
 
 
 class _Ids:
-    """Generator of 64-bit ids: 16 bits of the rank, random without one, and a 48-bit counter with a random start.
+    """Generator of 64-bit ids.
 
-    Ids of different ranks never collide. Ids of two processes of the same rank collide with a probability of
-    events / 2**48.
+    The high 16 bits are the rank from the environment variable ``RANK``, or random if it is not set. The low 48 bits
+    are a counter with a random start. Ids of different ranks below 65536 never collide. Ids of two processes of the
+    same rank collide with a probability of about (number of ids) / 2**48.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Read the rank again and draw a new start."""
+        """Read the rank again and restart the counter at a new random number."""
         rank = os.environ.get("RANK", "")
         self._high = int(rank) % 2**_RANK_BITS if rank.isdecimal() else secrets.randbits(_RANK_BITS)
         self._counts = itertools.count(secrets.randbits(_COUNT_BITS))
@@ -76,7 +77,7 @@ def new_id() -> int:
 
 
 def renew_ids() -> None:
-    """Restart the ids at a new random number. For forked children."""
+    """Restart the ids at a new random number. Called in a forked child."""
     _ids.clear()
 
 
@@ -98,19 +99,19 @@ def _current(part: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event. All fields except the name have defaults.
+    """Named occurrence with a message, data and a time.
 
     Args:
         name: type of the event; dots separate namespaces, as in ``training.epoch.end``.
         message: description for humans.
-        data: name to str, int, float or bool.
+        data: str, int, float or bool values by name.
         severity: severity of the event.
         time_ns: wall-clock time, nanoseconds since the epoch.
-        monotonic_ns: time on this machine's monotonic clock, for differences.
+        monotonic_ns: time on this machine's monotonic clock in nanoseconds, to compute durations.
         id: 64-bit id, unique across ranks.
         span: id of the span that contains the event, or that it begins or ends; 0 outside of spans.
-        parent: id of the parent span, 0 without one.
-        trace: id shared by all related spans, 0 without one.
+        parent: id of the parent span; 0 if there is none.
+        trace: id shared by all related spans and their events; 0 outside of spans.
         phase: relation to the span.
 
     Raises:

@@ -21,14 +21,14 @@ _MAX_GATES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRule:
-    """Limits on the events that are accepted.
+    """Conditions under which events are accepted.
 
-    Use events for what happens at most a few times per iteration: an event costs microseconds and is delivered
-    individually. Use a stat for anything more frequent.
+    Emit at most a few events per iteration: an event costs microseconds and is delivered individually. Use a stat for
+    more frequent records.
 
     Args:
         severity: lowest accepted severity.
-        per_second: average rate per event name; a burst may contain the events of ten seconds.
+        per_second: maximum average rate of each event name. A burst may contain ten times as many events.
         sample: accepted fraction of the events, chosen at random.
 
     Raises:
@@ -76,7 +76,14 @@ class _Gate:
 
 
 class Subscription:
-    """Subscription of a handler to events; :meth:`remove` ends it."""
+    """Subscription of a handler to events. :meth:`remove` ends it.
+
+    Args:
+        log: the log that the handler subscribes to.
+        pattern: shell pattern of event names.
+        severity: lowest severity of the events.
+        handler: called with each matching event.
+    """
 
     def __init__(self, log: EventLog, pattern: str, severity: Severity, handler: Handler) -> None:
         self._log = log
@@ -85,7 +92,7 @@ class Subscription:
         self.handler = handler
 
     def wants(self, event: Event) -> bool:
-        """Return whether the subscription matches an event."""
+        """Return whether the severity and name of an event match the subscription."""
         return event.severity >= self._severity and matches(self._pattern, event.name)
 
     def remove(self) -> None:
@@ -100,7 +107,7 @@ class EventLog:
         clock: clock of the rate limits.
         capacity: maximum number of queued events, and number of newest events in :attr:`recent`. When the queue is
             full, the oldest event is dropped.
-        dropped: called with the reason for each event that is dropped.
+        dropped: called for each dropped event with the reason: ``severity``, ``sample``, ``rate`` or ``overrun``.
         wake: called for each event that is queued.
 
     Raises:
@@ -123,7 +130,7 @@ class EventLog:
         self._subscriptions: tuple[Subscription, ...] = ()
 
     def emit(self, event: Event) -> None:
-        """Queue an event, unless a rule drops it."""
+        """Queue an event, unless its rule rejects it."""
         gate = self._gates.get(event.name) or self._gate(event.name)
         refusal = gate.refusal(event, self._clock.monotonic_ns())
         if refusal is not None:
@@ -140,22 +147,37 @@ class EventLog:
         self._wake()
 
     def is_enabled(self, name: str, severity: Severity = Severity.INFO) -> bool:
-        """Return whether the rules accept this name and severity. Check it before computing expensive data."""
+        """Return whether the rule of ``name`` accepts ``severity``. Its rate and sampling are not checked.
+
+        Call it before computing expensive data of an event.
+        """
         return severity >= (self._gates.get(name) or self._gate(name)).rule.severity
 
     def rule(self, pattern: str, rule: EventRule) -> None:
-        """Set the rule of matching event names. If several patterns match a name, the latest wins."""
+        """Set the rule of the event names that match a shell pattern.
+
+        If several patterns match a name, the rule that was set last applies.
+        """
         self._rules = {**{key: old for key, old in self._rules.items() if key != pattern}, pattern: rule}
         self._gates = {}
 
     def subscribe(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
-        """Call ``handler`` with every matching event, in a thread of the library."""
+        """Call ``handler`` with every matching event, in a thread of the library.
+
+        Args:
+            pattern: shell pattern of event names.
+            handler: called with each event.
+            severity: lowest severity to handle.
+
+        Returns:
+            The subscription, which can be removed.
+        """
         subscription = Subscription(self, pattern, severity, handler)
         self._subscriptions = (*self._subscriptions, subscription)
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Remove a subscription, if present."""
+        """Remove a subscription. No-op if it is not present."""
         self._subscriptions = tuple(each for each in self._subscriptions if each is not subscription)
 
     @property
@@ -165,7 +187,7 @@ class EventLog:
 
     @property
     def recent(self) -> list[Event]:
-        """Newest accepted events, oldest first, delivered or not."""
+        """The last ``capacity`` accepted events, oldest first, including delivered ones."""
         return list(self._recent)
 
     def take(self) -> list[Event]:
@@ -179,7 +201,7 @@ class EventLog:
         return taken
 
     def reset(self) -> None:
-        """Discard all events. For forked children."""
+        """Discard all events. Called in a forked child."""
         self._waiting.clear()
         self._recent.clear()
 

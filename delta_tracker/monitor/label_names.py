@@ -1,4 +1,4 @@
-"""Unique names for the objects of a process that record metrics."""
+"""Unique names of the objects that record metrics, for use as label values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 class LabelNames:
     """Names in use, each unique within its role. Thread-safe.
 
-    It uses no lock, so it stays usable in a forked child.
+    No lock is used, so the object stays usable in a forked child.
 
     Example:
         >>> names = LabelNames()
@@ -26,7 +26,7 @@ class LabelNames:
         """Reserve a name until :meth:`release`.
 
         Args:
-            role: the role in which the name must be unique.
+            role: kind of the object, such as ``"tracker"``. Names are unique within a role.
             wanted: the preferred name.
 
         Returns:
@@ -40,5 +40,5 @@ class LabelNames:
         raise AssertionError("count() does not end")
 
     def release(self, role: str, name: str) -> None:
-        """Release a name, if reserved."""
+        """Release a name. No-op if it is not reserved."""
         self._taken.pop((role, name), None)

@@ -1,4 +1,4 @@
-"""Windows and aggregations of a stat, set in its definition or with ``configure()``."""
+"""Windows and aggregations of a stat. They are set in its definition or with ``configure()``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Window:
     Without any condition, every collection closes the window.
 
     Args:
-        count: close after this many records, so that all windows have equally many samples.
-        every: close at the first collection when the window is at least this old.
+        count: close after this many records.
+        every: close at the first collection at which the window is at least this old.
         epoch: close when :meth:`~delta_tracker.monitor.monitor.Monitor.end_epoch` is called.
 
     Raises:
@@ -54,12 +54,13 @@ class Policy:
     """Aggregation of a stat's records.
 
     Args:
-        aggregations: reported figures of a window: value, count, sum, mean, min, max, std, histogram, and quantiles
-            such as p50, p95, p99.9. The number of records is always reported.
+        aggregations: aggregates to report for each window: ``value`` (the newest record), ``count``, ``sum``, ``mean``,
+            ``min``, ``max``, ``std``, ``histogram``, and quantiles such as ``p50``, ``p95``, ``p99.9``. The number of
+            records is always reported.
         window: conditions that close a window.
         enabled: False to ignore all records.
-        when_empty: for a window without records, report nothing (``skip``) or 0 for every figure (``zero``).
-        raw: number of single records of a window to report in addition, a uniform random sample.
+        when_empty: for a window without records, report nothing (``skip``) or 0 for every aggregate (``zero``).
+        raw: maximum number of records of each window to report individually, a uniform random sample.
 
     Raises:
         InvalidArgumentError: for an unknown aggregation, an invalid value, or a negative ``raw``.

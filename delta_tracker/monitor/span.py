@@ -14,7 +14,7 @@ _NS = 1e-9
 
 
 class Span:
-    """Emits an event at its begin and one at its end. Events and spans inside carry its id.
+    """Named range of time, with an event at its begin and one at its end. Events inside have its id as ``span``.
 
     The parent is the enclosing span of the same thread or task. If the body raises, the end has severity ERROR and the
     type of the exception. Use :meth:`start` and :meth:`stop` where a ``with`` statement does not fit.
@@ -25,8 +25,8 @@ class Span:
         name: name of both events.
         data: data of both events.
         severity: severity of both events, unless the body raises.
-        trace: id that joins related spans, also across ranks that pass the same number, such as the step. Default: the
-            trace of the parent, or a new one without a parent.
+        trace: id of a group of related spans. Ranks that pass the same number, such as the step, share a trace. None
+            for the trace of the parent, or for a new trace if there is no parent.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Span:
         self.id = 0
 
     def start(self) -> Self:
-        """Emit the begin event and become the current span."""
+        """Emit the begin event and make this span the current one. Return the span."""
         parent = CURRENT_SPAN.get()
         self.id = new_id()
         self._parent = 0 if parent is None else parent.span
@@ -60,7 +60,11 @@ class Span:
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Emit the end event, in the thread or task that called :meth:`start`. A second call is a no-op."""
+        """Emit the end event. Must be called in the thread or task that called :meth:`start`. A second call is a no-op.
+
+        Args:
+            error: exception that ended the body, if any.
+        """
         if self._token is None:
             return
         CURRENT_SPAN.reset(self._token)

@@ -16,11 +16,11 @@ from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.timer import Timer
 
 OTHER = "other"
-"""Value of every label of the cell that receives the records beyond ``max_cells``."""
+"""Value of every label of the cell for records of label sets beyond ``max_cells``."""
 
 
 class Kind(StrEnum):
-    """Meaning of a stat's numbers."""
+    """Kind of a stat: the meaning of its numbers."""
 
     COUNTER = "counter"
     """Increments of a total that only grows."""
@@ -46,12 +46,13 @@ class Definition:
 
     Args:
         name: unique in a registry; dots separate namespaces.
-        kind: meaning of the numbers.
+        kind: kind of the stat.
         help: description of the stat in one sentence.
         unit: base unit spelled out, such as seconds; empty for a plain number.
         labels: label names.
-        max_cells: maximum number of label sets; records of further ones go to the cell "other".
-        is_logical: the counter describes the training run, not the process, and is saved in checkpoints.
+        max_cells: maximum number of label sets. Records of further label sets go to the cell whose labels are all
+            ``"other"``.
+        is_logical: True if the counter describes the training run, not the process. It is then saved in checkpoints.
         bounds: lowest and highest exponent of 2 for sinks that need fixed bucket bounds.
 
     Raises:
@@ -83,7 +84,7 @@ class Hooks:
     """Callbacks of a stat.
 
     Args:
-        overflowed: called with the stat's name at each request for a cell beyond ``max_cells``.
+        overflowed: called with the stat's name each time a cell beyond ``max_cells`` is requested.
     """
 
     overflowed: Callable[[str], None] = field(default=lambda _: None)
@@ -96,9 +97,9 @@ class Stat:
 
     Args:
         definition: name, kind, unit and labels.
-        policy: how its records are aggregated.
-        progress: clock and step.
-        hooks: called when ``max_cells`` is exceeded.
+        policy: aggregation of its records.
+        progress: clock, step and epoch.
+        hooks: callbacks; None for no callbacks.
     """
 
     def __init__(self, definition: Definition, policy: Policy, progress: Progress, hooks: Hooks | None = None) -> None:
@@ -118,7 +119,7 @@ class Stat:
 
     @property
     def policy(self) -> Policy:
-        """Aggregation of its records."""
+        """Policy that configures the aggregation of its records."""
         return self._policy
 
     @property
@@ -132,9 +133,9 @@ class Stat:
         return list(self._cells.values())
 
     def cell(self, **labels: object) -> Cell:
-        """Return the cell of a label set, created at the first call.
+        """Return the cell of a label set. Create it if missing.
 
-        Beyond ``max_cells`` label sets, return the cell whose labels are all ``"other"``.
+        If there are already ``max_cells`` cells, return the cell whose labels are all ``"other"`` instead of a new one.
 
         Raises:
             InvalidArgumentError: if the label names are not those of the stat.
@@ -171,7 +172,7 @@ class Stat:
         return self.timer(**labels)()
 
     def timer(self, **labels: object) -> Callable[[], Timer]:
-        """Return a factory of timers that looks up the cell only once, see :meth:`time`."""
+        """Return a function that creates timers as :meth:`time` does, but looks up the cell only once."""
         return partial(Timer, self.cell(**labels).add, self._progress.clock)
 
     def configure(self, policy: Policy) -> None:
@@ -182,13 +183,13 @@ class Stat:
                 cell.configure(policy)
 
     def end_epoch(self) -> None:
-        """Close the windows that end with the epoch, except those of remote cells."""
+        """Close the windows whose policy has ``Window(epoch=True)``, except those of remote cells."""
         for cell in self.cells:
             if not cell.is_remote:
                 cell.end_epoch()
 
     def reset(self) -> None:
-        """Discard all records and replace the locks. For forked children."""
+        """Discard all records and replace the locks. Called in a forked child."""
         self._lock = threading.RLock()
         for cell in self._cells.values():
             cell.reset()
@@ -228,7 +229,7 @@ class Histogram(Stat):
 
 
 class Gauge(Stat):
-    """Value that can go up and down. The newest reading is exported, also after windows without one."""
+    """Value that can go up and down. Its total is the newest reading, even if the last windows have no reading."""
 
     def set(self, value: float, **labels: object) -> None:
         """Record a reading."""

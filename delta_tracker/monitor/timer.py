@@ -22,7 +22,7 @@ class Timer:
     A timer is not reentrant. As a decorator it uses a new timer for each call.
 
     Args:
-        record: called with the seconds.
+        record: called with the duration in seconds.
         clock: provides the monotonic clock.
 
     Example:
@@ -51,7 +51,7 @@ class Timer:
         self._record((self._clock.monotonic_ns() - self._begin_ns) * _NS)
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Return ``function`` with each call timed; a coroutine function is timed until its coroutine is done."""
+        """Wrap ``function`` so that the duration of each call is recorded. Coroutine functions are supported."""
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
