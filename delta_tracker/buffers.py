@@ -1,4 +1,4 @@
-"""CPU memory for rows and parts, reused once no array refers to it."""
+"""Pool of CPU buffers for rows and parts. A buffer is reused once no array refers to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LARGE_BYTES = 4 << 20  # numpy requests huge pages from this size on, and a first touch costs more than the copy
+_LARGE_BYTES = 4 << 20  # numpy requests huge pages for arrays of this size or more
 _MAX_BYTES = 1 << 30
 _ROUNDS = 4
 
@@ -24,19 +24,20 @@ _ROUNDS = 4
 class BufferPool:
     """Pool of reusable CPU buffers.
 
-    New memory costs more than copying rows into it: the first touch of 256 MB takes 17 ms of processor time with huge
-    pages and 110 to 180 ms without, the copy takes 15 ms. Buffers are not returned explicitly. A buffer becomes free
-    when the array from :meth:`lend` is garbage, which a weak reference detects; every view and tensor of the array
-    keeps it alive. The pool is safe for threads, signal handlers and forks: :meth:`lend` allocates a new buffer instead
-    of blocking while another thread uses the pool.
+    Buffers are not returned explicitly. A buffer becomes free when the array from :meth:`lend` is garbage-collected,
+    which a weak reference detects; every view and tensor of the array keeps it alive. The pool may be used from several
+    threads, from signal handlers, and after a fork: :meth:`lend` allocates a new buffer instead of blocking while
+    another thread uses the pool.
 
-    Memory: at most ``max_bytes`` of free buffers; a buffer in use may be half as large again as requested. A buffer
-    that stays free for four requests per buffer of the pool is released, which is four reads of equal size. A request
-    takes O(log n) for n buffers.
+    Buffers are reused because new memory costs more than copying rows into it: the first touch of 256 MB takes 17 ms of
+    processor time with huge pages and 110 to 180 ms without, and the copy takes 15 ms.
+
+    Memory: at most ``max_bytes`` of free buffers. A buffer in use may be up to 1.5 times as large as requested. With n
+    buffers in the pool, a buffer that stays free for 4 n requests is released, and a request takes O(log n).
 
     Args:
-        max_bytes: maximum size of all free buffers.
-        min_bytes: smaller requests bypass the pool.
+        max_bytes: maximum size of all free buffers together, in bytes.
+        min_bytes: smallest request in bytes that the pool serves; smaller arrays are always new.
 
     Example:
         >>> memory = BufferPool()
@@ -53,12 +54,12 @@ class BufferPool:
         self._min_bytes = min_bytes
         self._lock = threading.Lock()
         self._num_requests = 0
-        # Arrays in use: id of the weak reference to (weak reference, memory of the array).
+        # Arrays in use. Key: id() of the weak reference; value: (weak reference, memory of the array).
         self._loans: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
-        self._ended: deque[int] = deque()  # ids of the weak references whose arrays are garbage
-        # Free memory, oldest first: number of its return to (memory, number of requests at that time).
+        self._ended: deque[int] = deque()  # keys of self._loans whose arrays are garbage
+        # Free memory, oldest first. Key: number of its return; value: (memory, number of requests at that time).
         self._free: OrderedDict[int, tuple[NDArray[np.uint8], int]] = OrderedDict()
-        self._sizes: list[tuple[int, int]] = []  # (bytes, number of return) of free memory, ascending
+        self._sizes: list[tuple[int, int]] = []  # (bytes, key in self._free), ascending
         self._free_bytes = 0
         self._num_returns = 0
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
@@ -70,7 +71,7 @@ class BufferPool:
         return self._free_bytes
 
     def lend(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return an uninitialized array of bytes that is aligned for every dtype."""
+        """Return an uninitialized uint8 array ``[num_bytes]`` that is aligned for every dtype."""
         if num_bytes < self._min_bytes or not self._lock.acquire(blocking=False):
             return np.empty(num_bytes, dtype=np.uint8)
         try:
@@ -78,7 +79,7 @@ class BufferPool:
             self._settle()
             memory = self._take(num_bytes)
             if memory is None:
-                # Leave room for a few more rows next time; untouched pages cost nothing.
+                # Leave room for a few more rows in the next request; untouched pages use no memory.
                 memory = np.empty(num_bytes + num_bytes // 8, dtype=np.uint8)
             # Not a slice: views of a slice would refer to the buffer itself, and the weak reference would miss them.
             array = np.frombuffer(memory.data[:num_bytes], dtype=np.uint8)
@@ -89,17 +90,17 @@ class BufferPool:
             self._lock.release()
 
     def join(self, user: object) -> None:
-        """Keep free memory for ``user`` until :meth:`leave`, or until it is garbage."""
+        """Register ``user``, any object, as a user of the pool. The pool holds only a weak reference to it."""
         self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """End :meth:`join`. When the last user leaves, free memory is returned to the system."""
+        """Unregister ``user``. If no user is left, return all free memory to the system."""
         self._users.discard(user)
         if not self._users:
             self.give_back()
 
     def give_back(self) -> None:
-        """Return all free memory to the system, unless another thread uses the pool: this call never blocks."""
+        """Return all free memory to the system. Does nothing while another thread uses the pool, so it never blocks."""
         if self._lock.acquire(blocking=False):
             try:
                 self._settle()
@@ -110,17 +111,23 @@ class BufferPool:
                 self._lock.release()
 
     def _returned(self, loan: object = None) -> None:
-        """Record that an array is garbage. Garbage collection may call this in any thread at any time."""
+        """Record that an array is garbage, and free its memory unless another thread uses the pool.
+
+        Garbage collection may call this in any thread at any time.
+
+        Args:
+            loan: weak reference to the array; None to free only the memory of arrays that were recorded before.
+        """
         if loan is not None:
             self._ended.append(id(loan))
-        if self._lock.acquire(blocking=False):  # otherwise the next request does it
+        if self._lock.acquire(blocking=False):  # otherwise the next request frees the memory
             try:
                 self._settle()
             finally:
                 self._lock.release()
 
     def _settle(self) -> None:
-        """Free the memory of garbage arrays, and release free memory above the limits."""
+        """Mark the memory of garbage arrays as free, and release free memory above the limits. Requires the lock."""
         while self._ended:
             _, memory = self._loans.pop(self._ended.popleft())
             self._num_returns += 1
@@ -137,7 +144,7 @@ class BufferPool:
             self._free_bytes -= memory.nbytes
 
     def _take(self, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Return the smallest free memory of at least this size; None if it is over 1.5 times as large."""
+        """Take the smallest free buffer of 1 to 1.5 times ``num_bytes``; return None if there is no such buffer."""
         place = bisect_left(self._sizes, (num_bytes, 0))
         if place == len(self._sizes) or self._sizes[place][0] > num_bytes * 3 // 2:
             return None
@@ -148,7 +155,7 @@ class BufferPool:
 
 
 MEMORY = BufferPool()
-"""Buffer pool of this process."""
+"""Buffer pool that all trackers of this process share."""
 
 
 def new_rows(num_rows: int, like: Tensor) -> Tensor:

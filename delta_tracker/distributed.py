@@ -1,4 +1,4 @@
-"""Gloo process groups of all ranks for the library's messages. Only the training thread starts collectives on them."""
+"""Gloo process groups of all ranks for the library's messages. Only the training thread calls them."""
 
 from __future__ import annotations
 
@@ -25,29 +25,31 @@ _INTERRUPT_PAUSE = timedelta(seconds=0.2)
 
 
 class RankGroup:
-    """Gloo group of all ranks of the default process group; of this process alone without a default group.
+    """Gloo group of all ranks of the default process group; without one, a group of this process only.
 
-    Every method but :meth:`close` is a collective: all ranks call it in the same order, from one thread. Groups with
-    different names may be built in any order. All ranks meet in the default group's store before the group is created.
-    A missing rank therefore costs ``timeout`` and leaves no state: a later attempt of all ranks succeeds.
+    The constructor, :meth:`start_all_gather`, :meth:`all_gather` and :meth:`add` are collectives: all ranks call them
+    in the same order, from one thread. Groups with different names may be built in any order. All ranks wait for each
+    other in the default group's store before the group is created. If a rank is missing, the others raise after
+    ``timeout`` and leave no state, so that a later attempt of all ranks succeeds.
 
-    After a rank was lost, the other ranks may be out of step, so that every later call raises too.
+    After a rank was lost, the other ranks may have made different numbers of calls, so that every later call raises
+    too.
 
-    The group is not created by ``torch.distributed.new_group``, which numbers the groups of each process: a group that
-    only one rank creates would be connected to an unrelated group of another rank.
+    The group is not created by ``torch.distributed.new_group``, because that numbers the groups of each process: a
+    group that only one rank creates would be connected to an unrelated group of another rank.
 
     Args:
         name: name of the group, the same on every rank.
-        call: call that every rank must make, for error messages.
-        timeout: maximum wait for the slowest rank, here and in each method.
+        call: text of the call that every rank must make, such as ``Publisher(...)``, for error messages.
+        timeout: maximum wait for the slowest rank, in the constructor and in each method.
 
     Raises:
-        RankLostError: if a rank does not call in time, or dies.
+        RankLostError: if a rank dies, or does not build its group in time.
     """
 
     def __init__(self, name: str, call: str, timeout: timedelta) -> None:
         self.rank, self.world_size = 0, 1
-        self._gloo: Any = None  # the type stubs lack its methods
+        self._gloo: Any = None  # the type stubs lack the methods of ProcessGroupGloo
         self._lost: RankLostError | None = None
         self._is_starting = False  # True after an interrupt: a collective may have been started
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -66,7 +68,7 @@ class RankGroup:
     def start_all_gather(self, tensor: Tensor) -> Gathering:
         """Start to gather the tensors of all ranks, all of one shape and dtype, without waiting.
 
-        Never raises: if a rank is lost, the result raises.
+        Does not raise if a rank is lost; :meth:`Gathering.result` then raises.
         """
         if self.world_size == 1:
             return Gathering(self, [tensor])
@@ -82,7 +84,7 @@ class RankGroup:
         return gathering
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, by rank; all of one shape and dtype.
+        """Return the tensors of all ranks, in the order of ranks; all of one shape and dtype.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -90,7 +92,7 @@ class RankGroup:
         return self.start_all_gather(tensor).result()
 
     def add(self, tensor: Tensor) -> None:
-        """Replace the elements of ``tensor`` by their sums over all ranks.
+        """Replace each element of ``tensor`` by its sum over all ranks.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -105,7 +107,7 @@ class RankGroup:
         self.wait(work)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a tensor to ``rank``, which calls :meth:`receive`.
+        """Send ``tensor`` to ``rank``, which must call :meth:`receive` with this rank.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -114,7 +116,7 @@ class RankGroup:
             self._group.send([tensor], rank, 0).wait()
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        """Fill a tensor with what ``rank`` sends.
+        """Fill ``tensor`` with the tensor of the same shape and dtype that ``rank`` passes to :meth:`send`.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -123,10 +125,10 @@ class RankGroup:
             self._group.recv([tensor], rank, 0).wait()
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective of this group. Ctrl-C interrupts the wait, but not the collective.
+        """Wait for a collective of this group. Ctrl-C interrupts only the wait; the collective continues.
 
         Args:
-            work: the collective; None for one that could not be started.
+            work: handle of the collective; None if it could not be started.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -145,17 +147,21 @@ class RankGroup:
                         break
 
     def close(self) -> None:
-        """Leave the group, after this rank's running collectives have ended."""
+        """Leave the group, once this rank's running collectives have ended. Not a collective."""
         self._gloo = None
 
     def leave(self, reason: str) -> None:
-        """Let every later call raise, because this rank is out of step with the others. No collective."""
+        """Make every later call raise, because this rank made other calls than the other ranks. Not a collective.
+
+        Args:
+            reason: reason in the :class:`~delta_tracker.errors.RankLostError` of later calls.
+        """
         if self._lost is None:
             self._lost = RankLostError(reason)
 
     @property
-    def _group(self) -> Any:  # noqa: ANN401  as above
-        if self._is_starting:  # whether the other ranks count on that collective cannot be known
+    def _group(self) -> Any:  # noqa: ANN401  the type stubs lack the methods of ProcessGroupGloo
+        if self._is_starting:  # the collective may or may not have been started
             self.leave("this rank was interrupted while it started a collective")
         if self._lost is not None:
             raise self._lost
@@ -164,7 +170,7 @@ class RankGroup:
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Convert torch's errors to :class:`~delta_tracker.errors.RankLostError`."""
+        """Convert torch's errors to :class:`~delta_tracker.errors.RankLostError`, and keep it for later calls."""
         try:
             yield
         except RankLostError as error:
@@ -177,12 +183,12 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Running collective that gathers the tensors of all ranks.
+    """Handle of an asynchronous all-gather.
 
     Args:
         group: group of the ranks.
-        tensors: one for each rank, filled by the collective.
-        work: the collective; None for one that could not be started, or of a process that is alone.
+        tensors: one tensor for each rank, filled by the collective.
+        work: handle of the collective; None if it could not be started or if the world size is 1.
     """
 
     group: RankGroup
@@ -190,7 +196,7 @@ class Gathering:
     work: dist.Work | None = None
 
     def result(self) -> list[Tensor]:
-        """Wait for the tensors of all ranks and return them, by rank. Can be called again after an interrupt.
+        """Wait for the tensors of all ranks and return them in the order of ranks. May be repeated after an interrupt.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -203,11 +209,11 @@ class Gathering:
 def _own_store(timeout: timedelta) -> dist.Store:
     """Return a new connection to the default group's store.
 
-    It has its own timeout, and a blocking call does not block other threads' calls.
+    The connection has its own timeout. A blocking call on it does not block calls of other threads on the default one.
     """
     default: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001  there is no public name for it
     before = default.timeout
-    default.set_timeout(timeout)  # clone() retries for so long if the store's rank is dead
+    default.set_timeout(timeout)  # clone() retries until this timeout if the rank that hosts the store is dead
     try:
         store: dist.Store = default.clone()
     finally:
@@ -217,15 +223,16 @@ def _own_store(timeout: timedelta) -> dist.Store:
 
 
 class _Meeting:
-    """Barrier of all ranks through a store.
+    """Barrier of all ranks, implemented in a store.
 
-    Each attempt ends once, with the same result on all ranks: ``go`` from the last rank that arrives, or the reason of
-    the first rank that times out. A rank skips attempts that ended before it arrived.
+    An attempt ends when the last rank arrives or when the first rank times out, with the same result on all ranks. The
+    result is ``go`` after a success, else the reason of the failure. A rank skips attempts that ended before it
+    arrived.
 
     Args:
         store: store with the keys of this barrier only.
-        call: call that every rank must make.
-        timeout: maximum wait.
+        call: text of the call that every rank must make, for error messages.
+        timeout: maximum wait for the other ranks.
     """
 
     def __init__(self, store: dist.Store, call: str, timeout: timedelta) -> None:
@@ -234,7 +241,7 @@ class _Meeting:
         self._timeout = timeout
 
     def attend(self, rank: int, world_size: int) -> int:
-        """Return the number of the attempt, the same on every rank.
+        """Wait for all ranks, and return the number of the attempt, the same on every rank.
 
         Raises:
             RankLostError: if a rank does not arrive in time.
@@ -259,11 +266,16 @@ class _Meeting:
         return number
 
     def _end(self, ended: str, reason: str) -> str:
-        """End an attempt unless it has ended. Return its result."""
+        """End an attempt unless it has ended already, and return its result.
+
+        Args:
+            ended: key of the result in the store.
+            reason: result to set if the attempt has not ended: ``go`` or the reason of the failure.
+        """
         return self._store.compare_set(ended, "", reason).decode()
 
     def _waits(self, ended: str) -> bool:
-        """Wait for the end of an attempt. Return False after a timeout."""
+        """Wait until the key ``ended`` exists in the store. Return False after a timeout."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = _FIRST_PAUSE_SECONDS
         while not self._store.check([ended]):  # store.wait() blocks signal handlers

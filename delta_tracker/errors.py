@@ -1,4 +1,4 @@
-"""Typed errors. Each message names the offender, which is also an attribute, and the next step.
+"""Exceptions of the library. Each message names the offending object, also available as an attribute, and a remedy.
 
 Every error of the library derives from :class:`DeltaTrackerError`. A call that raises changes no state unless its
 docstring says so: no cursor moves, no row is applied, no entry is committed.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 
 def _listed(names: Iterable[object]) -> str:
-    """Return the names, separated by commas; ``none`` for an empty list."""
+    """Return the quoted names, separated by commas; ``none`` if there are no names."""
     return ", ".join(repr(name) for name in names) or "none"
 
 
@@ -18,8 +18,8 @@ class DeltaTrackerError(Exception):
     """Base of all errors of the library.
 
     Args:
-        problem: what went wrong, with the offender.
-        remedy: the next step.
+        problem: description of the error, with the offending object.
+        remedy: instruction for the user.
     """
 
     def __init__(self, problem: str, remedy: str) -> None:
@@ -29,9 +29,9 @@ class DeltaTrackerError(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True for a panic of an extension that is written in Rust.
+    """Return True if ``error`` is a panic of an extension that is written in Rust.
 
-    Each extension raises its own class, which derives from ``BaseException`` and cannot be imported.
+    Each extension has its own class of panics, which derives from ``BaseException`` and cannot be imported.
     """
     return type(error).__name__ == "PanicException"
 
@@ -46,7 +46,7 @@ class InvalidArgumentError(DeltaTrackerError, ValueError):
 
 
 class MissingExtraError(DeltaTrackerError, ImportError):
-    """A package that this feature needs is not installed: ``package``, part of the extra ``extra``."""
+    """The package ``package`` is required but not installed. The extra ``extra`` of this library installs it."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
@@ -105,7 +105,7 @@ class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
 
 
 class UnknownConsumerError(DeltaTrackerError, LookupError):
-    """The tracker has no such consumer; ``known`` lists its consumers."""
+    """The tracker has no consumer ``consumer``, or the name is None and it has several; ``known`` lists all names."""
 
     def __init__(self, consumer: str | None, known: Iterable[str]) -> None:
         self.consumer = consumer
@@ -119,7 +119,7 @@ class UnknownConsumerError(DeltaTrackerError, LookupError):
 
 
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
-    """A consumer is reserved, for example by a publisher; other reads would remove rows from its stream."""
+    """A consumer is reserved by ``owner``, for example a publisher, whose stream would miss the rows of other reads."""
 
     def __init__(self, consumer: str, owner: str) -> None:
         super().__init__(
@@ -131,7 +131,10 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 
 
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
-    """A consumer exceeded ``max_bytes``: its pending rows were dropped, and it needs a snapshot."""
+    """A consumer needs a snapshot, because its pending rows exceeded ``max_bytes`` and were dropped.
+
+    ``max_bytes`` is None if that happened before a checkpoint was loaded.
+    """
 
     def __init__(self, consumer: str, max_bytes: int | None) -> None:
         bound = "max_bytes of an earlier run" if max_bytes is None else f"max_bytes={max_bytes}"
@@ -165,11 +168,11 @@ class DetachedError(DeltaTrackerError, RuntimeError):
 
 
 class CheckpointError(DeltaTrackerError, ValueError):
-    """Base of the errors of loading a saved tracker state; the tracker is unchanged."""
+    """Base of the errors raised when a saved tracker state is loaded; the tracker is unchanged."""
 
 
 class UnknownFormatError(CheckpointError):
-    """A saved state has an unknown format version ``found``; this release reads ``known``."""
+    """A saved state has the unknown format version ``found``; this release supports only version ``known``."""
 
     def __init__(self, found: object, known: int) -> None:
         super().__init__(
@@ -181,7 +184,7 @@ class UnknownFormatError(CheckpointError):
 
 
 class StateMismatchError(CheckpointError):
-    """A saved state does not fit the tracker: ``what`` is ``saved`` in the state and ``found`` in the tracker."""
+    """A saved state does not fit the tracker: property ``what`` is ``saved`` in the state, ``found`` in the tracker."""
 
     def __init__(self, what: str, saved: object, found: object) -> None:
         super().__init__(
@@ -194,7 +197,7 @@ class StateMismatchError(CheckpointError):
 
 
 class PartialStateError(CheckpointError):
-    """A saved state lacks the parts of ``ranks``."""
+    """A saved state is incomplete for ``reason``: the parts of ``ranks`` are missing."""
 
     def __init__(self, reason: str, ranks: Iterable[int]) -> None:
         self.reason = reason
@@ -221,11 +224,11 @@ class MalformedStateError(CheckpointError):
 
 
 class StreamError(DeltaTrackerError):
-    """Base of the errors of a stream: storage, log, parts, publisher and predictor."""
+    """Base of the errors that concern a stream: of storage, log, parts, publisher and predictor."""
 
 
 class StorageError(StreamError, OSError):
-    """The store at ``url`` cannot be reached, read or written."""
+    """The store at ``url`` cannot be reached, read or written; see ``reason``."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(
@@ -237,7 +240,7 @@ class StorageError(StreamError, OSError):
 
 
 class NameConflictError(StorageError):
-    """The store at ``url`` refuses to create ``name`` as existing, but does not list it; nothing was created."""
+    """The store at ``url`` refused ``attempts`` times to create ``name`` as existing, but does not list it."""
 
     def __init__(self, url: str, name: str, attempts: int) -> None:
         super().__init__(url, f"it refused {attempts} times to create {name} as existing, but does not list it")
@@ -257,7 +260,10 @@ class UnsafeStoreError(StreamError, RuntimeError):
 
 
 class FencedError(StreamError, RuntimeError):
-    """A newer generation owns the stream; this publisher can publish no more versions."""
+    """A publisher of generation ``generation`` is fenced and can publish no more versions.
+
+    The newer generation ``owner`` holds version ``version``.
+    """
 
     def __init__(self, generation: int, owner: int, version: int) -> None:
         super().__init__(
@@ -282,7 +288,7 @@ class PublishError(StreamError, RuntimeError):
 
 
 class RankLostError(StreamError, RuntimeError):
-    """Another rank died or did not answer in time, so that its progress is unknown; all rows stay pending."""
+    """A rank died, did not answer in time, or was interrupted; all rows stay pending. See ``reason``."""
 
     def __init__(self, reason: str, remedy: str = "Restart the job: a new Publisher claims the stream") -> None:
         super().__init__(f"a rank was lost: {reason}", remedy)
@@ -302,7 +308,11 @@ class MalformedError(StreamError, ValueError):
 
 
 class CorruptPartError(StreamError, ValueError):
-    """A part is missing, truncated, or differs from its manifest; no row of its version was applied."""
+    """A part is missing, truncated, or differs from its manifest; see ``path`` and ``reason``.
+
+    No row of its version was applied, unless the part changed after the check; only parts that do not fit in memory are
+    read again after it.
+    """
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
@@ -313,7 +323,7 @@ class CorruptPartError(StreamError, ValueError):
 
 
 class MissingVersionError(StreamError, LookupError):
-    """A version before ``head``, the newest one, is missing; no later version was applied."""
+    """Version ``version`` is missing, and the newest version is ``head``; no later version was applied."""
 
     def __init__(self, version: int, head: int) -> None:
         super().__init__(
@@ -325,7 +335,7 @@ class MissingVersionError(StreamError, LookupError):
 
 
 class StreamReplacedError(StreamError, RuntimeError):
-    """The stream at ``url`` is not the one of which version ``version`` was applied."""
+    """The stream at ``url`` is not the stream whose version ``version`` was applied last."""
 
     def __init__(self, url: str, version: int) -> None:
         super().__init__(
@@ -337,7 +347,7 @@ class StreamReplacedError(StreamError, RuntimeError):
 
 
 class NoSnapshotError(StreamError, LookupError):
-    """The stream at ``url`` has no snapshot to start from, or none at or below ``version``."""
+    """The stream at ``url`` has no snapshot (``version`` is None), or no snapshot at or below ``version``."""
 
     def __init__(self, url: str, version: int | None = None) -> None:
         if version is None:
@@ -352,14 +362,14 @@ class NoSnapshotError(StreamError, LookupError):
 
 
 class ForkedError(StreamError, RuntimeError):
-    """This process was forked while `Predictor.follow` ran in its parent; no thread applies versions here."""
+    """This process was forked while ``Predictor.follow`` ran in its parent; no thread applies versions here."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"this process was forked while follow() ran in its parent: {problem}", remedy)
 
 
 class FollowEndedError(StreamError, RuntimeError):
-    """The thread of `Predictor.follow` ended without `stop()`; the exception that ended it is the cause."""
+    """The thread of ``Predictor.follow`` ended without ``stop()``; the exception that ended it is ``__cause__``."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(f"the thread of follow() ended: {type(cause).__name__}: {cause}", "Call follow() again")
@@ -367,7 +377,7 @@ class FollowEndedError(StreamError, RuntimeError):
 
 
 class PanicError(StreamError, RuntimeError):
-    """Rust code that a predictor called, such as a ``RowTarget``'s, panicked; the panic is the cause."""
+    """Rust code that a predictor called, for example in a ``RowTarget``, panicked; the panic is ``__cause__``."""
 
     def __init__(self, panic: BaseException) -> None:
         super().__init__(
@@ -378,7 +388,10 @@ class PanicError(StreamError, RuntimeError):
 
 
 class TableMismatchError(StreamError, ValueError):
-    """A table of the predictor's model differs from the stream's; nothing was applied."""
+    """Table ``table`` is ``expected`` in the stream but ``found`` in the predictor's model; nothing was applied.
+
+    If the model lacks the table, ``known`` lists the tables of the model.
+    """
 
     def __init__(self, table: str, expected: str, found: str, known: Iterable[str] = ()) -> None:
         self.table = table
@@ -393,9 +406,10 @@ class TableMismatchError(StreamError, ValueError):
 
 
 class PartialRowsError(StreamError, ValueError):
-    """A version has only some columns of rows of a table that accepts whole rows only; nothing was applied.
+    """A version has only some columns of rows of a table that accepts only whole rows; nothing was applied.
 
-    See ``table``, ``num_rows``, the column ranges ``found``, and the column range ``needed``.
+    The version has only the column ranges ``found`` of ``num_rows`` rows of ``table``, which needs the column range
+    ``needed``.
     """
 
     def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:
@@ -412,7 +426,10 @@ class PartialRowsError(StreamError, ValueError):
 
 
 class DenseMismatchError(StreamError, ValueError):
-    """A dense tensor of the stream does not fit the predictor's model; nothing was applied."""
+    """Dense tensor ``name`` is ``expected`` in the stream but ``found`` in the predictor's model; nothing was applied.
+
+    If the model lacks the tensor, ``known`` lists the tensors of the model.
+    """
 
     def __init__(self, name: str, expected: object, found: str, known: Iterable[str] = ()) -> None:
         self.name = name

@@ -8,17 +8,17 @@ from abc import ABC, abstractmethod
 
 
 class Forkable(ABC):
-    """Object with locks or threads. After :func:`protect`, the forking thread calls its methods."""
+    """Base of objects with locks or threads. After :func:`protect`, the thread that forks calls the methods."""
 
     def before_fork(self) -> None:  # noqa: B027  optional
-        """Bring the object to a consistent state. Must return soon, even if the calling thread holds a lock."""
+        """Bring the object to a consistent state. Must not block for long, even if the calling thread holds a lock."""
 
     def after_fork_in_parent(self) -> None:  # noqa: B027
         """Undo :meth:`before_fork`."""
 
     @abstractmethod
     def after_fork_in_child(self) -> None:
-        """Replace the locks that other threads may have held. Only the calling thread exists in the child."""
+        """Replace the locks that other threads may have held. Only the calling thread exists in the child process."""
 
 
 class _Registry:
@@ -55,5 +55,5 @@ _registry = _Registry()
 
 
 def protect(forkable: Forkable) -> None:
-    """Call the methods of ``forkable`` around each later fork, while it is alive."""
+    """Call the methods of ``forkable`` around each later fork, as long as ``forkable`` is alive."""
     _registry.add(forkable)

@@ -1,6 +1,6 @@
 """Tables of a serving model that a predictor writes rows to.
 
-Letters: ``N`` rows of a write, ``R`` rows of a region, ``C`` columns.
+Notation: ``N`` is the number of rows of a write, ``R`` the number of rows of a region, ``C`` the number of columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from delta_tracker.rows import put_rows
 
 @runtime_checkable
 class RowTarget(Protocol):
-    """Table of a serving model, or the block of it that this process holds. Derive from it if rows are not in tensors.
+    """Table of a serving model, or the block of a table that this process holds.
+
+    Derive from this class if the rows of a table are not in tensors.
 
     The predictor passes only rows and columns of the block. For each chunk of rows it calls :meth:`prepare`, during
     which lookups may run, and then :meth:`write`, during which no lookup runs. Calls never overlap. All columns of a
@@ -25,14 +27,15 @@ class RowTarget(Protocol):
 
     If a method raises, ``sync()`` raises the same error and ``follow()`` retries. In both cases the version is applied
     again from its start, and ``reading()`` reports it as ``applying`` until then. Rows of the interrupted chunk may be
-    torn: ``write`` should not fail once it has written some of them.
+    torn, so ``write`` should not fail after it has written some of them.
 
     Args:
         num_rows: rows of the whole table.
         dim: columns of the whole table.
-        dtype: required dtype of the stream's table, which values have; None for any.
+        dtype: dtype that the table must have in the stream, which is also the dtype of ``values``; None for any.
         rows: half-open range of global row ids held here.
-        columns: half-open column ranges held here, ascending and disjoint; empty if nothing is held.
+        columns: half-open column ranges held here, ascending and disjoint; empty if this process holds no part of the
+            table.
         needs_whole_rows: True to receive all columns of a range of ``columns`` together. Versions with only some
             columns of a row are then rejected.
 
@@ -65,11 +68,11 @@ class RowTarget(Protocol):
     needs_whole_rows: bool = False
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002  a default
-        """Convert values for :meth:`write`, for example move them to a device or quantize them.
+        """Convert values for :meth:`write`, for example by moving them to a device or quantizing them.
 
         Args:
-            values: ``[N, C]`` in the table's dtype, on the CPU; read-only, and valid during the call only.
-            columns: half-open range of their columns.
+            values: ``[N, C]`` in the table's dtype, on the CPU. Read-only, and valid until the chunk is written.
+            columns: half-open range of the columns of ``values``.
 
         Returns:
             The argument ``values`` of :meth:`write`; by default the values unchanged.
@@ -82,19 +85,19 @@ class RowTarget(Protocol):
         Args:
             ids: ``[N]`` int64 global row ids on the CPU, ascending and unique; or a slice with start and stop.
             values: result of :meth:`prepare`.
-            columns: half-open range of their columns, inside one range of ``self.columns``.
+            columns: half-open range of the columns of ``values``, inside one range of ``self.columns``.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Rectangle of a table, with the tensor that holds it.
+    """Rectangle of rows and columns of a table, and the tensor that holds it.
 
     Args:
         rows: half-open range of global row ids.
         columns: half-open column range.
-        memory: ``[R, ...]``, the tensor that lookups read.
+        memory: tensor ``[R, ...]`` that lookups read.
     """
 
     rows: tuple[int, int]
@@ -103,13 +106,13 @@ class Region:
 
 
 class TensorTarget(RowTarget):
-    """Table whose rows are in one tensor, or in several that hold a rectangle each.
+    """Table whose rows are in one tensor, or in several tensors that hold one rectangle each.
 
     Args:
         num_rows: rows of the whole table.
         dim: columns of the whole table.
         dtype: dtype of the table.
-        regions: disjoint rectangles held here; each column range covers the same rows. They are detached.
+        regions: disjoint rectangles held here; each column range covers the same rows. Their tensors are detached.
         written: called after every write, for example to drop cached rows.
         obstacle: reason why rows cannot be written; empty if they can.
     """
@@ -148,7 +151,7 @@ class TensorTarget(RowTarget):
         return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
-        """Move the values to the table's device, if all regions are on one."""
+        """Move the values to the device of the regions if it is the same for all; otherwise return them unchanged."""
         return values if self._device is None or values.device == self._device else values.to(self._device)
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
@@ -157,21 +160,21 @@ class TensorTarget(RowTarget):
         for region in self.regions:
             start, stop = region.columns
             if start <= first and end <= stop:
-                # A view costs as much as several rows. no_grad() is not needed: the regions are detached.
+                # Creating a view takes as long as writing several rows. no_grad() is not needed for detached tensors.
                 is_whole = columns == region.columns
                 memory = region.memory if is_whole else region.memory[:, first - start : end - start]
                 write_rows(memory, region.rows, ids, values)
         self.finish()
 
     def finish(self) -> None:
-        """Call ``written``, so that cached copies of rows are dropped."""
+        """Call the constructor's ``written`` if it is given, for example to drop cached rows."""
         if self._written is not None:
             with torch.no_grad():
                 self._written()
 
 
 def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> None:
-    """Write the rows that are in a range.
+    """Write the rows whose ids are in a range; ignore the other rows.
 
     Args:
         memory: ``[R, C]``, written in place.

@@ -1,6 +1,6 @@
 """Pure functions on the changed rows of one table.
 
-Letters: ``N`` rows, ``S`` numbers in an old state.
+Notation: ``N`` is the number of rows, ``S`` the number of values in the old state of a row.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 
 NewRows = Callable[[int, Tensor], Tensor]
-"""Allocate uninitialized memory ``[num_rows, ...]`` with the dtype and device of a tensor."""
+"""Function ``(num_rows, like)`` that allocates an uninitialized tensor ``[num_rows, ...]``.
+
+The tensor has the dtype, device and other dimensions of the tensor ``like``.
+"""
 
 
 def plain_rows(num_rows: int, like: Tensor) -> Tensor:
-    """Allocate with torch's own allocator; see :data:`NewRows`."""
+    """Allocate uninitialized rows with torch's allocator; see :data:`NewRows`."""
     return like.new_empty((num_rows, *like.shape[1:]))
 
 
@@ -47,15 +50,15 @@ class ChangedRows:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes."""
+        """Size of all tensors in bytes."""
         return sum(each.nbytes for each in (self.ids, self.states, self.known, self.ages) if each is not None)
 
     def take(self, index: Tensor, new_rows: NewRows = plain_rows) -> ChangedRows:
-        """Return some of the rows.
+        """Return copies of some of the rows.
 
         Args:
-            index: ``[M]`` int64 row numbers in ascending order, or an ``[N]`` bool mask.
-            new_rows: allocates the memory.
+            index: positions of the rows, int64 and ascending; or an ``[N]`` bool mask.
+            new_rows: function that allocates the result.
         """
         places = index.nonzero().flatten() if index.dtype == torch.bool else index
         columns = (self.states, self.known, self.ages)
@@ -65,7 +68,7 @@ class ChangedRows:
         )
 
     def copy(self, new_rows: NewRows = plain_rows) -> ChangedRows:
-        """Return a copy of the rows in memory from ``new_rows``."""
+        """Return a copy of the rows. ``new_rows`` allocates its tensors."""
         columns = (self.ids, self.states, self.known, self.ages)
         ids, *rest = (None if each is None else new_rows(len(each), each).copy_(each) for each in columns)
         assert ids is not None, "rows have ids"
@@ -82,7 +85,7 @@ class ChangedRows:
 
 
 def merge_first(older: ChangedRows, newer: ChangedRows) -> ChangedRows:
-    """Return the union of two sets of rows of one shard. A row in both keeps its older state.
+    """Return the union of two sets of rows of one shard. A row in both has its state and age from ``older``.
 
     Example:
         >>> older = ChangedRows(torch.tensor([2, 5]), torch.tensor([[2.0], [5.0]]), torch.tensor([True, True]))
@@ -116,7 +119,7 @@ def first_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         states: ``[N, ...]``.
 
     Returns:
-        ``[M]`` ids and ``[M, ...]`` states.
+        ``[M]`` ids and ``[M, ...]`` states, where ``M`` is the number of different ids.
 
     Example:
         >>> first_per_id(torch.tensor([3, 1, 3]), torch.tensor([30, 10, 31]))
@@ -129,17 +132,17 @@ def first_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same as :func:`first_per_id`, with the state of the last occurrence."""
+    """Return each id once, ascending, with the state of its last occurrence; see :func:`first_per_id`."""
     return first_per_id(ids.flip(0), states.flip(0))
 
 
 def take_rows(memory: Tensor, places: Tensor, new_rows: NewRows = plain_rows) -> Tensor:
-    """Copy rows.
+    """Return copies of the rows at some positions.
 
     Args:
-        memory: ``[R, ...]``.
-        places: ``[N]`` int64 in ``[0, R)``.
-        new_rows: allocates the memory.
+        memory: ``[R, ...]``, where ``R`` is the number of rows.
+        places: ``[N]`` int64 positions in ``[0, R)``.
+        new_rows: function that allocates the result.
 
     Returns:
         ``[N, ...]``.
@@ -151,8 +154,8 @@ def put_rows(memory: Tensor, places: Tensor, values: Tensor) -> None:
     """Write rows in place.
 
     Args:
-        memory: ``[R, C]``.
-        places: ``[N]`` int64, unique and in ``[0, R)``.
+        memory: ``[R, C]``, for ``R`` rows of ``C`` columns.
+        places: ``[N]`` int64 positions, unique and in ``[0, R)``.
         values: ``[N, C]`` in the dtype of ``memory``.
 
     Example:
@@ -167,19 +170,19 @@ def put_rows(memory: Tensor, places: Tensor, values: Tensor) -> None:
     if devices == {"cpu"} and memory.dim() == 2 and memory.stride(1) == values.stride(1) == 1:  # noqa: PLR2004  rows
         held = _items(memory)
         if held.flags.c_contiguous:
-            held.put(places.numpy(), _items(values))  # faster, but copies non-contiguous memory twice
+            held.put(places.numpy(), _items(values))  # faster, but would copy non-contiguous memory twice
         else:
             held[places.numpy()] = _items(values)
-        torch.autograd.graph.increment_version(memory)  # as torch's own writes do, so that autograd detects the change
+        torch.autograd.graph.increment_version(memory)  # as torch's own writes do: autograd then detects the change
     else:
         memory.index_copy_(0, places.to(memory.device), values.to(memory.device))
 
 
 def _items(rows: Tensor) -> NDArray[np.void]:
-    """Return a view with one item per row, which numpy copies twice as fast as ``index_copy_`` copies numbers.
+    """Return a numpy view ``[N]`` of a CPU tensor ``[N, C]``, with one item per row.
 
-    numpy uses one thread and releases the GIL. The other cores stay free for lookups, and the write does not wait for a
-    team of threads.
+    numpy copies such items twice as fast as ``index_copy_`` copies rows. It uses one thread and releases the GIL, so
+    that the other cores stay free for lookups.
     """
     held = rows.view(torch.uint8).numpy()
     return held.view(np.dtype((np.void, held.shape[1])))[:, 0]

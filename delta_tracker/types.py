@@ -1,6 +1,7 @@
-"""Immutable values that the tracker returns. Each validates its fields.
+"""Value types of the tracker's interface.
 
-Shapes: ``N`` rows in a delta, ``R`` rows of a shard, ``D`` columns of a table that this rank holds.
+Notation: ``N`` is the number of rows of a read, ``R`` the number of rows of a shard, ``D`` the number of columns of a
+table that this rank holds.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ class TrackingMode(Enum):
     """Old state that the tracker keeps for each changed row."""
 
     ID_ONLY = "id_only"
-    """No state: ids only."""
+    """No state; only ids are kept."""
     EMBEDDING = "embedding"
-    """The row as the consumer last received it: states ``[N, D]``."""
+    """Value of the row as the consumer last received it; states ``[N, D]``."""
     MOMENTUM_LAST = "momentum_last"
-    """L2 norm of the row's first optimizer state at the time of the read: states ``[N]``."""
+    """L2 norm of the row's first optimizer state at the time of the read; states ``[N]``."""
     MOMENTUM_DIFF = "momentum_diff"
-    """Growth of the optimizer's row-wise sum of squared gradients since the consumer's last read: states ``[N]``."""
+    """Growth of the optimizer's row-wise sum of squared gradients since the consumer's last read; states ``[N]``."""
     ROWWISE_ADAGRAD = "rowwise_adagrad"
     """Former name of MOMENTUM_DIFF, with the same meaning."""
 
 
 class EmbdUpdateMode(Enum):
-    """Choice of the recorded state that a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` keeps per row."""
+    """Recorded state that a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` returns for each id."""
 
     NONE = "none"
-    """None: ids only."""
+    """No state; only ids are returned."""
     FIRST = "first"
-    """The earliest."""
+    """State of the first recorded lookup of the id."""
     LAST = "last"
-    """The latest."""
+    """State of the last recorded lookup of the id."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexedLookup:
-    """Ids that one batch looked up in one table.
+    """Ids that one batch looked up in one table, with their recorded states.
 
     Args:
         batch_idx: index of the batch.
         ids: ``[N]`` ids, in any order, duplicates allowed.
-        states: ``[N, ...]`` recorded states, None for ids only.
+        states: ``[N, ...]`` recorded states; None if only ids are recorded.
     """
 
     batch_idx: int
@@ -60,13 +61,16 @@ class IndexedLookup:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One whole embedding table, the same on every rank.
+    """Name, size and dtype of a whole embedding table, the same on every rank.
 
     Args:
-        fqn: fully qualified name, the key of its weight in the model's ``state_dict`` without ``.weight``.
-        num_rows: rows of the whole table.
-        dim: columns of the whole table.
-        dtype: dtype of its weight.
+        fqn: fully qualified name: the key of the table's weight in the model's ``state_dict``, without ``.weight``.
+        num_rows: number of rows of the whole table.
+        dim: number of columns of the whole table.
+        dtype: dtype of the weight.
+
+    Raises:
+        InvalidArgumentError: if ``num_rows`` is negative or ``dim`` is less than 1.
     """
 
     fqn: str
@@ -84,16 +88,19 @@ class TableSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """The block of a table that one rank holds: one range of rows and one or more ranges of columns.
+    """Block of a table that one rank holds: one range of rows and one or more ranges of columns.
 
     A rank without a shard of the table has ``num_rows == 0`` and no columns.
 
     Args:
         table: the whole table.
         row_offset: global id of local row 0.
-        num_rows: rows held here, ``R``.
+        num_rows: number of rows held here, ``R``.
         columns: half-open column ranges held here, ascending and disjoint.
         is_replicated: True if every rank holds the same block (DATA_PARALLEL); one rank publishes it.
+
+    Raises:
+        InvalidArgumentError: if the block lies outside the table.
 
     Example:
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)
@@ -122,7 +129,7 @@ class ShardSpec:
         """Validate local ids of this shard.
 
         Raises:
-            InvalidArgumentError: unless ``ids`` is ``[N]`` integers, each from 0 to ``num_rows - 1``.
+            InvalidArgumentError: if ``ids`` are not ``[N]`` integers from 0 to ``num_rows - 1``.
         """
         if ids.dim() != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
             raise InvalidArgumentError("ids", (tuple(ids.shape), ids.dtype), "Pass a [N] tensor of integers")
@@ -133,24 +140,28 @@ class ShardSpec:
 
     @property
     def num_columns(self) -> int:
-        """Columns held here, ``D``."""
+        """Number of columns held here, ``D``."""
         return sum(stop - start for start, stop in self.columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaRows:
-    """The changed rows of one table on this rank.
+    """Changed rows of one table on this rank.
 
     Args:
         ids: ``[N]`` int64, local to the shard, ascending and unique.
         states: ``[N, ...]`` old states; None in the modes without old states.
         values: ``[N, D]`` values of the rows at the read, in the table's dtype, columns in the order of
-            ``shard.columns``; None unless the read asked for them.
-        shard: the block that ``ids`` refer to.
+            ``shard.columns``; None unless the read had ``with_values=True``.
+        shard: the block that ``ids`` refer to; None if they are not ids of a shard.
         known: ``[N]`` bool, True where the old state is known; elsewhere the row in ``states`` is NaN. None in the
             modes without old states.
-        optimizer: states of the fused optimizer for the rows, if the read asked for them, in its order: each
-            ``[N, D]``, or ``[N, S]`` with one number for each of the shard's ``S`` column ranges.
+        optimizer: states of the fused optimizer for the rows, in the optimizer's order; empty unless the read had
+            ``with_optimizer=True``. Each state is ``[N, D]``, or ``[N, S]`` with one value for each of the shard's
+            ``S`` column ranges.
+
+    Raises:
+        InvalidArgumentError: if ``ids`` are not ``[N]`` int64, or ``states`` or ``values`` have another length.
 
     Example:
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)
@@ -189,10 +200,10 @@ class Delta(Mapping[str, DeltaRows]):
     """Mapping of table FQN to the :class:`DeltaRows` of one read. Every tracked table is a key.
 
     Args:
-        rows: the changed rows per table.
+        rows: table FQN to the changed rows.
         consumer: name of the consumer.
-        start: position in the change log where the read starts: the consumer's cursor.
-        stop: position of the read's cut; a commit moves the cursor here.
+        start: position in the change log where the read starts, which is the consumer's cursor.
+        stop: position in the change log where the read ends; a commit moves the cursor to it.
         batches: half-open range of ``step()`` counts that the read covers.
         left_out: table FQN to the changed rows that top-k left out; a commit keeps them pending.
     """
@@ -212,7 +223,7 @@ class Delta(Mapping[str, DeltaRows]):
         self._rows = MappingProxyType(dict(rows))
         kept = {fqn: rows for fqn, rows in left_out.items() if len(rows)} if left_out else {}
         self.kept = MappingProxyType(kept)
-        """Same rows as :attr:`left_out`, in the tracker's own tensors: do not write to them."""
+        """Rows of :attr:`left_out`, in tensors that the tracker uses too: do not write to them."""
         self._left_out: Mapping[str, ChangedRows] | None = None
         self.consumer = consumer
         self.start = start
@@ -229,12 +240,12 @@ class Delta(Mapping[str, DeltaRows]):
         return len(self._rows)
 
     def items(self) -> ItemsView[str, DeltaRows]:
-        """Return the tables and their rows, faster than the default of ``Mapping``."""
+        """Return a view of the (table FQN, rows) pairs. Faster than the default method of ``Mapping``."""
         return self._rows.items()
 
     @property
     def left_out(self) -> Mapping[str, ChangedRows]:
-        """Table FQN to the changed rows that top-k left out; copied at the first access."""
+        """Mapping of table FQN to the changed rows that top-k left out; copied at the first access."""
         if self._left_out is None:
             self._left_out = MappingProxyType({fqn: rows.copy() for fqn, rows in self.kept.items()})
         return self._left_out
@@ -259,9 +270,9 @@ class Memory:
     """Memory of a tracker on this rank, in bytes.
 
     Args:
-        log_bytes: changed ids, their old states, and the ids of open batches.
-        copy_bytes: copies of the shards without a fused optimizer.
-        carried_bytes: rows that top-k left out.
+        log_bytes: size of the changed ids, their old states, and the ids of open batches.
+        copy_bytes: size of the copies of shards without a fused optimizer.
+        carried_bytes: size of the rows that top-k left out.
     """
 
     log_bytes: int
@@ -270,5 +281,5 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum of all fields."""
         return self.log_bytes + self.copy_bytes + self.carried_bytes
