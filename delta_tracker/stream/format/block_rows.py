@@ -1,4 +1,4 @@
-"""Rows of a block, as they are written to parts, read from them, merged, and applied to models."""
+"""Rows of a block, which are written to parts, read from parts, merged, and applied to models."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ _ID_BYTES = 8
 class BlockRows:
     """Rows of a block, read lazily.
 
+    Notation: ``N`` is ``block.num_rows``, and ``width`` is the number of stored columns,
+    ``block.encoding.width(block.num_columns)``.
+
     Args:
         block: table, row range, column range and encoding.
         ids: ``[N]`` int64 global row ids, ascending and unique; None if the block holds all rows of its range.
@@ -38,14 +41,14 @@ class BlockRows:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the stored rows, and of their ids as int64."""
+        """Size in bytes of the stored rows plus their ids as int64."""
         return self.block.num_rows * (self.block.row_bytes + (0 if self.ids is None else _ID_BYTES))
 
     def chunks(self, num_rows: int | None = None) -> Iterator[Tensor]:
         """Yield all rows as they are stored, in chunks that are read lazily.
 
         Args:
-            num_rows: maximum number of rows per chunk; None for as many as fit the cache while they are encoded.
+            num_rows: maximum number of rows per chunk; None for chunks of 4 MiB as float32, which fit the CPU cache.
         """
         step = num_rows or max(1, CHUNK_BYTES // (self.block.num_columns * _VALUE_BYTES))
         for begin in range(0, self.block.num_rows, step):
@@ -89,16 +92,20 @@ class BlockRows:
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
     def take(self, places: Tensor) -> BlockRows:
-        """Return the rows at some indices among the ``N``: ``[M]`` int64, ascending and unique."""
+        """Return the rows at some indices, as rows with listed ids.
+
+        Args:
+            places: ``[M]`` int64 indices among the ``N`` rows, ascending and unique.
+        """
         ids = places + self.block.rows[0] if self.ids is None else self.ids[places]
         part = replace(self.block, num_rows=len(places), ids="list")
         return BlockRows(part, ids, lambda begin, end: self.gather(places[begin:end]))
 
     def gather(self, places: Tensor) -> Tensor:
-        """Return the rows at some indices as they are stored, ``[M, width]``; reads from the first to the last of them.
+        """Return the rows at some indices as they are stored, ``[M, width]``. Reads from the first to the last row.
 
         Args:
-            places: ``[M]`` int64 indices among the ``N``, ascending.
+            places: ``[M]`` int64 indices among the ``N`` rows, ascending.
         """
         if not len(places):
             return self.read(0, 0)
@@ -107,6 +114,6 @@ class BlockRows:
 
 
 def places_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return the half-open index range of the ids, ``[N]`` ascending, that are in a range of rows."""
+    """Return the half-open index range of the ``ids``, ``[N]`` ascending, that are in the half-open range ``rows``."""
     start, stop = torch.searchsorted(ids, torch.tensor(rows)).tolist()
     return start, stop

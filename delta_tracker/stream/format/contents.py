@@ -1,4 +1,7 @@
-"""Rows and dense tensors of a version, read in chunks, with listed rows already written over whole blocks."""
+"""Rows and dense tensors of a version, read in chunks.
+
+A whole block holds all rows of its range. Listed rows are stored with their ids.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from delta_tracker.stream.storage.storage import Storage
 class Contents:
     """Rows and dense tensors of a version. The constructor checks all of them.
 
-    Whole blocks are read with the listed rows already written over them, so a row is never applied in an older state.
+    Whole blocks are read with the listed rows written over them, so that a row is never applied in an older state.
 
     Args:
         storage: store of the stream.
@@ -30,8 +33,8 @@ class Contents:
 
     Attributes:
         manifest: manifest of the version.
-        whole: blocks that hold all rows of their range, decoded, in their final state. Apply them first.
-        listed: the other rows, decoded.
+        whole: whole blocks, decoded, with the listed rows written over them. Apply them first.
+        listed: listed rows that are not completely in one whole block, decoded.
         dense: name to dense tensor.
     """
 
@@ -58,7 +61,7 @@ class Contents:
         self.dense = dense_of(readers)
 
     def chunks(self, num_rows: int = 16_384) -> Iterator[tuple[str, Tensor]]:
-        """Yield FQN and values ``[n, columns]`` of all rows, at most ``num_rows`` at a time."""
+        """Yield all rows as pairs of table FQN and values, ``[n, columns]`` with ``n`` of at most ``num_rows``."""
         for rows in (*self.whole, *self.listed):
             for values in rows.chunks(num_rows):
                 yield rows.block.table, values

@@ -1,6 +1,7 @@
 """Encodings of rows and ids.
 
-Shapes: ``N`` rows, ``C`` columns, ``B`` bytes, ``E`` escapes.
+Notation: ``N`` is the number of rows or ids, ``C`` the number of columns, ``B`` the number of bytes of the packed ids,
+and ``E`` the number of escapes.
 
 ``INT8`` and ``INT4`` are byte for byte FBGEMM's fused row-wise formats (``FloatToFused8BitRowwiseQuantized`` and
 ``FloatToFusedNBitRowwiseQuantizedSBHalf`` with 4 bits). They are implemented in torch, so readers do not need FBGEMM.
@@ -19,7 +20,7 @@ infinity, if ``maximum - minimum`` overflows float32, or if ``scale`` or ``bias`
 FBGEMM's implementations differ from this one as follows:
 
 - Row with NaN: the AVX2 loop ignores a NaN in some columns and reads the row as numbers. Here the row reads as NaN.
-- Row of infinities only: scale and bias depend on the loop. All of them read the row as NaN.
+- Row of infinities only: scale and bias depend on the loop. The row reads as NaN with every loop.
 - Reading ``INT8``: the AVX2 loop uses a fused multiply-add, the scalar loop rounds twice. Here the sum is computed in
   float64 and is the same on every device. It equals the fused result, except that a tie may round to the other
   neighbouring float32 if ``bias`` is less than 2^-28 of the product.
@@ -38,7 +39,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError
 
 _EPSILON = 1e-8  # FBGEMM's guard against a range of 0 in INT8
-_ROUNDER = 1.5 * 2.0**23  # a float32 of this size has no fraction: adding it leaves the rounded sum in the low bits
+_ROUNDER = 1.5 * 2.0**23  # adding it to a small float32 leaves the rounded value in the low bits of the sum
 _ESCAPE = 255
 _DEFLATE_RATIO = 1032  # maximum ratio of deflate: 258 bytes from two bits, https://zlib.net/zlib_tech.html
 
@@ -66,7 +67,7 @@ class Encoding(StrEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the stored tensor; uint8 if it is quantized."""
+        """Dtype of the stored tensor; uint8 if the encoding is quantized."""
         return _DTYPES[self]
 
     @property
@@ -101,10 +102,12 @@ _DTYPES = {
 
 
 def encode_rows(values: Tensor, encoding: Encoding, out: Tensor | None = None) -> Tensor:
-    """Encode rows. Chunks of 16,384 x 64 values fit the CPU cache.
+    """Encode rows.
+
+    Callers should encode many rows in chunks that fit the CPU cache, such as 16,384 x 64 values.
 
     Args:
-        values: ``[N, C]`` floating, on any device, strided or not.
+        values: ``[N, C]`` floating point, on any device, contiguous or not.
         encoding: encoding to use.
         out: ``[N, encoding.width(C)]`` in ``encoding.dtype``, to write to instead of a new tensor.
 
@@ -137,10 +140,10 @@ def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: tor
     """Decode stored rows.
 
     Args:
-        stored: ``[N, encoding.width(num_columns)]`` in ``encoding.dtype``, on any device, strided or not.
+        stored: ``[N, encoding.width(num_columns)]`` in ``encoding.dtype``, on any device, contiguous or not.
         encoding: encoding of ``stored``.
-        num_columns: ``C`` of the rows.
-        dtype: dtype of the result, which is the table's.
+        num_columns: number of columns of the decoded rows, ``C``.
+        dtype: dtype of the result, usually that of the table.
 
     Returns:
         ``[N, C]`` in ``dtype``; ``stored`` itself if no conversion is needed.
@@ -204,9 +207,9 @@ def unpack_ids(packed: Tensor, escapes: Tensor, num_ids: int) -> Tensor:
     arguments are consistent; only the hash of a part detects changed bytes.
 
     Args:
-        packed: ``[B]`` uint8.
-        escapes: ``[E]`` int64.
-        num_ids: ``N``.
+        packed: ``[B]`` uint8, zlib stream of the gaps.
+        escapes: ``[E]`` int64, the gaps of 255 or more.
+        num_ids: number of ids, ``N``.
 
     Returns:
         ``[N]`` int64 on the CPU, ascending, unique and non-negative.
@@ -241,7 +244,7 @@ def _encode_int8(values: Tensor, out: Tensor) -> Tensor:
     num_columns = values.shape[1]
     minimum = values.amin(1, keepdim=True)
     spread = values.amax(1, keepdim=True).sub_(minimum)
-    levels = torch.full_like(spread, 255)  # a tensor: on some devices torch multiplies by a scalar's reciprocal
+    levels = torch.full_like(spread, 255)  # not a scalar: on some devices torch would multiply by its reciprocal
     codes = (values - minimum).mul_(levels / (spread + _EPSILON)).add_(_ROUNDER)
     out[:, :num_columns] = codes.view(torch.int32)
     out[:, num_columns:] = torch.cat([spread / levels, minimum], 1).view(torch.uint8)

@@ -39,14 +39,15 @@ DTYPE_NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of one table in a part: ``num_rows`` of the rows in a half-open range, and a half-open column range.
+    """Some or all rows of a row range of one table, with the columns of a column range, stored in a part.
 
     Args:
-        table: fully qualified name.
-        rows: range of global row ids.
-        columns: range of columns.
+        table: FQN of the table.
+        rows: half-open range of global row ids.
+        columns: half-open range of columns.
         num_rows: number of rows that the part holds.
-        ids: storage of the row ids.
+        ids: storage of the row ids: ``all`` (none, the block holds all rows of its range), ``list``, or ``gaps``
+            (compressed).
         encoding: encoding of the values.
     """
 
@@ -75,7 +76,7 @@ class Part:
     Args:
         name: name of the object in the store.
         num_bytes: size of the object.
-        xxh3: 128-bit xxh3 of its bytes, in hex.
+        xxh3: 128-bit xxh3 of the object's bytes, in hex.
         blocks: blocks of rows in the part.
         dense: names of the dense tensors in the part.
     """
@@ -117,22 +118,23 @@ class Manifest:
 
     Args:
         stream: id of the stream, 32 hex digits.
-        generation: generation of the publisher that wrote it.
+        generation: generation of the publisher that wrote the version.
         writer: id of that publisher, 32 hex digits.
         version: index in the log.
         kind: claim, snapshot or delta.
-        parent: the preceding entry; None at the start of a log.
+        parent: link to the preceding entry; None at the start of a log and in a merged snapshot.
         snapshot: version of the newest snapshot up to and including this version; None before the first.
         batches: half-open range of the trainer's step counts that the version covers; the cut is at its end.
         cut: Unix time at which the rows were read, in seconds.
         created: Unix time of the commit, in seconds.
-        pending_rows: changed rows that are left for later versions.
-        tables: FQN to table.
+        pending_rows: number of changed rows that are left for later versions.
+        tables: FQN to spec of each table.
         dense: name to spec of the dense parameters and buffers.
-        parts: objects that hold the rows. Apply blocks with all rows of their range before blocks that list rows.
+        parts: objects that hold the rows and dense tensors. Apply blocks with all rows of their range before blocks
+            that list rows.
         merges: link of the log entry of ``version`` if this is a merged entry, which replaces the versions after
             ``parent`` up to and including ``version``; None in the log.
-        xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty in a draft.
+        xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty before the entry is parsed from its bytes.
     """
 
     stream: str
@@ -159,12 +161,12 @@ class Manifest:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in all parts; a row in several column shards counts once for each."""
+        """Number of rows in all parts. A row in several blocks, such as column shards, counts once for each."""
         return sum(block.num_rows for part in self.parts for block in part.blocks)
 
     @property
     def rows_by_table(self) -> dict[str, int]:
-        """FQN to :attr:`num_rows` of that table; only tables that have blocks."""
+        """FQN to number of rows of the table, counted as in :attr:`num_rows`; only tables that have blocks."""
         found: dict[str, int] = {}
         for part in self.parts:
             for block in part.blocks:

@@ -1,7 +1,8 @@
 """Overlay of listed rows on whole blocks.
 
-Listed rows are newer than whole blocks, which may be copied while training continues. Readers and compaction write the
-listed rows over the whole blocks, so that a row is never applied in an older state first.
+A whole block holds all rows of its range, and may be copied while training continues. Listed rows are stored with their
+ids, and are newer. Readers and compaction write the listed rows over the whole blocks, so that a row is never applied
+in an older state first.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Overlay:
         self._index = _Index((each.block, each) for each in listed if each.block.num_rows)
 
     def over(self, whole: BlockRows) -> BlockRows:
-        """Return the rows of a whole block, replaced by listed rows where there are any.
+        """Return the rows of a whole block with the listed rows written over them.
 
-        Ignores listed rows in another encoding, and for quantized rows also those of other columns.
+        Ignores listed rows in another encoding. If the rows are quantized, also ignores listed rows of other columns.
         """
         block = whole.block
         if not any(
@@ -49,7 +50,7 @@ class Overlay:
                 start, stop = places_within(each.ids, rows)
                 if start == stop or not _fits(block, each.block):
                     continue
-                if not is_copied:  # it may be a view of the part
+                if not is_copied:  # the rows may be a view of the part
                     stored, is_copied = stored.clone(), True
                 first = max(block.columns[0], each.block.columns[0])
                 width = min(block.columns[1], each.block.columns[1]) - first
@@ -67,7 +68,7 @@ class Overlay:
 
 
 class WholeBlocks:
-    """Whole blocks, to which listed rows are written.
+    """Index of whole blocks, to find the listed rows that have to be stored separately.
 
     Args:
         blocks: blocks that hold all rows of their ranges. They must not overlap.
@@ -77,7 +78,7 @@ class WholeBlocks:
         self._index = _Index((block, block) for block in blocks if block.num_rows)
 
     def outside(self, listed: BlockRows) -> Iterator[BlockRows]:
-        """Yield the listed rows that :meth:`Overlay.over` does not write completely to one whole block."""
+        """Yield the listed rows that :meth:`Overlay.over` does not write with all columns to one whole block."""
         block = listed.block
         holders = [
             whole.rows

@@ -44,7 +44,7 @@ class _Dense(Struct):
 
 
 class _Entry(Struct):
-    """JSON object of an entry, except its ``format``. Other fields are ignored."""
+    """Fields of an entry's JSON object, except ``format``. Unknown fields are ignored."""
 
     stream: Hex
     generation: Count
@@ -80,16 +80,17 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
-    """Parse JSON in UTF-8. Rejects objects with a duplicate name, for which readers would use different values.
+    """Parse JSON in UTF-8. Rejects duplicate keys, because JSON parsers differ in the value that they use.
 
     Raises:
-        ValueError, RecursionError: if the JSON is invalid.
+        ValueError: if the JSON is invalid.
+        RecursionError: if the JSON is nested too deeply.
     """
     return json.loads(data.decode(), object_pairs_hook=_object)
 
 
 def reason_of(error: Exception) -> str:
-    """Return the error text, truncated, because it may quote whole files."""
+    """Return the type and the text of an error, truncated because the text may quote whole files."""
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
 
 
@@ -133,7 +134,7 @@ def _dense(spec: _Dense) -> DenseSpec:
 
 
 def _check_place(manifest: Manifest) -> None:
-    """Check that an entry of the log follows its predecessor, and that a merged entry spans its versions."""
+    """Check the batches, kind, parent and newest snapshot of an entry, and the range of a merged entry."""
     version, parent, snapshot = manifest.version, manifest.parent, manifest.snapshot
     if manifest.batches[0] > manifest.batches[1]:
         raise ValueError(f"its batches are {manifest.batches}")
@@ -151,7 +152,10 @@ def _check_place(manifest: Manifest) -> None:
 
 
 def _check_blocks(manifest: Manifest) -> None:
-    """Check that blocks are inside their tables, do not overlap within a kind, and in a snapshot cover the tables."""
+    """Check that all blocks are inside their tables, and that whole blocks do not overlap, nor listed blocks.
+
+    Whole blocks of a snapshot must cover the tables.
+    """
     listed: dict[str, list[Block]] = {fqn: [] for fqn in manifest.tables}
     whole: dict[str, list[Block]] = {fqn: [] for fqn in manifest.tables}
     for part in manifest.parts:
@@ -185,7 +189,13 @@ def _check_dense(manifest: Manifest) -> None:
 
 
 def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the number of blocks that cover each cell of the grid of the blocks' edges."""
+    """Return the number of blocks that cover each cell of a table, ``[row ranges, column ranges]``.
+
+    The cells are bounded by the row and column edges of the blocks and of the table.
+
+    Raises:
+        ValueError: if there are too many cells.
+    """
     rows = np.unique([0, table.num_rows, *(edge for block in blocks for edge in block.rows)])
     columns = np.unique([0, table.dim, *(edge for block in blocks for edge in block.columns)])
     if len(rows) * len(columns) > _MAX_CELLS:

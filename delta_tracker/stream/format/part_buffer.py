@@ -25,16 +25,16 @@ class PartSource(Protocol):
         """Return the bytes ``[begin, end)``. They may be unchecked before :meth:`finish`."""
 
     def finish(self) -> None:
-        """Read the remaining bytes and compare the part with its record. A call after an error resumes."""
+        """Read the remaining bytes and compare the part with its record. A call after an error resumes there."""
 
 
 class PartBuffer:
-    """Memory for the parts of a version, reused for the next version. Allocating it costs more than reading into it.
+    """Memory for the parts of a version, reused for the next version.
 
-    The memory is reusable once every array and tensor that refers to it has been garbage-collected. While a version is
-    in use, the next one is read into other memory.
+    Allocating new memory takes longer than reading into it. The memory is reusable once every array and tensor that
+    refers to it has been garbage-collected. While a version is in use, the next one is read into other memory.
 
-    Memory: see :class:`~delta_tracker.buffers.BufferPool`; at most 320 MiB of it are free.
+    Memory: that of a :class:`~delta_tracker.buffers.BufferPool`, which keeps at most 320 MiB of free memory.
     """
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class PartBuffer:
 
     @property
     def free_bytes(self) -> int:
-        """Number of bytes kept for the next version."""
+        """Number of free bytes kept for the next version."""
         return self._pool.free_bytes
 
     def keep(self, parts: Sequence[Part], sources: list[PartSource]) -> None:
-        """Keep the partly read sources of a version after an error."""
+        """Store the partly read sources of the version with ``parts``, so that the next attempt can resume."""
         self._begun = tuple(parts), sources
 
     def begun(self, parts: Sequence[Part]) -> list[PartSource] | None:
-        """Return the kept sources of these parts, None if there are none. Drops the kept sources in any case."""
+        """Return the sources that :meth:`keep` stored for these parts, else None. Drops all stored sources."""
         kept, self._begun = self._begun, None
         return kept[1] if kept is not None and kept[0] == tuple(parts) else None
 

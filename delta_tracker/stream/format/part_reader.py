@@ -1,4 +1,4 @@
-"""Reader of parts. It returns nothing of a part before the whole part has been checked against its record."""
+"""Reader of parts, which checks a whole part against its record before it returns any of its contents."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ class PartReader:
     """Rows and dense tensors of a part. The constructor checks all of them.
 
     Memory: the whole part if it has at most ``memory_bytes``; otherwise a few pieces of 8 MiB, and 8 bytes per listed
-    row for its id. Rows are views of that memory.
+    row for its id. Rows and tensors may be views of that memory.
 
     Args:
         storage: store of the stream.
         part: record of the part, from a checked manifest.
-        manifest: the manifest.
+        manifest: manifest of the version.
         memory_bytes: maximum size of a part that is held in memory.
         out: memory for the part's bytes; None allocates new memory.
-        source: the part's bytes, if reading has already begun.
+        source: source of the part's bytes, possibly partly read; None creates a new one, which uses ``memory_bytes``
+            and ``out``.
 
     Raises:
         CorruptPartError: if the bytes do not match the record.
@@ -78,7 +79,7 @@ class PartReader:
         source = source or _source(storage, part, memory_bytes, out)
         self._read = source.read
         try:
-            # The header first: it rejects most invalid files before the rest of a large one is read.
+            # Check the header first: most invalid files are rejected before the rest of a large one is read.
             self._spans = self._layout()
             source.finish()
             self._ids = [self._checked_ids(index, block) for index, block in enumerate(part.blocks)]
@@ -97,7 +98,10 @@ class PartReader:
         ]
 
     def stored(self, index: int, begin: int, end: int) -> Tensor:
-        """Return the rows ``begin`` to ``end`` of the part's ``index``-th block, ``[N, width]`` as they are stored.
+        """Return the rows ``begin`` to ``end`` of the part's ``index``-th block as they are stored.
+
+        Returns:
+            ``[end - begin, width]`` in the encoding's dtype, as :class:`BlockRows` describes them.
 
         Raises:
             CorruptPartError: if a large part changed after it was checked.
@@ -122,7 +126,11 @@ class PartReader:
         return torch.from_numpy(data).view(span.dtype).view(span.shape)
 
     def _layout(self) -> dict[str, _Span]:
-        """Read the header. Check that the tensors have the expected names, dtypes and shapes, and fill the file."""
+        """Read the header, and return the spans of the tensors by name.
+
+        Raises:
+            ValueError: if the tensors do not have the expected names, dtypes and shapes, or do not fill the file.
+        """
         size = self.part.num_bytes
         header_bytes = int.from_bytes(self._read(0, min(SIZE_BYTES, size)).tobytes(), "little")
         position = SIZE_BYTES + header_bytes
@@ -153,7 +161,7 @@ class PartReader:
         return spans
 
     def _expected(self) -> dict[str, tuple[torch.dtype, tuple[int, ...] | None]]:
-        """Return dtype and shape of every tensor; None for a shape that only the file defines."""
+        """Return the dtype and shape of every tensor by name; the shape is None if only the file defines it."""
         expected: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
         for index, block in enumerate(self.part.blocks):
             if block.ids == "list":
@@ -168,7 +176,7 @@ class PartReader:
         return expected
 
     def _check_flags(self) -> None:
-        """Check that bool tensors hold only 0 and 1; torch does not check it."""
+        """Check that bool tensors hold only the bytes 0 and 1, because torch does not."""
         for index, name in enumerate(self.part.dense):
             span = self._spans[dense_key(index)]
             if span.dtype == torch.bool and (self._read(span.begin, span.end) > 1).any():
@@ -242,7 +250,7 @@ class _Pieces:
         self._whole = xxhash.xxh3_128()
         self._digests: list[bytes] = []
         self._is_checked = False
-        self._held: tuple[int, NDArray[np.uint8]] | None = None  # the piece that was read last
+        self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
 
     def finish(self) -> None:
         if self._is_checked:
@@ -308,7 +316,8 @@ def read_parts(
     interruption, and the next call for the same parts resumes there.
 
     Raises:
-        CorruptPartError, StorageError: as :class:`PartReader`.
+        CorruptPartError: if the bytes of a part do not match its record.
+        StorageError: if the store cannot be read.
     """
     sources = None if buffer is None else buffer.begun(manifest.parts)
     if sources is None:

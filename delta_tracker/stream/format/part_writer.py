@@ -1,7 +1,8 @@
 """Writer of parts: rows and dense tensors as the bytes of a safetensors file, as ``stream/FORMAT.md`` specifies.
 
-The file is written directly from the tensors' memory, chunk by chunk, and read without a copy. The ``safetensors``
-package supports neither on an object store, and its ``save`` to bytes makes a publish several times slower.
+The file is written directly from the tensors' memory, chunk by chunk, and can be read without a copy. The
+``safetensors`` package supports neither on an object store, and its ``save`` to bytes makes a publish several times
+slower.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """Tensor in the file."""
+    """Tensor in the file; its values are the concatenated ``chunks``."""
 
     key: str
     dtype: torch.dtype
@@ -41,7 +42,7 @@ class PartWriter:
     Args:
         name: name of the part in the store.
         rows: rows to write. Each chunk is read after the preceding one was written.
-        dense: dense tensors to write, by name.
+        dense: dense tensors to write, by name; None for none.
     """
 
     def __init__(self, name: str, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> None:
@@ -99,7 +100,7 @@ class PartWriter:
 
 
 def dense_key(index: int) -> str:
-    """Return the name of a part's ``index``-th dense tensor."""
+    """Return the name of the ``index``-th dense tensor in the file of a part."""
     return f"dense.{index}"
 
 
