@@ -30,15 +30,17 @@ _NOTHING_IS_READ = nullcontext()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """The rows that a read covers, before top-k leaves any out.
+    """Pending rows that a read found, before top-k leaves any out.
 
     Args:
         consumer: name of the consumer.
         start: log position of the cursor.
         stop: log position of the cut.
-        batches: half-open range of ``step()`` counts.
-        rows: table FQN to changed rows, including rows that earlier reads left out.
-        shared: the tables whose rows are tensors of the log. Copy them before they leave the tracker.
+        batches: ``step()`` counts at the consumer's last committed read and at this one.
+        rows: table FQN to changed rows, including carried rows (see
+            :class:`~delta_tracker.tracker.consumer_positions.ConsumerPositions`).
+        shared: FQNs of the tables whose tensors in ``rows`` belong to the log. Copy these tensors before returning
+            them to the user.
     """
 
     consumer: str
@@ -54,7 +56,7 @@ class Standing:
     """Lag and number of pending rows of a consumer.
 
     Args:
-        lag: lag since its last committed read.
+        lag: lag of the consumer.
         pending: table FQN to number of pending rows; empty if they were not counted.
     """
 
@@ -73,8 +75,8 @@ class ChangeLog:
         consumers: names of the consumers.
         delete_on_read: drop rows that every consumer has committed.
         auto_compact: compact in :meth:`output_launched`; otherwise after every read.
-        max_bytes: maximum size in bytes of the log, including rows that reads left out. Above it the consumer that lags
-            furthest is dropped. None for no limit.
+        max_bytes: maximum size in bytes of the log and the carried rows. Above it the consumer that lags furthest is
+            dropped. None for no limit.
         received: called with each committed read, while the lock is held. Not called for reads of the consumers that a
             publisher adds while it copies a snapshot.
     """
@@ -98,7 +100,7 @@ class ChangeLog:
         self._delete_on_read = delete_on_read
         self._auto_compact = auto_compact
         self._is_compact = True  # no cut, commit or abort since the last compaction
-        self._is_reading = False  # no cursor pins the cut between read() and seal()
+        self._is_reading = False  # True between read() and seal(), while nothing pins the read's cut
         self._max_bytes = max_bytes
         self._received = received
         self._position = 0
@@ -149,24 +151,34 @@ class ChangeLog:
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the rows that reads left out."""
+        """Bytes of the carried rows of all consumers."""
         with self.lock:
             return self._consumers.num_bytes
 
     def memory(self) -> Memory:
-        """Return the bytes held by the log and by the stores' copies of their shards."""
+        """Return the bytes of the log, of the stores' copies of their shards, and of the carried rows."""
         with self.lock:
             copies = sum(store.copy_bytes for store in self._stores.values())
             return Memory(self.log_bytes, copies, self.carried_bytes)
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
-        """Number of rows recorded as changed so far by table FQN, repeats included. Does not wait for the device."""
+        """Mapping from table FQN to the number of rows recorded as changed so far, repeats included.
+
+        Does not wait for the device.
+        """
         with self.lock:
             return dict(self._num_recorded)
 
     def num_pending(self, consumer: str | None) -> dict[str, int]:
-        """Return the number of pending rows of a consumer by table FQN. Waits for the device."""
+        """Return the number of pending rows of a consumer by table FQN. Waits for the device.
+
+        Args:
+            consumer: its name; None selects the only consumer.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+        """
         with self.lock:
             name = self._consumers.resolve(consumer)
             self.notice_writes(self._stores)
@@ -182,11 +194,14 @@ class ChangeLog:
             }
 
     def standings(self, *, counts: bool) -> dict[str, Standing]:
-        """Return the lag of each consumer, except those that a publisher adds while it copies a snapshot.
+        """Return the lag and the pending rows of each consumer, by name.
+
+        Consumers that a publisher adds while it copies a snapshot are omitted. All rows are pending for a dropped
+        consumer.
 
         Args:
-            counts: count the pending rows, which waits for the device. If False, only dropped consumers have a count,
-                which is all rows.
+            counts: count the pending rows, which waits for the device. If False, ``pending`` is empty except for
+                dropped consumers.
         """
         with self.lock:
             found: dict[str, Standing] = {}
@@ -220,7 +235,13 @@ class ChangeLog:
 
         While it is reserved, :meth:`resolve` raises an error that names ``holder``.
 
-        Raises: the errors of :meth:`resolve`.
+        Args:
+            consumer: its name; None selects the only consumer.
+            holder: description of the owner, for the error.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+            ReservedConsumerError: if it is already reserved.
         """
         with self.lock:
             name = self.resolve(consumer)
@@ -233,12 +254,16 @@ class ChangeLog:
             self._consumers.reserve(consumer, None)
 
     def position(self, consumer: str) -> int:
-        """Return the log position of a consumer's cursor. Every committed read moves it."""
+        """Return the log position of a consumer's cursor. Every committed read moves the cursor."""
         with self.lock:
             return self._consumers.start(consumer)[0]
 
     def is_behind(self, consumer: str | None) -> bool:
-        """Return True if a consumer was dropped and needs a snapshot."""
+        """Return True if a consumer was dropped and needs a snapshot. None selects the only consumer.
+
+        Raises:
+            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+        """
         with self.lock:
             return self._consumers.is_behind(self._consumers.resolve(consumer))
 
@@ -270,7 +295,7 @@ class ChangeLog:
                 self._stores[fqn].open_batch(key, table_ids)
 
     def applied(self, key: int, tables: Iterable[str]) -> None:
-        """Close batch ``key`` in some tables, because their rows have been written."""
+        """Close batch ``key`` in the tables with the FQNs ``tables``, because its rows have been written there."""
         with self.lock:
             self._open.pop(key, None)
             for fqn in tables:
@@ -279,13 +304,17 @@ class ChangeLog:
     def ended(self, key: int) -> None:
         """Close batch ``key`` at the next cut, batch or :meth:`step`, whether or not its rows were written.
 
-        Lock-free, because a destructor may call it in any thread. Call it when nothing can write the rows any more.
-        Every cut before the call has marked the rows again, so that the first read after it includes them.
+        Lock-free, because a destructor may call it in any thread. Call it when nothing can write the rows any more. No
+        update is lost: every cut while the batch was open has marked its rows again, so that the next read returns
+        them.
         """
         self._ended.append(key)
 
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
-        """Mark rows of a table, as :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark` does."""
+        """Mark rows of table ``fqn``.
+
+        The other arguments are those of :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`.
+        """
         with self.lock, profiler_range("delta_tracker: record"):
             if states is None and not is_written:
                 self._notice_before_capture([fqn])
@@ -293,22 +322,25 @@ class ChangeLog:
             self._stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of those tables whose weights were written in place without a report."""
+        """Mark all rows of each table in ``fqns`` whose weights were written in place without a report."""
         with self.lock:
             for fqn in fqns:
                 if self._stores[fqn].notice_writes():
                     self._count(fqn, None)
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore the in-place writes to the weights of some tables so far, because their rows were reported."""
+        """Ignore all in-place writes so far to the weights of the tables ``fqns``, because a hook reported the rows."""
         with self.lock:
             for fqn in fqns:
                 self._stores[fqn].acknowledge_writes()
 
     def replace(self, stores: Mapping[str, SegmentStore]) -> None:
-        """Replace the stores of some tables and mark all their rows, with unknown old states.
+        """Replace the stores of some tables, and mark all rows of these tables, with unknown old states.
 
-        Aborts uncommitted reads.
+        Aborts all uncommitted reads. Does nothing if ``stores`` is empty.
+
+        Args:
+            stores: table FQN to its new store.
         """
         with self.lock:
             if stores:
@@ -321,9 +353,9 @@ class ChangeLog:
             self._reads_shards = any(store.reads_shard for store in self._stores.values())
 
     def state(self) -> LogState:
-        """Return the pending rows of every consumer, those of uncommitted reads and open batches included.
+        """Return the pending rows of every consumer, including those of uncommitted reads and open batches.
 
-        Waits for the device. Moves no cursor.
+        Consumers that a publisher adds while it copies a snapshot are omitted. Waits for the device. Moves no cursor.
         """
         with self.lock, one_cut():
             self.notice_writes(self._stores)
@@ -361,7 +393,7 @@ class ChangeLog:
                 self._lag.placed(name, self._position, has_rows=pending.has_rows)
 
     def mark_everything(self) -> None:
-        """Replace the pending rows of every consumer with all rows, old states unknown. Aborts uncommitted reads."""
+        """Make all rows pending for every consumer, with unknown old states. Aborts uncommitted reads."""
         with self.lock:
             nothing = {name: PendingState(self._num_batches, {}) for name in self._consumers.names}
             self.restore(LogState(self._num_batches, nothing, {}))
@@ -391,10 +423,10 @@ class ChangeLog:
             self._tidy(self._shed)
 
     def output_launched(self) -> None:
-        """Compact after an output distribution was launched, if ``auto_compact`` is set. Does not block.
+        """Compact the log if ``auto_compact`` is set. Called after an output distribution was launched.
 
-        Does nothing if there was no cut, commit or abort since the last compaction, during a read, or if another thread
-        holds the lock.
+        Does not block. Does nothing during a read, if another thread holds the lock, or if there was no cut, commit or
+        abort since the last compaction.
         """
         if self._auto_compact and not self._is_compact and self.lock.acquire(blocking=False):
             try:
@@ -405,7 +437,10 @@ class ChangeLog:
 
     @property
     def _compacts_after_odist(self) -> bool:
-        """True if :meth:`output_launched` compacts. Otherwise reads do, because they wait for the device anyway."""
+        """True if the log is compacted in :meth:`output_launched`, False if it is compacted after reads.
+
+        Compaction that waits for the device always runs after reads, which wait for the device anyway.
+        """
         return self._auto_compact and not any(store.compact_waits for store in self._stores.values())
 
     def read(self, consumer: str, *, with_states: bool = True) -> Reading:
@@ -415,8 +450,8 @@ class ChangeLog:
 
         Args:
             consumer: name of the consumer.
-            with_states: return the old states too, in a mode that keeps them. Required if the delta will leave out
-                rows, which would lose their states otherwise.
+            with_states: return the old states too, in a mode that keeps them. Required if the delta may leave out rows,
+                because their old states would be lost otherwise.
 
         Raises:
             NeedsSnapshotError: if the consumer was dropped.
@@ -438,7 +473,10 @@ class ChangeLog:
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows, shared)
 
     def discard(self) -> None:
-        """Remove the cut of a failed :meth:`read`. An earlier uncommitted read of the consumer stays valid."""
+        """Merge the segments that a failed :meth:`read` separated.
+
+        An earlier uncommitted read of the consumer stays valid.
+        """
         with self.lock:
             self._is_reading = False
             self._tidy(self.compact)
@@ -480,7 +518,8 @@ class ChangeLog:
 
         Args:
             consumer: its name.
-            holder: reserve it for this owner and do not save it in checkpoints. None adds an ordinary consumer.
+            holder: owner of a transient consumer, which is reserved for this owner and not saved in checkpoints. None
+                adds an ordinary consumer.
 
         Raises:
             InvalidArgumentError: if a consumer of this name exists.
@@ -511,7 +550,7 @@ class ChangeLog:
             self.compact()
 
     def rewind(self, consumer: str) -> None:
-        """Move a consumer back to the start of the log.
+        """Move a consumer back to the start of the log and abort its uncommitted read.
 
         Raises:
             InvalidArgumentError: if the log drops rows after reads (``delete_on_read``).
@@ -540,7 +579,10 @@ class ChangeLog:
     def _changed_since(
         self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None, *, with_states: bool = True
     ) -> dict[str, ChangedRows]:
-        """Return the carried rows and those marked in ``[start, stop)``, by table FQN. None means no upper bound."""
+        """Return the rows in ``carried`` and the rows marked in ``[start, stop)``, by table FQN.
+
+        A ``stop`` of None means no upper bound. For rows in both, the old states of ``carried`` are returned.
+        """
         end = self._position + 1 if stop is None else stop
         rows = {fqn: store.changed(start, end, with_states=with_states) for fqn, store in self._stores.items()}
         for fqn, older in carried.items():
@@ -566,9 +608,9 @@ class ChangeLog:
         self._tidy(*([self.compact] if compacts else []), self._shed)
 
     def _tidy(self, *tasks: Callable[[], None]) -> None:
-        """Run maintenance tasks. If memory runs out, log the error and skip the remaining tasks until the next call.
+        """Run maintenance tasks. If one runs out of memory, log the error and skip the remaining tasks.
 
-        The log stays complete, and the preceding read or commit has succeeded.
+        No pending row is lost, the preceding read or commit stays valid, and the next call tries again.
         """
         try:
             for task in tasks:
@@ -577,7 +619,7 @@ class ChangeLog:
             _logger.exception("could not compact the change log; the next read retries")
 
     def _close_ended(self) -> None:
-        """Close the batches queued by :meth:`ended`. Only those of backward passes that raised are still open."""
+        """Close the batches queued by :meth:`ended`. Most are closed already, except after failed backward passes."""
         while self._ended:
             key = self._ended.popleft()
             for fqn in self._open.pop(key, ()):
@@ -589,7 +631,7 @@ class ChangeLog:
             self.notice_writes([fqn for fqn in fqns if self._stores[fqn].keeps_states])
 
     def _reading_shards(self) -> AbstractContextManager[None]:
-        """Return :func:`one_cut` if a store reads its shard. Otherwise skip it, which saves 2 microseconds."""
+        """Return :func:`one_cut` if a store reads its shard, otherwise a null context, which is faster."""
         return one_cut() if self._reads_shards else _NOTHING_IS_READ
 
     def _cut(self) -> None:

@@ -26,9 +26,9 @@ class Lag:
 class LagClock:
     """Clock that measures the lag of consumers, with one timestamp per range of log positions instead of one per row.
 
-    The age of the oldest row in the log is exact. For rows that reads left out, only the age of the oldest one so far
-    is kept until all of them are read, which is an upper bound. The age of a row that is found by comparison with a
-    copy counts from the read that found it, which is a lower bound.
+    The age of the oldest row in the log is exact. For rows that reads left out, only the timestamp of the oldest one is
+    kept until a read leaves no row out, so that the reported age is an upper bound. The age of a row that is found by
+    comparison with a copy counts from the read that found it, which is a lower bound.
 
     Example:
         >>> clock = LagClock()
@@ -47,12 +47,18 @@ class LagClock:
         self._left_out: dict[str, float] = {}
 
     def recorded(self, position: int) -> None:
-        """Record that rows changed at a position. Keeps the first time of each position."""
+        """Record that rows changed at a position. Only the first call for a position sets its timestamp."""
         if position not in self._recorded:
             self._recorded[position] = time.monotonic()
 
     def placed(self, consumer: str, position: int, *, has_rows: bool = False) -> None:
-        """Record that a consumer was moved to a position now, with earlier rows still pending if ``has_rows``."""
+        """Record that a consumer was added at a position or moved there.
+
+        Args:
+            consumer: its name.
+            position: position of its cursor.
+            has_rows: True if rows from before the position are pending. Their age then counts from this call.
+        """
         now = time.monotonic()
         self._positions[consumer], self._committed[consumer] = position, now
         self._left_out.pop(consumer, None)
@@ -60,23 +66,32 @@ class LagClock:
             self._left_out[consumer] = now
 
     def found(self, consumer: str, num_rows: int) -> None:
-        """Record that a read found ``num_rows`` pending rows, some of which may not have been recorded before."""
+        """Record that a read found ``num_rows`` pending rows.
+
+        If the clock has no timestamp for them, their age counts from this call.
+        """
         if num_rows and not self._is_known(consumer):
             self._left_out[consumer] = time.monotonic()
 
     def distrusted(self, consumer: str) -> None:
-        """Record that rows became pending for one consumer only."""
+        """Record that rows were made pending for one consumer without a change at a log position."""
         self._left_out.setdefault(consumer, time.monotonic())
 
     def committed(self, consumer: str, position: int, *, leaves_out: bool) -> None:
-        """Record that a consumer committed a read up to a position; some rows stay pending if ``leaves_out``."""
+        """Record that a consumer committed a read.
+
+        Args:
+            consumer: its name.
+            position: position at the end of the read.
+            leaves_out: True if the read left out rows, which stay pending.
+        """
         since = self._pending_since(consumer) if leaves_out else None
         self.placed(consumer, position)
         if since is not None:
             self._left_out[consumer] = since
 
     def given_up(self, consumer: str, position: int) -> None:
-        """Record that a consumer was dropped and moved to a position. Keeps the age of its oldest pending row."""
+        """Record that a consumer was dropped and moved to a position. The age of its oldest pending row is kept."""
         since = self._pending_since(consumer)
         self._positions[consumer] = position
         if since is not None:
@@ -91,8 +106,8 @@ class LagClock:
         """Merge timestamps that no cursor or uncommitted read separates.
 
         Args:
-            pinned: positions that uncommitted reads need; the cursors are added to them.
-            forgets: drop timestamps before all cursors too, because no consumer will be moved there.
+            pinned: ends of uncommitted reads, across which timestamps must not be merged. Cursors need not be included.
+            forgets: also drop timestamps before all cursors. Set it if no consumer can be moved back there.
         """
         if forgets and not pinned and self._recorded:
             start = min(self._positions.values(), default=0)

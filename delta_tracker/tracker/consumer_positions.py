@@ -1,4 +1,4 @@
-"""The position of each consumer in the log: its cursor, its uncommitted read, and the rows that its reads left out."""
+"""The position of each consumer in the log: its cursor, its uncommitted read and its carried rows."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ class _Consumer:
 
 
 class ConsumerPositions:
-    """Cursor of each consumer, counted in cuts and in batches, and the rows that its committed reads left out.
+    """Cursor of each consumer, counted in cuts and in batches, with its uncommitted read and its carried rows.
+
+    *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out, rows
+    that were restored from a checkpoint or by a rewind, and rows that were distrusted.
 
     :meth:`seal` stores a consumer's uncommitted read. :meth:`commit` moves the cursor to the end of the read and
-    carries over the rows that it left out. :meth:`abort` discards the read. Sealing again replaces the uncommitted
+    carries the rows that the read left out. :meth:`abort` discards the read. Sealing again replaces the uncommitted
     read; committing the replaced one raises :class:`StaleDeltaError`.
 
     Args:
@@ -49,13 +52,19 @@ class ConsumerPositions:
 
     @property
     def pinned(self) -> set[int]:
-        """Positions of cursors and ends of uncommitted reads. Segments must not be merged across them."""
+        """Positions across which segments must not be merged: cursors and ends of uncommitted reads.
+
+        Dropped consumers have none.
+        """
         standing = self._standing.values()
         return {each.position for each in standing} | {each.sealed.stop for each in standing if each.sealed is not None}
 
     @property
     def oldest(self) -> int | None:
-        """Smallest cursor of a consumer that was not dropped. No read starts before it. None if there is none."""
+        """Smallest cursor position of the consumers that were not dropped; None if all were dropped.
+
+        No read starts before this position.
+        """
         return min((each.position for each in self._consumers.values() if not each.is_behind), default=None)
 
     @property
@@ -66,7 +75,7 @@ class ConsumerPositions:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows that are carried over."""
+        """Bytes of the carried rows of all consumers."""
         return sum(rows.num_bytes for each in self._consumers.values() for rows in each.carried.values())
 
     def resolve(self, name: str | None) -> str:
@@ -82,7 +91,14 @@ class ConsumerPositions:
         return name
 
     def reserve(self, name: str, holder: str | None, *, is_transient: bool = False) -> None:
-        """Reserve consumer ``name`` for ``holder``. None ends the reservation."""
+        """Reserve consumer ``name`` for ``holder``. None ends the reservation.
+
+        Args:
+            name: the consumer.
+            holder: description of the owner, for errors.
+            is_transient: True if the consumer exists only while a snapshot is copied. It is then not saved in
+                checkpoints and has no metrics.
+        """
         self._consumers[name].holder = holder
         self._consumers[name].is_transient = is_transient
 
@@ -107,19 +123,26 @@ class ConsumerPositions:
         return consumer.position, consumer.batch
 
     def carried(self, name: str) -> Mapping[str, ChangedRows]:
-        """Return the rows that the committed reads of ``name`` have left out, by table FQN."""
+        """Return the carried rows of consumer ``name``, by table FQN."""
         return self._consumers[name].carried
 
     def is_behind(self, name: str) -> bool:
-        """Return True if ``name`` was dropped and needs a snapshot."""
+        """Return True if consumer ``name`` was dropped and needs a snapshot."""
         return self._consumers[name].is_behind
 
     def is_transient(self, name: str) -> bool:
-        """Return True if ``name`` exists only while a snapshot is copied and is not saved in checkpoints."""
+        """Return True if consumer ``name`` exists only while a snapshot is copied and is not saved in checkpoints."""
         return self._consumers[name].is_transient
 
     def place(self, name: str, position: int, batch: int, *, is_behind: bool = False) -> None:
-        """Add consumer ``name`` at ``position``, or move it there, with nothing pending from before it."""
+        """Add consumer ``name`` at a position, or move it there. Discards its uncommitted read and its carried rows.
+
+        Args:
+            name: the consumer. It keeps its reservation.
+            position: position of the cursor.
+            batch: ``step()`` count of the cursor.
+            is_behind: mark the consumer as dropped.
+        """
         placed = _Consumer(position=position, batch=batch, is_behind=is_behind)
         known = self._consumers.get(name)
         if known is not None:
@@ -131,24 +154,33 @@ class ConsumerPositions:
         self.place(name, position, self._consumers[name].batch, is_behind=True)
 
     def rewind(self, name: str) -> None:
-        """Move consumer ``name`` to the log's first position, with the rows of :attr:`origin` pending."""
+        """Move consumer ``name`` to the log's first position and carry the rows of :attr:`origin`.
+
+        Discards its uncommitted read.
+        """
         self.place(name, 0, 0)
         self._consumers[name].carried = self._origin
 
     def restore(self, position: int, states: Mapping[str, PendingState], origin: Mapping[str, ChangedRows]) -> None:
-        """Move every consumer of ``states`` to ``position``, with its pending rows. Discards uncommitted reads."""
+        """Move consumers to a position and replace their carried rows. Discards their uncommitted reads.
+
+        Args:
+            position: position of the cursors.
+            states: consumer name to its pending rows, which become its carried rows.
+            origin: the new :attr:`origin`.
+        """
         self._origin = origin
         for name, state in states.items():
             self.place(name, position, state.batch, is_behind=state.is_behind)
             self._consumers[name].carried = {fqn: rows for fqn, rows in state.rows.items() if len(rows)}
 
     def carry(self, name: str, fqn: str, rows: ChangedRows, *, in_origin: bool) -> None:
-        """Make rows pending for ``name``, replacing carried rows of the same ids. Discards its uncommitted read.
+        """Carry rows for a consumer, replacing its carried rows with the same ids. Discards its uncommitted read.
 
         Args:
             name: the consumer.
             fqn: the table.
-            rows: the rows.
+            rows: the rows, with local ids.
             in_origin: add them to :attr:`origin` too, so that :meth:`rewind` makes them pending.
         """
         consumer = self._consumers[name]
@@ -158,7 +190,10 @@ class ConsumerPositions:
             self._origin = _over(rows, fqn, self._origin)
 
     def forget_tables(self, fqns: Collection[str]) -> None:
-        """Drop the carried rows of some tables, whose ids refer to other rows now. Discards all uncommitted reads."""
+        """Drop all carried rows of the tables ``fqns``, because their ids now refer to different rows.
+
+        Discards all uncommitted reads.
+        """
         self._origin = {fqn: rows for fqn, rows in self._origin.items() if fqn not in fqns}
         for consumer in self._consumers.values():
             consumer.carried = {fqn: rows for fqn, rows in consumer.carried.items() if fqn not in fqns}
@@ -195,7 +230,7 @@ class ConsumerPositions:
 
     @property
     def _standing(self) -> dict[str, _Consumer]:
-        """Consumers that were not dropped. Only they need the log."""
+        """Mapping from name to consumer, for the consumers that were not dropped. Only these read the log."""
         return {name: each for name, each in self._consumers.items() if not each.is_behind}
 
     def _sealed_by(self, delta: Delta) -> _Consumer:

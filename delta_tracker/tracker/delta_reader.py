@@ -1,6 +1,6 @@
-"""Build the delta that a consumer's read returns: changed rows of the log, their values and states, and top-k.
+"""Build the delta that a consumer's read returns: select rows of the log by top-k and add their values and states.
 
-Letters: ``N`` rows of a table, ``D`` columns of its shard.
+Notation: ``N`` is the number of changed rows of a table.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta, DeltaRows
 
 _ID_BYTES = 8
-_CHUNK_ROWS = 1 << 15  # of 64 numbers: eight megabytes, which stay in a large cache
+_CHUNK_ROWS = 1 << 15  # 8 MiB for rows of 64 float32 columns, which fit into a large CPU cache
 
 
 class DeltaReader:
-    """Reads the deltas of a log's consumers, in one tracking mode.
+    """Reader of the deltas of a log's consumers, in one tracking mode.
 
     Args:
         log: the change log.
-        model: the tracked model, which has the current rows.
-        capture: the mode's strategy.
+        model: the tracked model, from which the current rows are read.
+        capture: strategy of the tracking mode.
     """
 
     def __init__(self, log: ChangeLog, model: TrackedModel, capture: Capture) -> None:
@@ -53,17 +53,19 @@ class DeltaReader:
         top_k: TopK | None,
         ranks: AllRanks | None = None,
     ) -> Delta:
-        """Read a consumer's delta. Raises the errors of ``ModelDeltaTracker.get_delta``.
+        """Read a consumer's delta.
+
+        The errors are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
 
         Args:
-            consumer: name of a consumer, which must not be reserved for another owner.
+            consumer: name of a consumer. Callers must have checked that it is not reserved for another owner.
             commit: commit the read immediately.
             with_states: add the states, in a mode that has them.
-            with_values: add the current rows.
+            with_values: add the current values of the rows.
             with_optimizer: add the fused optimizer's current states of the rows.
-            top_k: budget of rows. The read is then a collective.
-            ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, created at the first such
-                read.
+            top_k: budget of the delta, with which the read is a collective; None returns all pending rows.
+            ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, which the first read with
+                ``top_k`` creates.
         """
         with self._log.lock, one_cut(), profiler_range("delta_tracker: read"):
             try:
@@ -90,7 +92,7 @@ class DeltaReader:
             return delta
 
     def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:
-        """Reject arguments that reads of these shards do not support.
+        """Reject arguments with which every read of this model fails.
 
         Raises:
             UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
@@ -113,10 +115,10 @@ class DeltaReader:
         with_values: bool,
         with_optimizer: bool,
     ) -> Delta:
-        """Return the delta of a read, with the current rows.
+        """Return the delta of a read. Values and optimizer states are those of the current rows.
 
         Args:
-            reading: the rows that the read covers.
+            reading: the pending rows that the read found.
             chosen: FQN to ``[N]`` bool, True for the rows to return; missing for tables of which all rows are returned.
             with_states: as in :meth:`read`.
             with_values: as in :meth:`read`.
@@ -161,10 +163,12 @@ class DeltaReader:
     ) -> dict[str, Tensor]:
         """Return a mask ``[N]`` bool of the rows to return, by table FQN. A collective.
 
+        The result has no entry for replicated tables, except on rank 0: the other ranks return all of their rows.
+
         Args:
             rows: the changed rows, or the error of this rank's read, which is reported to the other ranks.
             top_k: the budget.
-            ranks: ranks that share the budget.
+            ranks: ranks that share the budget; None for the group of all ranks, which is created at first use.
 
         Raises:
             InvalidArgumentError: if scores are NaN or have the wrong shape, or another rank failed.
@@ -203,7 +207,10 @@ class DeltaReader:
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
 
     def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:
-        """Return how far rows moved, ``[N]`` float32. Works in chunks to avoid a copy of all rows."""
+        """Return the tracking mode's score of each row, ``[N]`` float32; infinite where the score is NaN.
+
+        Works in chunks to avoid a copy of all rows.
+        """
         states = self._capture.states(shard, changed)
         assert states is not None, "every mode with scores has states"
         scores = torch.empty(len(changed), dtype=torch.float32, device=changed.ids.device)
@@ -213,10 +220,10 @@ class DeltaReader:
         return torch.where(scores.isnan(), torch.inf, scores)
 
     def _checked_scores(self, fqn: str, scores: Tensor, rows: ChangedRows) -> Tensor:
-        """Return a user's scores as float32, infinite for rows whose old state is unknown.
+        """Return the scores that a user's function computed, ``[N]`` float32; infinite where the old state is unknown.
 
         Raises:
-            InvalidArgumentError: if their shape is not ``[N]`` or another score is NaN.
+            InvalidArgumentError: if their shape is not ``[N]``, or a score is NaN although the old state is known.
         """
         if scores.shape == (len(rows),) and rows.known is not None:
             scores = torch.where(rows.known, scores, torch.inf)

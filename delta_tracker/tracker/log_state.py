@@ -14,9 +14,9 @@ class PendingState:
 
     Args:
         batch: ``step()`` count at its last committed read.
-        rows: table FQN to pending rows, with the states that the consumer last received. Tables without pending rows
+        rows: table FQN to pending rows, with the old states that the tracking mode keeps. Tables without pending rows
             may be missing.
-        is_behind: the consumer was dropped and needs a snapshot; ``rows`` is then empty.
+        is_behind: True if the consumer was dropped and needs a snapshot; ``rows`` is then empty.
     """
 
     batch: int
@@ -25,7 +25,7 @@ class PendingState:
 
     @property
     def has_rows(self) -> bool:
-        """True if any row is pending."""
+        """True if any row is pending. All rows are pending for a dropped consumer."""
         return self.is_behind or any(map(len, self.rows.values()))
 
 
@@ -36,7 +36,7 @@ class LogState:
     Args:
         num_batches: number of ``step()`` calls.
         consumers: consumer name to its pending rows.
-        history: table FQN to all rows changed since the start, or None if the log does not keep them.
+        history: table FQN to all rows changed since the tracker was created, or None if the log does not keep them.
     """
 
     num_batches: int
