@@ -29,7 +29,7 @@ _MAX_HEADER_BYTES = 1 << 28
 
 
 class _Wanted(dict[str, Tensor]):
-    """Tensors to load, possibly none.
+    """Tensors to load, by name; may be empty.
 
     If a rank has no shard of some table, DCP retries with the flattening of torch 2.3, which expects an entry in the
     checkpoint for an empty dict. ``values()`` of this dict is therefore never empty.
@@ -42,10 +42,11 @@ class _Wanted(dict[str, Tensor]):
 class SavedTracker:
     """``Stateful`` for ``dcp.load`` that loads a tracker's state from a checkpoint.
 
-    Each rank reads the headers of all parts, and then only the parts with rows of its shards. ``dcp.load`` calls
+    Each rank reads the headers of all parts, then only those parts that have rows of its shards. ``dcp.load`` calls
     :meth:`state_dict`, fills the tensors, and calls :meth:`load_state_dict`. DCP restores in alphabetical order of the
     keys and the model must be restored first, so use a key after the model's, such as ``"tracker"`` after ``"model"``.
-    An incompatible header or a missing tensor raises on every rank before anything is loaded, including the model.
+    If a header is incompatible or a tensor is missing, every rank raises an error before anything is loaded, including
+    the model.
 
     Args:
         tracker: tracker to load the state into.
@@ -69,10 +70,12 @@ class SavedTracker:
     def state_dict(self) -> dict[str, Tensor]:
         """Return empty tensors for the parts that this rank needs; no tensors if the checkpoint has no tracker state.
 
-        Raises: as :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`, and
-
-            InvalidArgumentError: if ``key`` is not one of the trackers in the checkpoint, or is None and there are
-                several.
+        Raises:
+            InvalidArgumentError: if the checkpoint has no tracker under ``key``, or ``key`` is None and it has several.
+            UnknownFormatError: if the format version of a header is unknown.
+            StateMismatchError: if the mode, consumers, tables or counters differ from the tracker's.
+            PartialStateError: if parts are missing.
+            MalformedStateError: if a header is invalid, or a tensor is missing or has another shape.
         """
         self._headers = {}
         metadata = self._reader.read_metadata()
@@ -99,12 +102,24 @@ class SavedTracker:
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load the tracker's state from the loaded tensors.
 
-        Raises: as :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`.
+        Raises the errors of :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`.
+
+        Args:
+            state_dict: the result of :meth:`state_dict`, filled; empty for a checkpoint without tracker state.
         """
         self._tracker.load_state_dict({**self._headers, **state_dict})
 
     def _read(self, metadata: Metadata, key: str, headers: list[str]) -> dict[str, Tensor]:
-        """Read the headers of all parts, without a collective."""
+        """Read the headers of all parts, without a collective, and return them by name.
+
+        Args:
+            metadata: metadata of the checkpoint.
+            key: key under which the tracker was saved; may be empty.
+            headers: names of the headers, without ``key``.
+
+        Raises:
+            MalformedStateError: if a header is not a tensor, or is too large.
+        """
         targets = {}
         for header in headers:
             name = f"{key}.{header}" if key else header

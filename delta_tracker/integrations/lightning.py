@@ -1,6 +1,7 @@
 """Callback to track, checkpoint and publish with a PyTorch Lightning ``Trainer``.
 
-Requires Lightning: ``from delta_tracker.integrations.lightning import TrackerCallback``.
+Import it with ``from delta_tracker.integrations.lightning import TrackerCallback``. The import raises
+:class:`~delta_tracker.errors.MissingExtraError` if ``pytorch_lightning`` is not installed.
 """
 
 from __future__ import annotations
@@ -23,22 +24,20 @@ _KEY = "delta_tracker"
 
 
 class TrackerCallback(Callback):
-    """Builds the tracker when ``fit`` starts, steps it after each batch, and adds its state to every checkpoint.
+    """Callback that builds the tracker when ``fit`` starts, steps it after each batch, and checkpoints its state.
 
-    Lightning writes only rank 0's checkpoint, so the parts of all ranks are gathered on rank 0. On a restore, after the
-    model is restored, each rank loads the rows of its own shards, at any world size. Without tracker state in the
-    checkpoint, every row is marked as changed.
+    The state is part of every checkpoint. Lightning writes only rank 0's checkpoint, so the parts of all ranks are
+    gathered on rank 0. After the model is restored, each rank loads the rows of its own shards, at any world size.
+    Without tracker state in the checkpoint, every row is marked as changed.
 
-    The callback does not keep Lightning's ``DistributedDataParallel`` away from the sharded model, and does not save or
-    restore sharded tensors. The training code must do both.
+    The training code must prevent Lightning from wrapping the sharded model in ``DistributedDataParallel``, and must
+    save and restore sharded tensors. The callback does neither.
 
     Args:
-        build: builds the tracker from the module, whose model must be sharded by then.
-        publish: builds the publisher of a tracker. Its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is
-            called after each batch, so pass it a cadence. None disables publishing.
-
-    Raises:
-        MissingExtraError: on import, if ``pytorch_lightning`` is not installed.
+        build: builds the tracker from the ``LightningModule``, whose model must already be sharded.
+        publish: builds the publisher of a tracker. The publisher needs a cadence, because its
+            :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch. None disables
+            publishing.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class TrackerCallback(Callback):
 
     @property
     def publisher(self) -> Publisher | None:
-        """Publisher of the current ``fit``, None if there is none."""
+        """Publisher of the current ``fit``; None if publishing is disabled or ``fit`` is not running."""
         return self._publisher
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the tracker state for :meth:`on_fit_start`, because the tracker does not exist yet."""
+        """Store the tracker state for :meth:`on_fit_start`, because the tracker does not exist yet."""
         del trainer, pl_module
         self._saved = checkpoint.get(_KEY, {})
 
@@ -98,7 +97,7 @@ class TrackerCallback(Callback):
             self._publisher.step()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Gather the tracker state on rank 0. A collective, like Lightning's saving of a checkpoint."""
+        """Gather the tracker state on rank 0 and add it to ``checkpoint``. Lightning calls this on every rank."""
         del trainer, pl_module
         checkpoint[_KEY] = self.tracker.state_dict(strategy="gather")
 

@@ -20,11 +20,12 @@ def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[st
             tensors, as in the model's ``state_dict``.
 
     Returns:
-        Name to detached tensor. Names are those of the model's ``state_dict``, or of the module's own if it is not part
-        of the model. A tensor with several names is returned under each of them.
+        Name to detached tensor. Names are those of the model's ``state_dict``; if ``dense`` is a module that is not
+        part of the model, those of its own. A tensor with several names is returned under each of them.
 
     Raises:
-        InvalidArgumentError: if the model has no tensor of a name, or a tensor is not whole on this rank.
+        InvalidArgumentError: if ``dense`` is a string, the model has no tensor of a name, or a selected tensor is of
+            a subclass such as ``DTensor``, sparse or on the meta device.
     """
     if isinstance(dense, nn.Module):
         found = dict(_tensors(model, dense))
@@ -43,7 +44,10 @@ def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[st
 
 
 def _tensors(model: nn.Module, root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers of ``root``, with their names in ``model`` if it is part of it."""
+    """Yield the parameters and persistent buffers of ``root``, except sharded ones, with their names.
+
+    Names are relative to ``model`` if ``root`` is part of it, otherwise to ``root``.
+    """
     torchrec = load_torchrec()
     inside = {id(module) for _, module in walk(root, "", torchrec, set())}
     modules = list(walk(model, "", torchrec, set()))
@@ -59,5 +63,5 @@ def _tensors(model: nn.Module, root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if name not in module._non_persistent_buffers_set:  # noqa: SLF001  as state_dict does
+        if name not in module._non_persistent_buffers_set:  # noqa: SLF001  also omitted by state_dict
             yield name, buffer

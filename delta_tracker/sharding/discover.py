@@ -35,7 +35,8 @@ class Kernel:
     Args:
         module: the module; takes a KeyedJaggedTensor and returns the looked-up rows.
         slots: FQN (None if untracked) and number of features of the table in each slot, in order.
-        is_fused: True if only its optimizer writes rows, inside the backward pass of the lookup. False if any code may.
+        is_fused: True if only the kernel's optimizer writes rows, inside the backward pass of the lookup. False if the
+            rows are ordinary parameters, which any code can write.
     """
 
     module: Any
@@ -48,8 +49,8 @@ class LocalShard:
     """This rank's shard of one table, and its location.
 
     Args:
-        spec: the block, with all column ranges on this rank.
-        places: kernel and slot of each column range of ``spec``, in order.
+        spec: rows and column ranges of the table on this rank.
+        places: kernel and slot of each column range of ``spec``, in order; empty if the rank has no rows of the table.
         device: device of the shard; the CPU if the rank has no rows of the table.
         is_fused: True if its rows are written only inside backward passes; the same on every rank.
     """
@@ -70,7 +71,7 @@ class Discovery:
         tables: table FQN to the whole table; the same on every rank.
         shards: table FQN to this rank's shard, which may have no rows.
         kernels: the kernels that hold at least one tracked shard.
-        skipped: FQNs of tables, and of modules and tensors without known tables, that ``fqns_to_skip`` excludes.
+        skipped: FQNs that ``fqns_to_skip`` excludes: tables, and sharded modules and tensors of other kinds.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -86,13 +87,14 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded ones.
-        fqns_to_skip: tables, and other sharded modules and tensors, to exclude, each by its FQN, the FQN of a module
-            above it, or one component of its FQN. A name that matches none of them causes a warning.
+        fqns_to_skip: names of the tables, and of the sharded modules and tensors of other kinds, to exclude. A name is
+            an FQN, the FQN of a module that contains it, or one component of an FQN. A name without a match causes a
+            warning.
 
     Raises:
         InvalidArgumentError: if ``fqns_to_skip`` is a string.
-        NoShardedModuleError: if there is nothing to track.
-        UnsupportedModuleError: if any other module or tensor is sharded.
+        NoShardedModuleError: if the model has no sharded table, and nothing is skipped.
+        UnsupportedModuleError: if a sharded module or tensor of another kind is not skipped.
         UnsupportedTableError: if a table's kernel cannot be tracked, or its geometry contradicts the sharding plan.
         MissingExtraError: if torchrec is not installed.
     """
@@ -131,9 +133,16 @@ def _warn_of_unused(skips: Sequence[str], known: Sequence[str]) -> None:
 
 
 def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with their FQNs as in ``state_dict``, to which wrappers add no component.
+    """Yield ``module`` and the modules below it with their FQNs, each once.
 
-    Does not descend into sharded collections, or into sharded modules that hold rows outside such collections.
+    FQNs are those of ``state_dict``, in which wrappers have no component; the wrappers themselves are not yielded. Does
+    not descend into sharded collections or into modules with :func:`has_unknown_rows`.
+
+    Args:
+        module: the root.
+        fqn: FQN of ``module``.
+        torchrec: classes of the installed torchrec.
+        seen: modules to omit; visited modules are added to it.
     """
     if module in seen:
         return
@@ -150,9 +159,10 @@ def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) 
 
 
 def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
-    """Return True if a module is sharded and holds rows other than in collections that exist on every rank.
+    """Return True for a sharded module with rows that cannot be tracked.
 
-    The result is the same on every rank, including ranks without rows of the module.
+    These are modules that contain no supported collection, and embedding towers, whose collections exist only on the
+    ranks of one host. The result is the same on every rank, including ranks without rows of the module.
     """
     if isinstance(module, torchrec.towers):
         return True
@@ -162,7 +172,10 @@ def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
 
 
 def _unknown(fqn: str, module: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, str]]:
-    """Yield FQN and class of the module if it has unknown rows, otherwise those of its direct sharded tensors."""
+    """Yield FQN and class name of ``module`` if :func:`has_unknown_rows`, otherwise of each sharded tensor in it.
+
+    Tensors of submodules are not included.
+    """
     if has_unknown_rows(module, torchrec):
         yield fqn, type(module).__name__
         return
@@ -205,7 +218,7 @@ def _add_collection(
 class _Place:
     kernel: Kernel
     slot: int
-    block: tuple[int, int, int, int]  # row, column, rows, columns
+    block: tuple[int, int, int, int]  # first row, first column, number of rows, number of columns
     device: torch.device
     is_replicated: bool
 
@@ -215,7 +228,7 @@ def _kernels(
 ) -> Iterator[tuple[Kernel, list[tuple[str, _Place]]]]:
     for lookup in module._lookups:  # type: ignore[union-attr]  # noqa: SLF001
         inner = lookup
-        while isinstance(inner, DistributedDataParallel):  # a fused collection wraps twice
+        while isinstance(inner, DistributedDataParallel):  # in fused collections the lookup is wrapped twice
             inner = inner.module
         for emb_module in inner._emb_modules:  # noqa: SLF001
             configs = emb_module.config.embedding_tables
@@ -245,7 +258,11 @@ def _kernels(
 
 
 def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> _Place:  # noqa: ANN401  of torchrec
-    """Return the place of a table in a kernel. Without metadata the table is replicated on every rank."""
+    """Return the block of a table in a kernel slot. A table without shard metadata is replicated on every rank.
+
+    Raises:
+        UnsupportedTableError: if the weight does not have the shape of the block.
+    """
     metadata = config.local_metadata
     block = (
         (0, 0, config.num_embeddings, config.embedding_dim)
@@ -260,7 +277,17 @@ def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> 
 def _merge(
     table: TableSpec, places: list[_Place], planned: set[tuple[int, int, int, int]] | None, *, is_fused: bool
 ) -> LocalShard:
-    """Return one shard made of all blocks of a table on this rank, which have the same rows and different columns."""
+    """Return one shard made of all blocks of a table on this rank, which have the same rows and different columns.
+
+    Args:
+        table: the table.
+        places: its blocks on this rank; empty if the rank has no rows of it.
+        planned: its blocks in the sharding plan; None if the plan has none.
+        is_fused: ``is_fused`` of the shard if ``places`` is empty.
+
+    Raises:
+        UnsupportedTableError: if the blocks have different rows, or are not in the sharding plan.
+    """
     if not places:
         return LocalShard(ShardSpec(table), (), torch.device("cpu"), is_fused)
     places = sorted(places, key=lambda place: place.block[1])

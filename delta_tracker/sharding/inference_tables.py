@@ -1,8 +1,8 @@
 """Row targets for the tables of a serving model that TorchRec has sharded or quantised.
 
-A quantised row consists of a scale and a bias of two bytes each, the codes of its columns, and padding. It is computed
-from the whole row, also if column shards store its codes. Each of them then has the same scale and bias, as when
-torchrec shards a table after quantising it.
+A quantised row consists of a scale and a bias of two bytes each, the codes of its columns, and padding. Scale and bias
+are computed from the whole row, even if its codes are stored in several column shards. All these shards then have the
+same scale and bias, as when torchrec shards a table after quantising it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _QUANTISED_FROM = (torch.float32, torch.float16)
 
 
 def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
-    """Yield all possible tables of a model: TorchRec's tables as targets, other parameters and buffers as tensors.
+    """Yield the candidate tables of a model: TorchRec's tables as targets, other parameters and buffers as tensors.
 
     Yields:
-        The name as in ``state_dict``, without wrappers and, for a target, without ``.weight``; the target or tensor.
+        Name, and target or tensor. Names are those of ``state_dict``, without components for wrappers and, for targets,
+        without ``.weight``.
 
     Raises:
         InvalidArgumentError: if the geometry of a sharded table is not supported.
@@ -59,9 +60,16 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 def _walk(
     module: nn.Module, fqn: str, torchrec: Torchrec, quantised: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with their FQNs as in ``state_dict``, to which wrappers add no component.
+    """Yield ``module`` and the modules below it with their FQNs, each once per FQN.
 
-    Yields a module once for each of its FQNs. Does not descend into sharded and quantised collections.
+    FQNs are those of ``state_dict``, in which wrappers have no component; the wrappers themselves are not yielded. Does
+    not descend into sharded and quantised collections.
+
+    Args:
+        module: the root.
+        fqn: FQN of ``module``.
+        torchrec: classes of the installed torchrec.
+        quantised: classes of the quantised collections.
     """
     if isinstance(module, torchrec.wrapper):
         yield from _walk(module._dmp_wrapped_module, fqn, torchrec, quantised)  # type: ignore[arg-type]  # noqa: SLF001
@@ -110,7 +118,15 @@ def _forget_cached(shard: LocalShard) -> Any:  # noqa: ANN401  a callable withou
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """One table slot of a quantised kernel, with the table's name and the slot's first row and column in it."""
+    """Block of a table in one slot of a quantised kernel.
+
+    Args:
+        table: name of the table.
+        kernel: the kernel.
+        slot: index of the slot in the kernel.
+        row: first row of the block.
+        column: first column of the block.
+    """
 
     table: str
     kernel: Any
@@ -153,7 +169,7 @@ def _quantised(
 
 
 def _obstacle(block: _Block, quantised: Quantised) -> str:
-    """Return the reason why rows of a block cannot be written; empty if they can."""
+    """Return the reason why rows of a block cannot be written; an empty string if they can."""
     kernel = block.kernel
     if type(kernel) not in quantised.kernels:
         return f"in a {type(kernel).__name__}, which does not store rows contiguously"
@@ -178,7 +194,7 @@ class Packed:
     """Quantised rows of a rectangle of a table.
 
     Args:
-        region: the rectangle; its ``memory`` is ``[R, row bytes]`` uint8.
+        region: the rectangle; its ``memory`` is two-dimensional uint8, one row with padding per table row.
         kind: fp32, fp16, int8, int4 or int2.
         row_bytes: bytes of a row without its padding.
         is_scale_last: True if scale and bias follow the codes, False if they precede them.
@@ -201,15 +217,15 @@ def _packed(block: _Block, quantised: Quantised) -> Packed:
 
 
 class QuantisedTarget(TensorTarget):
-    """Quantised table. Takes rows in the trainer's dtype and quantises them as torchrec does, byte for byte.
+    """Quantised table. Receives rows in the trainer's dtype and quantises them as torchrec does, byte for byte.
 
-    Rows are quantised on the CPU, on which they arrive. The trainer's table may be float32, float16 or bfloat16.
-    torchrec cannot quantise bfloat16, so these rows are converted to float32 first.
+    Rows arrive on the CPU and are quantised there. The trainer's table may be float32, float16 or bfloat16. torchrec
+    cannot quantise bfloat16, so these rows are converted to float32 first.
 
     Args:
         num_rows: rows of the whole table.
         dim: columns of the whole table.
-        packed: its blocks in this process.
+        packed: blocks of the table in this process.
         obstacle: reason why rows cannot be written; empty if they can.
     """
 
@@ -231,7 +247,15 @@ class QuantisedTarget(TensorTarget):
                 self._row_bytes += each.region.memory.shape[1]
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:
-        """Return ``[N, bytes]``: the packed rows for each layout of the blocks, side by side."""
+        """Quantise rows.
+
+        Args:
+            values: ``[N, dim]`` rows on the CPU, with all columns of the table.
+            columns: column range of ``values``.
+
+        Returns:
+            ``[N, bytes]`` uint8: each row packed in every distinct layout of the blocks, one after the other.
+        """
         if values.dtype not in _QUANTISED_FROM:
             values = values.float()
         values = values.contiguous()  # the quantiser ignores strides
@@ -245,7 +269,13 @@ class QuantisedTarget(TensorTarget):
 
     @torch.no_grad()
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:  # noqa: ARG002
-        """Write rows in place, as :meth:`RowTarget.write`."""
+        """Write quantised rows in place and reset the cache states of the kernels.
+
+        Args:
+            ids: ``[N]`` int64 global row ids on the CPU, ascending; or a slice with start and stop.
+            values: result of :meth:`prepare`.
+            columns: not used.
+        """
         for each in self._packed:
             memory = each.region.memory
             _, at = self._layouts[_layout(each)]
@@ -259,9 +289,13 @@ def _layout(block: Packed) -> tuple[object, ...]:
 
 
 def _quantise(values: Tensor, kind: str) -> Tensor:
-    """Return ``[N, bytes]``: the codes of all columns, followed by scale and bias if the kind has them.
+    """Return the quantised rows as ``[N, bytes]`` uint8: the codes of all columns, then scale and bias for int kinds.
 
-    The bytes are those of torchrec's ``quantize_state_dict``.
+    The bytes equal those of torchrec's ``quantize_state_dict``.
+
+    Args:
+        values: ``[N, columns]``, whole rows.
+        kind: as in :class:`Packed`.
     """
     if kind in _FLOATS:
         return values.to(_FLOATS[kind]).view(torch.uint8)
@@ -270,7 +304,13 @@ def _quantise(values: Tensor, kind: str) -> Tensor:
 
 
 def _pack(rows: Tensor, quantised: Tensor, block: Packed) -> None:
-    """Write the rows of a block, ``[N, row_bytes]``, from quantised rows of the whole table."""
+    """Fill the packed rows of a block.
+
+    Args:
+        rows: ``[N, row_bytes]`` uint8, written in place.
+        quantised: rows of the whole table, as returned by :func:`_quantise`.
+        block: the block.
+    """
     bits = _BITS.get(block.kind) or 8 * _FLOATS[block.kind].itemsize
     first, end = (edge * bits // 8 for edge in block.region.columns)
     codes = quantised[:, first:end]

@@ -1,9 +1,9 @@
-"""The post-lookup hook: it runs after each lookup of a kernel and reports the update of the rows.
+"""Base class of the hooks, and the post-lookup hook, which reports the rows that a kernel looks up and updates.
 
-A fused optimizer writes rows inside the backward of the kernel's autograd node. So the node's pre-hook runs just before
-the write, and its post-hook proves that the rows were written. A forward pass under ``no_grad`` has no node, an output
-that is discarded never runs it, and a second backward pass runs both hooks again. A pass that raises between the two
-hooks has ended when the autograd engine drops the callbacks that were queued for its end.
+A fused optimizer writes rows inside the backward of the kernel's autograd node. The node's pre-hook therefore runs just
+before the write, and its post-hook just after it. A forward pass under ``no_grad`` creates no node, the node of a
+discarded output never runs, and a second backward pass runs both hooks again. If a backward pass raises between the two
+hooks, its end is detected when the autograd engine drops the callbacks that were queued for it.
 """
 
 from __future__ import annotations
@@ -49,22 +49,34 @@ class KeyedIds(Protocol):
 
 
 class UpdateListener(Protocol):
-    """Receiver of lookups and updates, called in the thread that makes them. Must not wait for the device."""
+    """Receiver of the hooks' reports, called in the thread of the lookup or write. Must not wait for the device.
+
+    A write is identified by a key, from :meth:`opened` to :meth:`applied` or :meth:`ended`.
+    """
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Handle a lookup of the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Handle the start of a write to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
+        """Handle the start of the write ``key`` to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
     def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """Handle the end of the write opened under ``key``."""
+        """Handle the end of the write ``key`` in the tables with the FQNs ``tables``. The values are ignored."""
 
     def ended(self, key: int) -> None:
-        """Handle that no more rows opened under ``key`` will be written. Called in any thread; must be lock-free."""
+        """Handle the end of the backward pass of the write ``key``, also after an error: its rows are final.
+
+        Called in any thread, also in a destructor; must be lock-free.
+        """
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
-        """Mark rows of a table as changed. With ``is_written`` their old states are unknown."""
+        """Mark rows of a table as changed.
+
+        Args:
+            fqn: FQN of the table.
+            ids: ``[N]`` local ids; None for all rows.
+            is_written: True if the rows have already been written, so that their old states are unknown.
+        """
 
     def output_launched(self) -> None:
         """Handle the launch of a collection's output distribution. Must not block."""
@@ -79,13 +91,17 @@ class UpdateListener(Protocol):
 class Watcher:
     """Base class of all hooks.
 
-    Hooks never raise. An error is counted, the first one is logged, and more rows than changed may be reported.
+    Hooks never raise. Errors are counted and the first one is logged. After an error, more rows than have changed may
+    be reported.
 
     Args:
         tables: FQNs of the tables to report.
         listener: receives the reports.
-        keys: source of keys, shared by all hooks of a listener.
+        keys: counter for the keys of writes, shared by all hooks of a listener.
         recorder: records errors and the time that recording takes.
+
+    Attributes:
+        num_errors: number of errors so far.
     """
 
     def __init__(
@@ -99,7 +115,7 @@ class Watcher:
         self.num_errors = 0
 
     def remove(self) -> None:
-        """Stop reporting. The rest of an operation in progress is not reported."""
+        """Stop reporting, also the remaining steps of a lookup or write in progress."""
         self._listener = _Deaf()
 
     def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
@@ -136,9 +152,9 @@ class PostLookupHook(Watcher):
     Args:
         kernel: the kernel.
         listener: receives the updates and lookups.
-        keys: source of keys, shared by all hooks of a listener.
+        keys: counter for the keys of writes, shared by all hooks of a listener.
         recorder: records errors, lookups and the time that recording takes.
-        lookups: report every lookup, including those that update no row.
+        lookups: True to report every lookup, including those that update no row.
     """
 
     def __init__(
@@ -180,7 +196,7 @@ class PostLookupHook(Watcher):
     def _watch_update(self, output: Tensor, ids: Mapping[str, Tensor | None]) -> None:
         node = self._contained(lambda: _lookup_node(output), otherwise=None)
         if node is None:
-            # Without the node nothing proves the write, so keep all rows open: each read returns them, none is lost.
+            # Without the node the end of the write is unknown. All rows stay open, so that each read returns them.
             output.register_hook(lambda _: self._opened(self._unproven, self._all_rows()))  # type: ignore[no-untyped-call]
             return
         open_keys: dict[int, int] = {}  # by thread, because several threads may run a backward pass of one graph
@@ -208,7 +224,11 @@ class PostLookupHook(Watcher):
             self._counts[fqn].add(0 if looked_up is None else looked_up.numel())
 
     def _ids_by_table(self, features: KeyedIds) -> dict[str, Tensor | None]:
-        """Return the ids of each tracked table. Features are in the order of the slots."""
+        """Return the ids ``[N]`` of each tracked table, by FQN.
+
+        Args:
+            features: argument of the kernel, with the features in the order of the kernel's slots.
+        """
         values, lengths = features.values(), features.length_per_key()
         if values.dtype != self._index_type:
             # The kernel converts them in the forward pass. The original may be overwritten before the backward pass.
@@ -225,7 +245,7 @@ class PostLookupHook(Watcher):
 
 
 class _Deaf:
-    """Listener of a removed hook."""
+    """Listener of a removed hook, which ignores all reports."""
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Do nothing."""
@@ -273,7 +293,7 @@ class _BackwardToken:
 
 
 def _end_with_backward(key: int, listener: UpdateListener) -> None:
-    """Call ``listener.ended(key)`` when the backward pass running in this thread has ended or raised."""
+    """Call ``listener.ended(key)`` when the backward pass that runs in this thread has ended, with or without error."""
     torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
         _BackwardToken(key, listener)
     )
@@ -283,7 +303,7 @@ def _lookup_node(output: Tensor) -> Node:
     """Return the autograd node whose backward writes the rows of ``output``.
 
     Raises:
-        LookupError: if there is none, because the installed fbgemm is not supported.
+        LookupError: if there is no such node, because the installed fbgemm is not supported.
     """
     node = output.grad_fn
     for _ in range(_MAX_DEPTH):

@@ -17,7 +17,7 @@ from delta_tracker.sharding.discover import Kernel
 
 
 class KernelMemory:
-    """Tensors of one kernel, with one entry for each table slot. The constructor flushes the kernel's caches.
+    """Weights and optimizer states of one kernel, by table slot. The constructor flushes the kernel's caches.
 
     Args:
         kernel: the kernel.
@@ -29,12 +29,15 @@ class KernelMemory:
 
     @cached_property
     def weights(self) -> list[Tensor]:
-        """Live views ``[R, columns]`` of the slots' rows."""
+        """Weights of each slot, ``[rows, columns]``, as tensors that share the kernel's memory."""
         return [view.detach() for view in self._kernel.module.split_embedding_weights()]
 
     @cached_property
     def optimizer_states(self) -> list[list[Tensor]]:
-        """Live states ``[R]`` or ``[R, columns]`` of the slots' rows; empty for SGD and for unfused kernels."""
+        """Optimizer states of each slot, ``[rows]`` or ``[rows, columns]``, as tensors that share the kernel's memory.
+
+        One empty list per slot for SGD and for unfused kernels.
+        """
         kernel = self._kernel
         found = kernel.module.emb_module.split_optimizer_states() if kernel.is_fused else []
         return [[state.detach() for state in states] for states in found] or [[] for _ in kernel.slots]
@@ -51,12 +54,12 @@ _NESTED = nullcontext()
 
 
 def one_cut() -> AbstractContextManager[None]:
-    """Flush and split each kernel at most once in this block, for reads of this thread.
+    """Return a context manager in which reads by this thread flush and split each kernel at most once.
 
     This thread must not train in the block, because reads do not see rows written to a cache after its flush. Writes of
     other threads count as changes after the cut. A nested block is part of the outer one.
     """
-    return _outermost_cut() if _CUT.memories is None else _NESTED  # a generator costs 1.3 us
+    return _outermost_cut() if _CUT.memories is None else _NESTED  # avoids the 1.3 us of a generator
 
 
 @contextmanager
@@ -69,7 +72,7 @@ def _outermost_cut() -> Iterator[None]:
 
 
 def memory_of(kernel: Kernel) -> KernelMemory:
-    """Return the memory of a kernel, flushed now or earlier in this :func:`one_cut` block."""
+    """Return the memory of a kernel, flushed by this call or by an earlier one in the same :func:`one_cut` block."""
     memories = _CUT.memories
     if memories is None:
         return KernelMemory(kernel)

@@ -1,6 +1,7 @@
 """Run work after a sharded collection has launched its output distribution, overlapped with the communication.
 
-TorchRec has a slot for one function there. :class:`OdistSlot` shares it between trackers and with its previous holder.
+TorchRec calls one function at this point, the post-odist slot of the collection. :class:`OdistSlot` is the function in
+that slot: it calls the hooks of all trackers and the function that was in the slot before.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
 
 
 class OdistSlot:
-    """Function in TorchRec's post-odist slot of one collection: calls the previous holder, then all trackers' hooks.
+    """Function in TorchRec's post-odist slot of one collection: calls the previous function, then all trackers' hooks.
 
-    Without hooks it only calls the previous holder, so that another function may keep a reference to it.
+    Without hooks it only calls the previous function. Another function that replaced it in the slot may therefore still
+    call it.
 
     Args:
         previous: the function that was in the slot; None if it was empty.
+
+    Attributes:
+        hooks: the trackers' hooks; they must not raise.
     """
 
     def __init__(self, previous: Callable[..., None] | None) -> None:
@@ -33,7 +38,7 @@ class OdistSlot:
         self.hooks: list[Callable[[], None]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  what torchrec passes
-        """Call the previous holder with the arguments, then the hooks, which do not raise."""
+        """Call the previous function with the arguments, then the hooks."""
         if self.previous is not None:
             self.previous(*args, **kwargs)
         for hook in tuple(self.hooks):
@@ -41,16 +46,16 @@ class OdistSlot:
 
 
 class PostOdistHook(Watcher):
-    """Report that a collection has launched an output distribution, once for each of its sharding types.
+    """Hook that reports each launch of a collection's output distribution, of which it has one per sharding type.
 
-    Uses TorchRec's slot where the collection has it and calls it; otherwise module hooks. A managed-collision module
-    distributes the output of its collection itself, without the slot.
+    Uses TorchRec's slot if the collection has and calls it, otherwise module hooks. A managed-collision module
+    distributes the output of its collection itself and does not call the slot.
 
     Args:
         module: the collection.
         tables: FQNs of its tables.
         listener: its ``output_launched`` is called. It must neither block nor wait for the device.
-        keys: source of keys, shared by all hooks of a listener.
+        keys: not used by this hook.
         recorder: records errors.
         has_slot: True if the collection calls the slot.
     """
@@ -76,9 +81,9 @@ class PostOdistHook(Watcher):
             self._handles = [dist.register_forward_hook(self._after_dist) for dist in module._output_dists]  # noqa: SLF001
 
     def remove(self) -> None:
-        """Stop reporting. Removing the last hook restores the previous holder of the slot.
+        """Stop reporting. Removing the last hook restores the previous function in the slot.
 
-        If another function has replaced this one in the slot, the slot is left unchanged.
+        The slot is left unchanged if it no longer holds the :class:`OdistSlot`.
         """
         for handle in self._handles:
             handle.remove()
@@ -90,7 +95,7 @@ class PostOdistHook(Watcher):
         super().remove()
 
     def _shared_slot(self) -> OdistSlot:
-        """Return the function in the slot if it is an :class:`OdistSlot`; otherwise register one."""
+        """Return the collection's :class:`OdistSlot`; register one if another function or none is in the slot."""
         held = self._module.post_odist_tracker_fn
         if isinstance(held, OdistSlot):
             return held
@@ -109,13 +114,13 @@ class PostOdistHook(Watcher):
 def watch_output_dists(
     model: nn.Module, found: Discovery, listener: UpdateListener, keys: itertools.count[int], recorder: Recorder
 ) -> list[Watcher]:
-    """Return a post-odist hook on every sharded collection.
+    """Register a post-odist hook on every sharded collection and return the hooks.
 
     Args:
         model: the model in which ``found`` was discovered.
         found: its collections and tracked tables.
-        listener: see :class:`PostOdistHook`.
-        keys: source of keys, shared by all hooks of a listener.
+        listener: receives the reports; see :class:`PostOdistHook`.
+        keys: not used by these hooks.
         recorder: records errors.
     """
     bypassed = {getattr(module, "_embedding_module", None) for module in model.modules()}

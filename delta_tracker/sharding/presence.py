@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-# All other TorchRec modules keep their tables in nn.Embedding and nn.EmbeddingBag, and work without fbgemm.
+# The tables of all other TorchRec modules are nn.Embedding and nn.EmbeddingBag, which do not need fbgemm.
 _SHARDED = "torchrec.distributed."
 _QUANTISED = "torchrec.quant."
 

@@ -52,7 +52,7 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
     """Reject 2D parallelism, because ``DMPCollection.sync`` averages the replicas of a shard in place.
 
-    The wrapper may be above the model that is tracked. In that case the collections' environment shows it.
+    A wrapper above the tracked model is not among its modules. It is detected by the collections' sharding environment.
     """
     wrapped = {
         part
@@ -74,7 +74,7 @@ def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> 
 
 
 def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
-    """Reject in-training pruning, because it resets rows in the kernels' memory in the forward pass."""
+    """Reject in-training pruning of fused tables, because it resets rows in the forward pass without a hook's call."""
     lookups = {
         id(_unwrapped(lookup)): [fqn for fqn in _tables(found, module_fqn) if found.shards[fqn].is_fused]
         for module_fqn, module in found.modules.items()
@@ -111,8 +111,8 @@ def _unwrapped(lookup: nn.Module) -> nn.Module:
 def _refuse_optimizers(found: Discovery) -> None:
     """Reject fused optimizers that are not known to write rows only in the backward pass.
 
-    Checks the plan, which has the optimizers of all ranks, so that every rank raises the same error, and the optimizers
-    that this rank's kernels actually use.
+    First checks the sharding plan, which has the optimizers of all ranks, so that every rank raises the same error.
+    Then checks the optimizers that this rank's kernels use.
     """
     strange: dict[str, list[str]] = {}
     for module_fqn, module in found.modules.items():

@@ -86,7 +86,10 @@ def load_torchrec() -> Torchrec:
 
 
 def _imported(module: str, *names: str) -> tuple[type, ...]:
-    """Return classes of a module that is already imported. If it is not, no model has instances of them."""
+    """Return those of the named classes that exist in an imported module.
+
+    The result is empty if the module is not imported. In that case no model has instances of the classes.
+    """
     return tuple(found for name in names if (found := getattr(sys.modules.get(module), name, None)) is not None)
 
 
@@ -96,7 +99,7 @@ class Quantised:
 
     Args:
         collections: module class to the name of the attribute that holds its tables.
-        sharded: the same for sharded modules, whose shards are all in this process.
+        sharded: sharded module class to the name of that attribute. All shards are in this process.
         kernels: classes of the kernels that store rows contiguously.
         row_bytes: returns the bytes of a row without padding, given its columns and ``SparseType``.
     """
@@ -108,7 +111,7 @@ class Quantised:
 
 
 def load_quantised() -> Quantised:
-    """Import and return the quantised modules.
+    """Import torchrec's quantised modules and return the classes that the package uses.
 
     Raises:
         MissingExtraError: if torchrec or fbgemm is not installed.
@@ -144,7 +147,7 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
 
 
 def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]:  # noqa: ANN401  a torchrec class
-    """Return where a fused kernel stores the tensors of its tables, each as a mapping and a key in it."""
+    """Return the locations of a fused kernel's weight tensors, as pairs of a mapping and a key in the mapping."""
     module = kernel.emb_module
     return [
         (owner, name)
@@ -171,7 +174,10 @@ def kernel_arguments(module: Any) -> dict[str, list[dict[str, Any]]]:  # noqa: A
 
 
 def planned_blocks(module: nn.Module, table: str) -> set[tuple[int, int, int, int]] | None:
-    """Return ``(row, column, rows, columns)`` of every planned shard of a table; None if the plan has no blocks."""
+    """Return the block of every planned shard of a table; None if the plan has no blocks.
+
+    A block is ``(first row, first column, number of rows, number of columns)``.
+    """
     spec = getattr(module.module_sharding_plan[table], "sharding_spec", None)  # type: ignore[index]
     if spec is None:
         return None

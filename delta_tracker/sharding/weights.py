@@ -1,6 +1,7 @@
 """Read this rank's rows and their optimizer states directly from the kernels' memory.
 
-Letters: ``N`` rows, ``D`` columns of the shard, ``S`` column ranges of the shard.
+Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``D`` the number of its columns, ``S`` the
+number of its column ranges.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from delta_tracker.sharding.torchrec_api import weight_slots
 def column_views(shard: LocalShard) -> list[Tensor]:
     """Return live views ``[R, columns]``, one for each column range of the shard, in order. Flushes caches first.
 
-    To read many shards, enclose the calls in one :func:`~delta_tracker.sharding.kernel_memory.one_cut` block.
+    The list is empty if the rank has no rows of the table. To read many shards, enclose the calls in one
+    :func:`~delta_tracker.sharding.kernel_memory.one_cut` block.
     """
     with one_cut():
         return [memory_of(kernel).weights[slot] for kernel, slot in shard.places]
 
 
 def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
-    """Return a copy of rows of a shard.
+    """Return a copy of some or all rows of a shard.
 
     Args:
         shard: the shard.
@@ -63,7 +65,8 @@ class WriteWatch:
         self._held = _versions(self._of)
 
     def __call__(self) -> bool:
-        """Return True if the weights were written since the last call. Takes under a microsecond for most shards."""
+        """Return True if the weights were written or replaced since the last call, or the construction."""
+        # Under a microsecond for most shards.
         shard = self._shard()
         if shard is self._of:
             for owner, name, tensor, version in self._held:
@@ -78,7 +81,7 @@ class WriteWatch:
 
 
 def _versions(shard: LocalShard) -> list[tuple[Mapping[str, Tensor | None], str, Tensor, int]]:
-    """Return owner, name, tensor and version of each tensor that holds a part of a shard."""
+    """Return mapping, key, tensor and version counter of each nonempty weight tensor of a shard's kernels."""
     return [
         (owner, name, tensor, tensor._version)  # noqa: SLF001
         for kernel, _ in shard.places
@@ -110,17 +113,23 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
 
 
 def num_optimizer_states(shard: LocalShard) -> int:
-    """Return the number of states that the fused optimizer keeps per row; 0 for SGD and for unfused kernels."""
+    """Return the number of states that the fused optimizer keeps per row.
+
+    0 for SGD, for unfused kernels, and if the rank has no rows of the table.
+    """
     return min(map(len, _optimizer_states(shard)), default=0)
 
 
 def has_rowwise_state(shard: LocalShard) -> bool:
-    """Return True if the first optimizer state is one number per row and column range."""
+    """Return True if the first optimizer state is one number per row and column range.
+
+    If the rank has rows of the table, the optimizer must have a state.
+    """
     return all(states[0].dim() == 1 for states in _optimizer_states(shard))
 
 
 def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
-    """Return a copy of the optimizer's states of rows of a shard.
+    """Return a copy of the optimizer states of some rows of a shard.
 
     Args:
         shard: the shard.

@@ -1,7 +1,7 @@
 """Hooks for writes outside autograd: ``load_state_dict``, and evictions of managed-collision modules.
 
-A collection's post-hook runs for every ``load_state_dict`` that reaches it, called on the model, on a module above it
-or by ``torch.distributed.checkpoint``. In-place loads of tensors without their module are detected by
+The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` is called on a module above it or by
+``torch.distributed.checkpoint``. In-place writes to the tensors that bypass ``load_state_dict`` are detected by
 :class:`~delta_tracker.sharding.weights.WriteWatch`.
 
 A managed-collision module resets the rows of evicted ids in its forward pass, before they are looked up again. TorchRec
@@ -29,13 +29,13 @@ _Evicted = Mapping[str, Tensor | None]
 
 
 class LoadHook(Watcher):
-    """Hook on ``load_state_dict`` of one sharded collection. Reports all rows as changed.
+    """Hook on ``load_state_dict`` of one sharded collection. Reports all rows as changed after each load.
 
     Args:
         module: the collection.
         tables: FQNs of the tables to report.
         listener: receives the reports.
-        keys: source of keys, shared by all hooks of a listener.
+        keys: not used by this hook.
         recorder: records errors and the time that recording takes.
     """
 
@@ -71,7 +71,7 @@ class EvictionHook(Watcher):
         module: the sharded managed-collision module.
         tables: FQNs of the tables to report.
         listener: receives the reports.
-        keys: source of keys, shared by all hooks of a listener.
+        keys: counter for the keys of writes, shared by all hooks of a listener.
         recorder: records errors and the time that recording takes.
     """
 
@@ -99,7 +99,11 @@ class EvictionHook(Watcher):
             del self._module._evict  # noqa: SLF001
 
     def before(self, evicted: _Evicted) -> Callable[[], object]:
-        """Report rows that are about to be reset. Return a function to call after the reset."""
+        """Report rows that are about to be reset, and return a function that the caller must call after the reset.
+
+        Args:
+            evicted: table name to ``[N]`` local ids; None if no id is evicted.
+        """
         ids = self._contained(lambda: self._ids_by_table(evicted), otherwise=self._all_rows())
         key = next(self._keys)
         self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
@@ -143,7 +147,7 @@ def watch_writes(
         model: the model in which ``found`` was discovered.
         found: its tracked tables.
         listener: receives the reports.
-        keys: source of keys, shared by all hooks of a listener.
+        keys: counter for the keys of writes, shared by all hooks of a listener.
         recorder: records errors and the time that recording takes.
     """
     hooks: list[Watcher] = []
