@@ -1,9 +1,9 @@
-"""Compaction: merge versions into larger ones and into snapshots, so that readers have less to read.
+"""Compaction: merging of versions into larger ones and into snapshots, so that readers have less to read.
 
 A merged entry is stored outside the log and adds no information. It is created if absent, after its parts, so any
 process may compact at any time, concurrently with publishers, readers, retention and other compactions. If two
-compactions merge the same versions, one entry is created, and both would be correct. A compaction that is killed leaves
-parts that no entry names.
+compactions merge the same versions, only one entry is created; either one is correct. A compaction that is killed
+leaves parts that no entry names.
 """
 
 from __future__ import annotations
@@ -98,7 +98,17 @@ def compact(
 
 
 class _Compaction:
-    """Builder of one merged entry."""
+    """Builder of one merged entry.
+
+    Args:
+        log: log of the stream.
+        base: newest snapshot.
+        max_bytes: maximum bytes of versions held in memory.
+        now: returns the Unix time in seconds.
+
+    Attributes:
+        base_bytes: size in bytes of the snapshot's listed rows and their ids, which a fold holds in memory.
+    """
 
     def __init__(self, log: StreamLog, base: Manifest, max_bytes: int, now: Callable[[], float]) -> None:
         self._log = log
@@ -108,11 +118,19 @@ class _Compaction:
         self._started = now()
         blocks = [block for part in base.parts for block in part.blocks if block.num_rows]
         self._whole = [block for block in blocks if block.ids == "all"]
-        # A fold holds the snapshot's listed rows in memory.
         self.base_bytes = sum(block.num_rows * (block.row_bytes + _ID_BYTES) for block in blocks if block.ids != "all")
 
     def fold(self, versions: Sequence[Manifest], least_bytes: float, *, is_due: bool) -> Manifest | None:
-        """Merge with the snapshot; into a delta if one ``is_due`` and would have less than ``least_bytes``."""
+        """Merge ``versions`` into the snapshot, or into one delta.
+
+        Args:
+            versions: entries to merge, oldest first.
+            least_bytes: create a delta if it is due and would have less than this.
+            is_due: True if a delta may be created.
+
+        Returns:
+            The merged entry, even if another process created it first; None if it was deleted since.
+        """
         rows, dense = self._read(versions)
         tables = _tables(versions)
         if is_due:
@@ -127,7 +145,11 @@ class _Compaction:
         return self._create(_snapshot(self._base, versions), parts, base_dense | dense)
 
     def merge(self, versions: Sequence[Manifest]) -> Manifest | None:
-        """Merge into a delta."""
+        """Merge ``versions`` into a delta.
+
+        Returns:
+            The merged entry, even if another process created it first; None if it was deleted since.
+        """
         rows, dense = self._read(versions)
         return self._merge(versions, list(newest_rows(rows, _tables(versions))), dense)
 
@@ -153,7 +175,15 @@ class _Compaction:
                 yield from listed_rows(PartReader(self._log.storage, part, self._base, memory_bytes=0))
 
     def _write_over(self, overlay: Overlay, last: Manifest) -> tuple[list[Part], _Dense]:
-        """Rewrite the snapshot's whole blocks with newer rows, part by part. Return the parts and dense tensors."""
+        """Rewrite the snapshot's whole blocks with newer rows, part by part.
+
+        Args:
+            overlay: newer rows.
+            last: last merged version, used for the names of the new parts.
+
+        Returns:
+            Records of the new parts, and the snapshot's dense tensors by name.
+        """
         parts: list[Part] = []
         dense: _Dense = {}
         for part in self._base.parts:
@@ -163,7 +193,7 @@ class _Compaction:
         return parts, dense
 
     def _put(self, rows: Sequence[BlockRows], dense: _Dense, last: Manifest) -> list[Part]:
-        """Write a part unless it would be empty. Return its record in a list."""
+        """Write a part for the version of ``last``. Return its record in a list, which is empty for an empty part."""
         if not rows and not dense:
             return []
         name = part_name(last.version, last.generation, "c")
@@ -211,7 +241,9 @@ def _delta(versions: Sequence[Manifest]) -> Manifest:
 
 
 def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
-    """Return the entries from the snapshot to the next one or the head, using the longest merged deltas.
+    """Return the entries after ``base``, up to the next snapshot (exclusive) or the head.
+
+    The longest merged delta is returned instead of the versions that it replaces.
 
     Raises:
         MalformedError: if an entry does not follow its predecessor.
@@ -248,7 +280,7 @@ def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
 
 
 def _tables(versions: Sequence[Manifest]) -> Mapping[str, TableSpec]:
-    """Return the common tables of versions; claims have no tables."""
+    """Return the tables of the first version that is not a claim; empty if all are claims."""
     return next((version.tables for version in versions if version.kind != "claim"), {})
 
 

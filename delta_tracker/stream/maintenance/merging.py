@@ -31,7 +31,7 @@ def listed_rows(part: PartReader) -> list[BlockRows]:
 def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> Iterator[BlockRows]:
     """Yield the newest rows of each table, in column ranges that do not overlap.
 
-    Their values are gathered from ``rows`` lazily.
+    The values are gathered from ``rows`` lazily.
 
     Args:
         rows: listed rows in memory, oldest first.
@@ -50,7 +50,7 @@ def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Winners:
-    """Newest row for each id, as an index into a source.
+    """Newest row of each of ``N`` ids, referenced by its source and its index in the source.
 
     Args:
         sources: rows of the same columns in the same encoding, oldest first.
@@ -63,7 +63,7 @@ class _Winners:
     place: Tensor
 
     def read(self, begin: int, end: int) -> Tensor:
-        """Return the rows ``begin`` to ``end`` of the ``N`` as they are stored."""
+        """Return the newest rows of the ids ``begin`` to ``end`` as they are stored."""
         source, place = self.source[begin:end], self.place[begin:end]
         block = self.sources[0].block
         out = torch.empty(end - begin, block.encoding.width(block.num_columns), dtype=block.encoding.dtype)
@@ -74,7 +74,12 @@ class _Winners:
 
 
 def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
-    """Yield column ranges that do not overlap and cover ``shapes``, with their encodings."""
+    """Yield column ranges that do not overlap and cover ``shapes``, with their encodings.
+
+    Args:
+        shapes: column ranges and encodings of blocks.
+        own: encoding of the table's dtype, used for column ranges that overlap.
+    """
     group: list[Shape] = []
     for shape in sorted(shapes):
         if group and shape[0][0] >= max(end for (_, end), _ in group):
@@ -85,7 +90,7 @@ def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
 
 
 def _cut(group: Sequence[Shape], own: Encoding) -> Iterator[Shape]:
-    """Yield a single shape unchanged; split overlapping shapes at every edge."""
+    """Yield a single shape unchanged; split several overlapping shapes at every edge and yield them in ``own``."""
     if len(group) == 1:
         yield group[0]
     else:

@@ -1,4 +1,4 @@
-"""Retention: delete what no reader needs.
+"""Retention: deletion of versions and objects that no reader needs.
 
 The entries that readers use stay a contiguous range: versions are deleted oldest first, each entry before its parts.
 Retention keeps the head and its parent, and everything from the newest snapshot that is older than the grace period. A
@@ -10,7 +10,7 @@ not noticed it yet, tries to create one of the two and must find the name taken.
 generation.
 
 Any process may run retention at any time, concurrently with publishers, readers, compactions and other retention
-passes: they delete only what is superseded and stays so.
+passes: all of them delete only objects that no reader will need.
 
 The age of a version is the time since its ``created``, by the clocks of its publisher and of this process. The age of
 an object that no entry names uses only the store's clock: the time from its modification to that of the newest object.
@@ -79,7 +79,7 @@ class Retained:
         versions: number of log entries.
         merged: number of merged entries.
         orphans: number of objects that no entry named.
-        num_bytes: bytes of the parts and orphans.
+        num_bytes: size in bytes of the deleted parts and orphans.
     """
 
     versions: int = 0
@@ -89,10 +89,10 @@ class Retained:
 
 
 def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], float] = time.time) -> Retained:
-    """Delete what ``retention`` does not keep. Reads every entry first, and deletes nothing if one cannot be read.
+    """Delete the versions, merged entries and orphans that ``retention`` does not keep.
 
-    An interrupted pass leaves a valid stream and orphans, which a later pass deletes. Objects with other names than the
-    library's are never deleted.
+    Every entry is read first, and nothing is deleted if one cannot be read. An interrupted pass leaves a valid stream
+    and orphans, which a later pass deletes. Objects with other names than the library's are never deleted.
 
     Args:
         stream: storage of the stream, or its log.
@@ -107,7 +107,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
         StorageError: if the store cannot be read, or fails during the pass.
     """
     log = stream if isinstance(stream, StreamLog) else StreamLog(stream)
-    # List parts before entries: a listed part that no entry names is then not one that was just committed.
+    # List parts before entries, so that a part committed between the two listings does not look like an orphan.
     leftovers = _Leftovers.list(log.storage)
     held = _Held.read(log)
     if held is None:
@@ -154,8 +154,12 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 class _Held:
     """All entries of a stream.
 
-    ``entries`` are those from the head down to the first gap. ``below`` are those below the gap: the guards (claims and
-    the entries before them), and entries of publishers that created them late and were killed before they deleted them.
+    Attributes:
+        head: newest entry.
+        entries: version to entry, from the head down to the first gap.
+        below: version to entry below the gap: the guards (claims and the entries before them), and entries that a
+            publisher created late and could not delete because it was killed.
+        merged: merged entries by reference.
     """
 
     head: Manifest
@@ -220,7 +224,7 @@ class _Held:
         }
 
     def without(self, versions: Collection[int], merged: Collection[Merged]) -> list[Manifest]:
-        """Return the entries except the given ones."""
+        """Return the entries above the gap and the merged entries, except the given ones."""
         return [
             *(self.entries[version] for version in self.entries.keys() - set(versions)),
             *(self.merged[each] for each in self.merged.keys() - set(merged)),
@@ -229,7 +233,13 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Leftovers:
-    """Parts and drafts in the store, of which some may be orphans."""
+    """Parts and drafts in the store, of which some may be orphans.
+
+    Attributes:
+        parts: objects below ``parts/``.
+        drafts: objects below ``drafts/``.
+        newest: latest modification time of these objects and of the log's entries, in Unix seconds; 0 without any.
+    """
 
     parts: list[StoredObject]
     drafts: list[StoredObject]
@@ -243,7 +253,7 @@ class _Leftovers:
     @classmethod
     def list(cls, storage: Storage) -> _Leftovers:
         parts, drafts = storage.objects("parts"), storage.objects("drafts")
-        # The store's clock is not before its newest object, so ages relative to that object are never too high.
+        # The store's time is not before that of its newest object, so ages relative to that object are never too high.
         times = [stored.modified for stored in (*parts, *drafts, *storage.objects("log"))]
         return cls(parts, drafts, max(times, default=0.0))
 
@@ -261,7 +271,7 @@ class _Leftovers:
 
 
 def _start(held: _Held, before: float) -> int:
-    """Return the version of the newest snapshot, in the log or merged, created by ``before``; -1 without one."""
+    """Return the version of the newest snapshot, in the log or merged, created up to ``before``, else -1."""
     in_log = [version for version, each in held.entries.items() if each.kind == "snapshot" and each.created <= before]
     merged = [
         merged.last for merged, each in held.of_stream().items() if merged.kind == "snapshot" and each.created <= before
@@ -270,7 +280,7 @@ def _start(held: _Held, before: float) -> int:
 
 
 def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
-    """Return the versions that exceed a bound."""
+    """Return the versions that exceed a bound at the Unix time ``now``."""
     expired, num_bytes = set(), 0
     for number, (version, manifest) in enumerate(sorted(held.entries.items(), reverse=True)):
         num_bytes += manifest.num_bytes
@@ -284,9 +294,10 @@ def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
 
 
 def _superseded(held: _Held, start: int, before: float) -> list[Merged]:
-    """Return the merged entries that no reader needs.
+    """Return the merged entries that no reader needs, sorted by name.
 
-    These end before ``start``, or are covered by another merged delta created by ``before``.
+    These are snapshots that end before ``start``, deltas that end at or before ``start``, and deltas covered by
+    another merged delta created at or before the Unix time ``before``.
     """
     merged = held.of_stream()
     in_time = [each for each, manifest in merged.items() if manifest.created <= before and each.kind == "delta"]

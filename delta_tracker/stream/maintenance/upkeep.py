@@ -27,7 +27,7 @@ class Upkeep:
         compact_every: number of versions between compactions, 2 or more; None disables compaction.
         retain_every: number of versions between retention passes. A pass reads every entry of the log.
         fold: see :func:`~delta_tracker.stream.maintenance.compaction.compact`.
-        max_bytes: see there; memory that a pass needs in addition to the publisher's.
+        max_bytes: maximum bytes of versions that a compaction holds in memory, in addition to the publisher's memory.
         close_seconds: time that :meth:`close` waits for a running pass before it interrupts the pass.
 
     Raises:
@@ -58,7 +58,8 @@ class Upkeep:
         self._max_bytes = max_bytes
         self._close_seconds = close_seconds
         self._stop = threading.Event()
-        self._compacted: int | None = None  # version of the last pass of each kind, or the version before the first
+        # Version at the last pass of each kind. The first call of after() sets both to the preceding version.
+        self._compacted: int | None = None
         self._retained: int | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -66,7 +67,7 @@ class Upkeep:
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last pass, None if it succeeded."""
+        """Error of the last pass, None if it succeeded or there was none."""
         return self._error
 
     def after(self, version: int) -> None:
@@ -93,8 +94,9 @@ class Upkeep:
     def close(self) -> None:
         """Wait ``close_seconds`` for a running pass, then interrupt it. No other pass starts.
 
-        A pass stops between two requests or pieces; a read request is abandoned. An interrupted pass leaves a valid
-        stream, and at most some parts that no entry names, which a later retention pass deletes.
+        A pass stops between two requests or pieces of a part. A pending read request is abandoned. An
+        interrupted pass leaves a valid stream, and at most some parts that no entry names, which a later retention pass
+        deletes.
         """
         self._is_closed = True
         if self._thread is not None:

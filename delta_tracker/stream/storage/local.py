@@ -1,6 +1,6 @@
 """Atomic and durable writes to local files.
 
-This module does not use obstore, which is no faster and still refers to a buffer when it requests the next one.
+This module does not use obstore, which still refers to a buffer when it requests the next one, and is no faster.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ _EARLY_BYTES = 16 << 20
 def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, overwrite: bool, fsync: bool) -> bool:
     """Write a temporary file, sync it, then rename it, so that a name is visible only after its bytes are on disk.
 
-    A process that is killed leaves a file in ``drafts``.
+    A process that is killed may leave its temporary file in the subdirectory ``drafts``.
+
+    Args:
+        directory: directory of the store.
+        name: path of the file, relative to ``directory``. Missing parent directories are created.
+        buffers: contents of the file.
+        overwrite: replace an existing file of this name.
+        fsync: if False, the system decides when the file reaches the disk.
 
     Returns:
         False if the name exists and ``overwrite`` is False.
 
     Raises:
-        OSError: if the file cannot be written; nothing is visible then.
+        OSError: if the file cannot be written; no partial file is visible then.
     """
     target = directory / name
     draft = directory / "drafts" / secrets.token_hex(8)
@@ -40,7 +47,7 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
                 while piece:
                     piece = piece[os.write(descriptor, piece) :]  # noqa: PLW2901  the bytes not yet written
                 if fsync and end - begin >= _EARLY_BYTES:
-                    # Linux starts to write the dirty pages without waiting, and drops clean pages only.
+                    # Linux then starts to write the dirty pages without waiting. It drops only clean pages.
                     os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
                     begin = end
             if fsync:
@@ -63,8 +70,12 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
 def make_directory(directory: Path, *, fsync: bool) -> None:
     """Create a directory and its parents if they do not exist.
 
+    Args:
+        directory: directory to create.
+        fsync: wait until the names of the new directories are on disk.
+
     Raises:
-        OSError: if it cannot be created.
+        OSError: if the directory cannot be created.
     """
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -88,7 +99,7 @@ def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _link(draft: Path, target: Path) -> bool:
-    """Create a hard link to a file; return False if the name exists."""
+    """Create a hard link to ``draft``; return False if ``target`` is an existing file."""
     try:
         target.hardlink_to(draft)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Access to a stream's objects in a directory or bucket through obstore: atomic writes, exclusive creation."""
+"""Access to the objects of a stream in a directory or bucket, with atomic writes and exclusive creation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 # A multipart upload has at most 10,000 parts, which limits an object to 80 GB. Memory holds the parts in flight.
 _UPLOAD_BYTES = 8 << 20
 _UPLOADS = 4
-# Maximum loss of an interrupted download. Smaller chunks are slower, larger ones are not faster.
+# Maximum number of bytes lost by an interrupted download. Smaller chunks are slower, larger ones are not faster.
 _DOWNLOAD_BYTES = 256 << 10
 _CREATE_ATTEMPTS = 8
 _PAUSE_SECONDS = 0.01
@@ -55,7 +55,7 @@ _PAGE_OBJECTS = 1000  # objects that a remote store returns per request
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """Listing entry of an object: its name, its size, and when it was written in Unix seconds."""
+    """Listing entry of an object: its name, its size in bytes, and its modification time in Unix seconds."""
 
     name: str
     num_bytes: int
@@ -126,7 +126,7 @@ class Storage:
         size. A remote object may have up to 80 GB.
 
         Raises:
-            StorageError: if the object cannot be written; nothing is visible then.
+            StorageError: if the object cannot be written; no partial object is visible then.
         """
         check_name("name", name)
         with self._translated():
@@ -139,7 +139,7 @@ class Storage:
         """Write an object unless one of that name exists; return False if it does. Exactly one racing writer succeeds.
 
         A store may also refuse because of a concurrent request for the name (409 on AWS). A refusal is therefore
-        accepted only if the object exists. Otherwise the write is retried with growing pauses, for 1 to 2 seconds in
+        accepted only if the object exists. Otherwise the write is retried with growing pauses, for about a second in
         total.
 
         Raises:
@@ -171,7 +171,7 @@ class Storage:
         """Write or replace a small object atomically: readers see the old or the new bytes, also after a power loss.
 
         Raises:
-            StorageError: if the object cannot be written; an old object is unchanged then.
+            StorageError: if the object cannot be written. If the response was lost, it may have been written.
         """
         check_name("name", name)
         with self._translated():
@@ -198,6 +198,7 @@ class Storage:
                 requests only the rest. Local files are always read from the beginning.
 
         Raises:
+            InvalidArgumentError: if ``out`` has less than ``max_bytes``.
             MalformedError: if the object has more than ``max_bytes``; no memory was allocated.
             StorageError: if the object cannot be read, or has changed since the failed call. After a change, the next
                 call starts from the beginning.
@@ -296,12 +297,12 @@ class Storage:
         """Check that the store rejects the second of two requests to create the same object. Deletes the test object.
 
         Raises:
-            UnsafeStoreError: if the store accepts both.
+            UnsafeStoreError: if the store accepts both, or does not support exclusive creation.
             StorageError: if the store cannot be written.
         """
         name = f"probe/{secrets.token_hex(16)}"
         try:
-            # May also be refused: the store's client repeats a request that succeeded if its response was lost.
+            # May also return False: after a lost response, the store's client repeats a request that succeeded.
             self.create(name, b"first")
             second = self.create(name, b"second")
             there = self.read(name, max_bytes=len(b"second"))
@@ -316,7 +317,7 @@ class Storage:
             raise UnsafeStoreError(self.url)
 
     def _find_store(self) -> ObjectStore | None:
-        """Return the store, None while its directory does not exist."""
+        """Open the store if necessary and return it; return None while its directory does not exist."""
         if self._directory is not None and self._directory.exists() and not self._directory.is_dir():
             raise StorageError(self.url, "it is a file instead of a directory")
         if self._store is None and (self._directory is None or self._directory.is_dir()):
@@ -333,7 +334,13 @@ class Storage:
         return store
 
     def _refuse_after_fork(self) -> None:
-        """Record the first process that uses obstore. A remote request would hang or crash in a child of it."""
+        """Record the first process that uses obstore, and reject remote requests in forked children of it.
+
+        Such a request would hang or crash, because a forked child lacks obstore's threads.
+
+        Raises:
+            StorageError: if the store is remote and this is another process than the first one.
+        """
         if not _processes:
             _processes.append(os.getpid())
         if self._is_remote and os.getpid() not in _processes:
@@ -360,7 +367,7 @@ class Storage:
         )
 
     def _ask(self, blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
-        """Return the response to a request. A request to a remote store may be abandoned."""
+        """Send a request and return the response; see :func:`answer`. Only remote requests can be interrupted."""
         return answer(blocking, request) if self._is_remote else blocking()
 
     def _download(
@@ -373,9 +380,10 @@ class Storage:
         out: NDArray[np.uint8] | None = None,
         transfer: Transfer | None = None,
     ) -> NDArray[np.uint8] | None:
-        """Read from a remote store. If a request ends early, request the rest.
+        """Return the bytes ``[begin, end)`` of a remote object, None if it does not exist.
 
-        Retries as long as each request returns some bytes, so that a slow store does not cause a failure.
+        If a request ends early, the rest is requested. Retries as long as each request returns some bytes, so that a
+        slow store does not cause a failure.
         """
         transfer = Transfer() if transfer is None else transfer
         while transfer.out is None or transfer.num_bytes < len(transfer.out):
@@ -399,7 +407,7 @@ class Storage:
         return transfer.out
 
     def _request(self, name: str, begin: int, end: int | None) -> GetResult:
-        """Request an object from the byte ``begin``."""
+        """Request the bytes ``[begin, end)`` of a remote object; those from ``begin`` on if ``end`` is None."""
         store = self._open_store()
         options: GetOptions = {}
         if end is not None:
@@ -412,7 +420,7 @@ class Storage:
         )
 
     def _fill(self, name: str, result: GetResult, transfer: Transfer, begin: int) -> None:
-        """Append the bytes of a response to ``transfer``."""
+        """Append the bytes of a response to ``transfer``, which holds the object's bytes from ``begin`` on."""
         out = transfer.out
         assert out is not None, "allocated"
         stream = result.stream(min_chunk_size=_DOWNLOAD_BYTES)
@@ -434,7 +442,8 @@ class Storage:
         max_bytes: int | None = None,
         out: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8] | None:
-        """Read directly into an array, which costs one copy; obstore's stream of a file takes 30 times as long."""
+        """Read the bytes ``[begin, end)`` of a local file into an array; return None if the file does not exist."""
+        # Not through obstore, whose stream of a file takes 30 times as long.
         assert self._directory is not None
         try:
             # Non-blocking, because a named pipe must not block the reader.
@@ -470,7 +479,7 @@ class Storage:
         max_bytes: int | None,
         out: NDArray[np.uint8] | None,
     ) -> NDArray[np.uint8]:
-        """Check the size of an object of ``num_bytes``, then return memory for its bytes ``[begin, end)``."""
+        """Check the size ``num_bytes`` of an object, then return memory for its bytes ``[begin, end)``."""
         if max_bytes is not None and num_bytes > max_bytes:
             raise MalformedError(name, f"it has {num_bytes} bytes, more than {max_bytes}")
         if end is not None and num_bytes < end:
@@ -503,7 +512,7 @@ class Storage:
 
 
 def back_off(attempt: int) -> None:
-    """Sleep before a retry: 10 ms for ``attempt`` 1, doubled for each further one, times a random 0.5 to 1.5."""
+    """Sleep before a retry: 10 ms for ``attempt`` 1, doubled for each further one, times a factor in [0.5, 1.5]."""
     time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
 
 
@@ -513,7 +522,10 @@ def open_storage(url: str | Storage, *, create: bool = False) -> Storage:
 
 
 def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
-    """Copy ``buffers`` into chunks of equal size. Copies, as obstore refers to a chunk while it requests the next."""
+    """Yield the bytes of ``buffers`` in chunks of equal size, except the last one.
+
+    The chunks are copies, because obstore refers to a chunk while it requests the next one.
+    """
     chunk = bytearray()
     for piece in pieces(buffers):
         room = _UPLOAD_BYTES - len(chunk)
