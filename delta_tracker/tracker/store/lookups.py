@@ -1,6 +1,6 @@
-"""Row store of raw lookups by batch, for ids that are not row numbers, such as hashed or remapped ids.
+"""Store of raw lookups by batch, for ids that are not row numbers, such as hashed or remapped ids.
 
-Letters: ``N`` ids.
+Notation: ``N`` is the number of ids of a lookup.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class _Table:
     """Lookups of one table, in ascending order of batches.
 
     Args:
-        empty: a lookup without ids, with the dtypes, device and shapes of all others.
-        newest_batch: the latest batch that was appended; compaction does not lower it.
+        empty: a lookup without ids, which has the dtypes, the device and the state shape of all lookups of the table.
+        newest_batch: the latest batch that was appended. Compaction and deletion do not change it.
         lookups: the stored lookups.
     """
 
@@ -31,24 +31,24 @@ class _Table:
     lookups: list[IndexedLookup] = field(default_factory=list)
 
     def places(self, start_idx: int, end_idx: int | None) -> slice:
-        """Return the slice of the lookups of batches in ``[start_idx, end_idx)``; None means no upper bound."""
+        """Return the slice of :attr:`lookups` with batches in ``[start_idx, end_idx)``; None means no upper bound."""
         batches = [lookup.batch_idx for lookup in self.lookups]
         return slice(bisect_left(batches, start_idx), None if end_idx is None else bisect_left(batches, end_idx))
 
 
 class DeltaStore:
-    """Store of all lookups of all tables until they are deleted. Memory grows with the lookups, not with the tables.
+    """Store of the lookups of all tables, until they are deleted.
 
     It has the interface of TorchRec's store of the same name. Trackers of sharded tables do not use it, because
     :class:`~delta_tracker.tracker.store.segments.SegmentStore` takes less memory. Use it for ids that are not rows of a
-    shard.
+    shard. Its memory grows with the number of stored ids, not with the size of the tables.
 
-    Call :meth:`append` for each batch, in ascending order of batches; :meth:`get_delta` from the batch that a reader
-    has reached; :meth:`delete` up to the batch that all readers have reached. :meth:`compact` may be called at any time
-    for a range of batches that no reader has reached only in part. Not thread-safe.
+    Call :meth:`append` for each batch, in ascending order of batches. Call :meth:`get_delta` with the first batch that
+    a reader has not read, and :meth:`delete` with the first batch that some reader has not read. :meth:`compact` may be
+    called for any range of batches in which no later read starts, except at the range's first batch. Not thread-safe.
 
     Args:
-        update_mode: which of an id's recorded states is kept.
+        update_mode: the state to return for each id: none, the first or the last one.
 
     Raises:
         InvalidArgumentError: if ``update_mode`` is invalid.
@@ -77,11 +77,11 @@ class DeltaStore:
         """Append a copy of one lookup, which may be empty.
 
         Args:
-            batch_idx: the batch; must not be below the table's latest one.
+            batch_idx: index of the batch, at least that of the table's previous lookup.
             table_fqn: the table.
-            ids: ``[N]`` integers, in any order, duplicates and negative ones allowed.
-            states: ``[N, ...]`` one state per id, with the same shape and dtype in all lookups of a table; None in mode
-                NONE.
+            ids: ``[N]`` integers in any order; may be repeated or negative.
+            states: ``[N, ...]`` one state per id, with the same shape, dtype and device in all lookups of a table; None
+                in mode NONE.
 
         Raises:
             InvalidArgumentError: if an argument is invalid; nothing is appended.
@@ -101,7 +101,7 @@ class DeltaStore:
         self._tables[table_fqn] = table
 
     def delete(self, up_to_idx: int | None = None) -> None:
-        """Delete the lookups of all batches before ``up_to_idx``, or all lookups and tables if it is None."""
+        """Delete the lookups of all batches before ``up_to_idx``. None deletes all lookups and tables."""
         if up_to_idx is None:
             self._tables = {}
             return
@@ -111,7 +111,7 @@ class DeltaStore:
     def compact(self, start_idx: int, end_idx: int) -> None:
         """Merge each table's lookups of batches in ``[start_idx, end_idx)`` into one lookup of batch ``start_idx``.
 
-        Reads that start inside the range miss the merged rows.
+        Reads that start in the range after ``start_idx`` then return none of the merged ids.
 
         Raises:
             InvalidArgumentError: if the range is empty.
@@ -125,9 +125,11 @@ class DeltaStore:
                 table.lookups[places] = [IndexedLookup(start_idx, *self._merged(table, lookups))]
 
     def get_delta(self, from_idx: int = 0) -> dict[str, DeltaRows]:
-        """Return the ids of all batches from ``from_idx`` on by table FQN, ascending and unique, with one state each.
+        """Return the ids of all batches from ``from_idx`` on, ascending and unique, with one state each.
 
-        A table without new ids is present and empty. Only ``delete()`` without an argument removes tables.
+        Returns:
+            Table FQN to rows, for every table that was appended to since the last ``delete()`` without an argument. The
+            rows are empty for a table without lookups from ``from_idx`` on.
         """
         return {
             fqn: DeltaRows(*self._merged(table, table.lookups[table.places(from_idx, None)]))
@@ -137,7 +139,7 @@ class DeltaStore:
     def get_indexed_lookups(self, start_idx: int, end_idx: int) -> dict[str, list[IndexedLookup]]:
         """Return the stored lookups of batches in ``[start_idx, end_idx)`` by table FQN.
 
-        The tensors belong to the store: copy them before writing to them.
+        The tensors belong to the store: do not write to them.
         """
         return {fqn: table.lookups[table.places(start_idx, end_idx)] for fqn, table in self._tables.items()}
 
@@ -150,7 +152,10 @@ class DeltaStore:
             raise InvalidArgumentError("states", tuple(states.shape), f"Pass one row for each of {len(ids)} ids")
 
     def _merged(self, table: _Table, lookups: list[IndexedLookup]) -> tuple[Tensor, Tensor | None]:
-        """Return the unique ids in ascending order, each with the state that the mode keeps."""
+        """Return the unique ids of lookups in ascending order, and the state of each id that the update mode selects.
+
+        The states are None in mode NONE.
+        """
         lookups = lookups or [table.empty]
         ids = torch.cat([lookup.ids for lookup in lookups])
         if self._mode is EmbdUpdateMode.NONE:
@@ -164,7 +169,11 @@ def _none_of(states: Tensor | None) -> Tensor | None:
 
 
 def _check_same_kind(table: _Table, fqn: str, lookup: IndexedLookup) -> None:
-    """Reject a lookup that cannot be merged with the table's other lookups."""
+    """Reject a lookup that cannot be merged with the table's other lookups.
+
+    Raises:
+        InvalidArgumentError: if its batch is older, or its device, state shape or state dtype differs.
+    """
     if lookup.batch_idx < table.newest_batch:
         remedy = f"Append batches in ascending order: table {fqn!r} is at batch {table.newest_batch}"
         raise InvalidArgumentError("batch_idx", lookup.batch_idx, remedy)

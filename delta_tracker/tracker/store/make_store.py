@@ -1,4 +1,8 @@
-"""Choose the row store of a table and connect it with this rank's shard."""
+"""Choose the row store of a table and connect it with this rank's shard.
+
+Notation: ``N`` is the number of ids, ``D`` the number of columns of the shard, ``S`` the number of values in an old
+state.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,24 @@ from delta_tracker.tracker.store.shadow import ShadowStore
 
 
 class _ShardRows:
-    """Reader of the current shard's rows for a store. The shard may be replaced by a reshard."""
+    """Reader of a table's current rows and old states, for its store.
+
+    Args:
+        shard: returns this rank's current shard of the table. It is called at each read, because a reshard may replace
+            the shard.
+        capture: strategy of the tracking mode.
+    """
 
     def __init__(self, shard: Callable[[], LocalShard], capture: Capture) -> None:
         self._shard = shard
         self._capture = capture
 
     def rows(self, ids: Tensor | None) -> Tensor:
-        """Return the current rows ``[N, D]`` of local ids ``[N]``, or all rows for None."""
+        """Return the current rows ``[N, D]`` with the local ids ``[N]``; all rows if ``ids`` is None."""
         return read_rows(self._shard(), ids)
 
     def old_states(self, ids: Tensor) -> Tensor:
-        """Return the data ``[N, S]`` that the mode keeps of the current rows with local ids ``[N]``."""
+        """Return the states ``[N, S]`` that the tracking mode keeps of the current rows with the local ids ``[N]``."""
         return self._capture.old_states(self._shard(), ids)
 
 
@@ -35,7 +45,7 @@ def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str
     Args:
         shard: returns this rank's current shard of the table. After a reshard it may return another shard with the
             same block.
-        capture: the tracking mode.
+        capture: strategy of the tracking mode.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
     """
     now, rows = shard(), _ShardRows(shard, capture)

@@ -1,9 +1,10 @@
 """The row store of one shard: a log of segments, each with the rows that changed between two cuts.
 
-Letters: ``N`` ids, ``R`` rows of the shard, ``S`` numbers in an old state.
+Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``S`` the number of values in an old state.
 
-A position is a count of cuts. A segment covers the positions from its start to the next segment's start. It has a set
-of local rows and, if old states are kept, the state of each row before its first change in the segment.
+A position is a count of cuts. It is *pinned* while a consumer's cursor is there or an uncommitted read ends there. A
+segment covers the positions from its start to the next segment's start. It has a set of local rows and, if old states
+are kept, the state of each row before its first change in the segment.
 
 A batch of ids is *open* from just before its update is written until the update is proven to be complete. A read at a
 cut may return a row of an open batch from before or after the write. Therefore each cut marks the open rows again in
@@ -23,10 +24,10 @@ from delta_tracker.rows import ChangedRows, put_rows
 from delta_tracker.tracker.row_sets.engines import choose_engine
 from delta_tracker.tracker.row_sets.row_set import RowSet
 
-# Few batches are open at a time. More open batches come from backward passes that raised without reporting their end.
+# Normally few batches are open. More stay open only if backward passes raise and their end is not reported.
 _MAX_OPEN = 256
-_STUCK = -2
-# Sets of at least this size are cleared and reused, because touching that much new memory is slower than a small read.
+_STUCK = -2  # key of the open batch that _fold_oldest() creates
+# Sets of at least this size are cleared and reused, because page faults in new memory take longer than a small read.
 _SPARE_BYTES = 1 << 20
 
 
@@ -35,11 +36,11 @@ class _Segment:
     start: int
     rows: RowSet | None = None  # None while nothing is marked
     # Ids of newly marked rows and their old states. A marked row that is in no entry has an unknown old state.
-    # On a device, ids of -1 pad the entries, because their length is not known without waiting: see trim().
+    # Except on the CPU, ids of -1 pad the entries, because their length is not known without waiting: see trim().
     states: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def trim(self) -> None:
-        """Remove the padding. Waits for the device."""
+        """Remove the entries of :attr:`states` whose id is -1. Waits for the device."""
         self.states = [(ids[ids >= 0], states[ids >= 0]) for ids, states in self.states]
 
     def absorb(self, newer: _Segment) -> None:
@@ -65,21 +66,21 @@ class _Segment:
 class SegmentStore:
     """Changed rows of one shard of ``R`` rows, readable from any pinned position.
 
-    Memory is one row set per segment that has changes and, if old states are kept, one old state per row in it. After
-    :meth:`compact` there is at most one segment more than there are distinct pinned positions. In addition the store
-    holds the ids of open batches and, if row sets are large, one empty set for reuse.
+    The store holds one row set for each segment with changes and, if old states are kept, one old state for each row in
+    the set. After :meth:`compact` there is at most one segment more than there are distinct pinned positions. The store
+    also holds the ids of open batches and, if row sets are large, one empty set for reuse.
 
     Callers must serialise the calls. Per batch, call :meth:`open_batch` before its update is written and
     :meth:`close_batch` once the update is proven to be written. Per read, call :meth:`cut` on the training state that
     the reader will see, then :meth:`changed`.
 
     Args:
-        num_rows: ``R``, rows of the shard; 0 is allowed.
+        num_rows: ``R``, number of rows of the shard; 0 is allowed.
         device: device of the shard and of all ids.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
         old_states: returns the current states ``[N, S]`` of the rows with ids ``[N]``; None to keep no states.
-        was_written: returns True if the shard was written since the last call (the first time, since its construction)
-            without a report of the rows. None if that cannot happen.
+        was_written: returns True if the shard was written in place since the previous call, or since the function was
+            created. None to disable :meth:`notice_writes`.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
@@ -131,13 +132,13 @@ class SegmentStore:
         self._open.pop(batch, None)
 
     def mark(self, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
-        """Mark rows without opening them.
+        """Mark rows without opening a batch.
 
         Args:
-            ids: as in :meth:`open_batch`.
+            ids: as in :meth:`open_batch`; unique if ``states`` is given.
             states: ``[N, S]`` states before the change; None to capture the current states.
-            is_written: the rows have already been written, so that the old states are unknown unless ``states`` is
-                given.
+            is_written: True if the rows have already been written. Their old states are then unknown, unless ``states``
+                is given.
         """
         if self.num_rows == 0:
             return
@@ -147,7 +148,11 @@ class SegmentStore:
             self._mark(ids, keep_states=not is_written)
 
     def cut(self, position: int) -> None:
-        """Start a segment at ``position``, which must be higher than all before, and mark the open rows in it."""
+        """Start a segment at ``position`` and mark the rows of open batches in it.
+
+        Args:
+            position: the new position, higher than all earlier ones.
+        """
         last = self._segments[-1]
         if last.rows is None:
             last.start = position
@@ -172,36 +177,36 @@ class SegmentStore:
         return self.keeps_states
 
     def catch_up(self) -> None:
-        """Mark rows that changed without a report. Does nothing here, because :meth:`notice_writes` marks them."""
+        """Mark rows that changed without a report. No-op in this class, where :meth:`notice_writes` marks them."""
 
     def notice_writes(self) -> bool:
-        """Mark all rows, with unknown old states, and return True if the shard was written without a report.
+        """Mark all rows, with unknown old states, if the shard was written without a report. Return True if it was.
 
-        Call it before every :meth:`cut` and, if old states are kept, before capturing them: states captured after the
-        write are not the old ones.
+        Call it before every :meth:`cut` and, if old states are kept, before each :meth:`open_batch` and :meth:`mark`
+        that captures them, because states captured after the write are not the old ones.
         """
         if self._was_written is None or self.num_rows == 0:
             return False
         self._has_unmarked = self._was_written() or self._has_unmarked
         if not self._has_unmarked:
             return False
-        self._mark(None)  # if memory runs out, the next call marks the rows
+        self._mark(None)  # if this runs out of memory, the next call marks the rows
         self._has_unmarked = False
         return True
 
     def acknowledge_writes(self) -> None:
-        """Ignore all writes so far, because their rows are marked or need not be."""
+        """Make :meth:`notice_writes` ignore all writes so far, because their rows are marked or need not be marked."""
         if self._was_written is not None:
             self._was_written()
 
     def forget(self) -> None:
-        """Clear the log, so that it starts from the current shard. Open batches stay open."""
+        """Drop all marked rows and ignore all writes so far. Open batches stay open."""
         self.acknowledge_writes()
         self._has_unmarked = False
         self.delete(None)
 
     def unknown(self, ids: Tensor | None = None) -> ChangedRows:
-        """Return rows as changed rows with unknown old states. Does not mark them.
+        """Return :class:`ChangedRows` with the given ids and unknown old states. Does not mark the rows.
 
         Args:
             ids: ``[N]`` int64 local ids, in any order, duplicates allowed; None for all rows.
@@ -216,13 +221,13 @@ class SegmentStore:
         return found
 
     def num_changed(self, start: int, beside: Tensor | None = None) -> int:
-        """Return the number of rows marked from position ``start`` on or contained in ``beside``.
+        """Return the number of different rows that are marked from position ``start`` on or contained in ``beside``.
 
         Waits for the device.
 
         Args:
             start: a pinned position.
-            beside: ``[N]`` int64 local ids to count too.
+            beside: ``[N]`` int64 local ids; None for no ids.
         """
         segments = [seg for seg in self._segments if start <= seg.start and seg.rows is not None]
         if len(segments) == 1 and beside is None and segments[0].rows is not None:
@@ -237,13 +242,13 @@ class SegmentStore:
     def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
         """Return the rows marked in ``[start, stop)``, each with its oldest state in that range.
 
-        Both positions must have been pinned since their cut, or :meth:`compact` may have merged segments across them.
-        Waits for the device.
+        Both positions must have been pinned since their cut. Otherwise :meth:`compact` may have merged segments across
+        them. Waits for the device.
 
         Args:
             start: a pinned position.
-            stop: a pinned position.
-            with_states: return a copy of the old states too.
+            stop: a pinned position, or a position after the last cut.
+            with_states: return a copy of the old states too, if the store keeps them.
         """
         self._trim()
         segments = [seg for seg in self._segments if start <= seg.start < stop and seg.rows is not None]
@@ -258,7 +263,7 @@ class SegmentStore:
 
     @property
     def compact_waits(self) -> bool:
-        """True if :meth:`compact` waits for the device, which merging old states on a GPU does."""
+        """True if :meth:`compact` waits for the device: if old states are kept on a device other than the CPU."""
         return self._pads and self.keeps_states
 
     def compact(self, pinned: Collection[int]) -> None:
@@ -276,7 +281,11 @@ class SegmentStore:
                 self._recycle(newer.rows)
 
     def delete(self, before: int | None) -> None:
-        """Drop the segments before position ``before``, which must be pinned; None drops all segments."""
+        """Drop the segments that start before position ``before``; None drops all segments.
+
+        Args:
+            before: a pinned position.
+        """
         while self._segments and (before is None or self._segments[0].start < before):
             dropped = self._segments.pop(0)
             self._recycle(dropped.rows)
@@ -290,7 +299,7 @@ class SegmentStore:
 
     @property
     def num_segments(self) -> int:
-        """Number of segments in the log."""
+        """Number of segments in the store."""
         return len(self._segments)
 
     @property
@@ -311,14 +320,17 @@ class SegmentStore:
         return opened + spare + sum(segment.num_bytes for segment in self._segments)
 
     def _fold_oldest(self) -> None:
-        """Merge the oldest open batches, left open by failed backward passes, into one that is never closed."""
+        """Merge the oldest half of the open batches, left open by failed backward passes, into one.
+
+        The merged batch is never closed, so that every cut marks its rows again.
+        """
         oldest = sorted(self._open)[: _MAX_OPEN // 2]
         ids = [self._open.pop(batch) for batch in oldest]
         whole = any(each is None for each in ids)
         self._open[_STUCK] = None if whole else torch.unique(torch.cat([each for each in ids if each is not None]))
 
     def _union(self, segments: list[_Segment]) -> RowSet:
-        """Return a set with the rows marked in some segments."""
+        """Return a set of all rows that are marked in ``segments``, for the caller to use and to recycle."""
         merged = self._take_set()
         for segment in segments:
             if segment.rows is not None:
@@ -337,12 +349,12 @@ class SegmentStore:
         return last.rows
 
     def _take_set(self) -> RowSet:
-        """Return an empty set: the spare one, if there is one."""
+        """Return an empty set. Reuses the spare set if there is one."""
         spare, self._spare = self._spare, None
         return self._engine(self.num_rows, self._device) if spare is None else spare
 
     def _recycle(self, rows: RowSet | None) -> None:
-        """Keep an unused set as the spare one if it is large and there is none yet."""
+        """Clear an unused set and keep it for reuse, if it is large and no other set is kept."""
         if rows is not None and self._spare is None and rows.num_bytes >= _SPARE_BYTES:
             rows.clear()
             self._spare = rows
@@ -362,7 +374,7 @@ class SegmentStore:
             self._segments[-1].states.append((new, self._old_states(new)))
 
     def _mark_with(self, ids: Tensor, states: Tensor) -> None:
-        """Mark rows, given without duplicates and with their old states."""
+        """Mark the rows ``ids``, which must be unique, with their old states ``states``."""
         rows = self._last_rows()
         if self._old_states is not None:
             is_new = ~rows.contains(ids)
@@ -375,7 +387,7 @@ class SegmentStore:
         template = self._old_states(ids[:0])
         states = new_rows(len(ids), template)
         known = torch.zeros_like(ids, dtype=torch.bool)
-        # From newest to oldest, so that the oldest segment decides, also if its state is unknown.
+        # From newest to oldest, so that the oldest segment's states are returned, even if they are unknown.
         for segment in reversed(segments):
             assert segment.rows is not None, "filtered by the caller"
             assert merged is not None, "given with segments"
@@ -394,5 +406,5 @@ class SegmentStore:
 
 
 def _whole_numbers(ids: Tensor) -> Tensor:
-    """Return ``ids`` as int64. If they already are, the check is four times faster than calling ``long()``."""
+    """Return ``ids`` as int64. Skips ``long()`` for int64 ids, because the call is slower than the check."""
     return ids if ids.dtype == torch.int64 else ids.long()

@@ -1,8 +1,11 @@
-"""Row store that finds changed rows by comparing the shard with a copy, whatever wrote to it.
+"""Row store that finds changed rows by comparing the shard with a copy.
 
-It is for tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL). Momentum, Adam and weight decay change
-rows that were not looked up, gradients of other ranks arrive through an all-reduce, and the write happens long after
-the backward pass. Comparison with a copy is exact for all of them, needs no collective and detects ``load_state_dict``.
+It is for tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL). Their changes cannot be derived from
+lookups: momentum, Adam and weight decay change rows that were not looked up, the all-reduce adds gradients of other
+ranks, and the optimizer writes after the backward pass. Comparison with a copy is exact in all these cases, needs no
+collective and detects ``load_state_dict``.
+
+Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``D`` its number of columns.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from delta_tracker.tracker.store.segments import SegmentStore
 
-# Rows compared at a time: few enough to bound the temporary memory, and enough to be one pass over shard and copy.
+# Rows compared at a time. This bounds the temporary memory.
 _CHUNK_ROWS = 65536
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -26,11 +29,12 @@ class ShadowStore(SegmentStore):
     for bit.
 
     Args:
-        read_rows: returns the shard's current rows ``[N, D]`` for ids ``[N]``, or all rows for None.
-        num_rows: ``R``, rows of the shard.
+        read_rows: returns a copy of the shard's current rows ``[N, D]`` with the local ids ``[N]``; of all rows for
+            None.
+        num_rows: ``R``, number of rows of the shard.
         device: device of the shard.
-        engine: implementation of the row sets.
-        keeps_states: keep the rows from before their change as old states; ``S`` is ``D``.
+        engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
+        keeps_states: keep the values ``[N, D]`` of changed rows from before the change as their old states.
     """
 
     def __init__(
@@ -64,21 +68,21 @@ class ShadowStore(SegmentStore):
                 shadow[places] = rows[places]
 
     def forget(self) -> None:
-        """Clear the log and copy the shard again."""
+        """Clear the log and replace the copy with the current shard. Open batches stay open."""
         super().forget()
         self._shadow = self._read_rows(None)
 
     @property
     def reads_shard(self) -> bool:
-        """Always True, because each cut compares the shard with the copy."""
+        """True, because each cut reads the shard to compare it with the copy."""
         return True
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the copy."""
+        """Bytes of the copy of the shard."""
         return self._shadow.nbytes
 
 
 def _bits(rows: Tensor) -> Tensor:
-    """Return the rows viewed as integers, so that NaN equals itself and -0.0 differs from 0.0."""
+    """Return the rows as integers with the same bits, so that NaN equals itself and -0.0 differs from 0.0."""
     return rows.contiguous().view(_BITS[rows.element_size()])
