@@ -1,4 +1,4 @@
-"""Mergeable aggregates of numbers: count, sum, mean, deviation, minimum, maximum, newest number, buckets."""
+"""Mergeable aggregates of numbers: count, sum, mean, deviation, minimum, maximum, newest number and buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN_TYPES = frozenset({int, float, bool})
 
 
 def quantile_of(aggregation: str) -> float | None:
-    """Return the fraction of a quantile such as ``p95`` or ``p99.9``, None for other aggregations.
+    """Return the fraction of a quantile such as ``p95`` or ``p99.9``; None for other aggregations.
 
     Example:
         >>> quantile_of("p99.9"), quantile_of("mean")
@@ -46,18 +46,26 @@ def needs_buckets(aggregations: Iterable[str]) -> bool:
 
 
 class Aggregate:
-    """Running figures of finite numbers.
+    """Running count, sum and other aggregates of finite numbers.
 
-    ``total`` is the sum of ``count`` numbers, exact for integers. ``min``, ``max`` and ``last`` are NaN if empty or
-    unknown. The mean is ``total / weight``; ``weight`` equals the count unless numbers were weighted. ``num_rejected``
-    counts the rejected values: NaN, infinity, tensors on a device, other types, and negative numbers of counters.
     Means and deviations are merged as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
     computing sample variances" (1979).
 
     Args:
-        with_spread: also compute the standard deviation.
-        with_buckets: also fill buckets, for quantiles.
-        is_counter: reject negative numbers.
+        with_spread: True to also compute the standard deviation.
+        with_buckets: True to also count the numbers in buckets, for quantiles.
+        is_counter: True to reject negative numbers.
+
+    Attributes:
+        count: number of accepted numbers.
+        total: their sum, exact for integers.
+        weight: sum of the weights, equal to ``count`` for unweighted numbers. The mean is ``total / weight``.
+        min: smallest number; NaN if empty or unknown.
+        max: largest number; NaN if empty or unknown.
+        last: newest number; NaN if empty or unknown.
+        num_rejected: number of rejected values: NaN, infinity, tensors on a device, values that ``float()`` does not
+            accept, and negative numbers if ``is_counter``.
+        buckets: the buckets; None without ``with_buckets``.
     """
 
     __slots__ = (
@@ -96,7 +104,7 @@ class Aggregate:
         )
 
     def copy(self) -> Aggregate:
-        """Return a copy with the same figures."""
+        """Return a copy."""
         result = self.fresh()
         result.merge(self)
         return result
@@ -128,7 +136,7 @@ class Aggregate:
         return numbers
 
     def merge(self, newer: Aggregate) -> None:
-        """Add the figures of a newer aggregate, which is not changed. Its last number wins."""
+        """Add the numbers of ``newer``, which is not changed. Its ``last`` replaces this one unless it is NaN."""
         self.num_rejected += newer.num_rejected
         if newer.count == 0:
             return
@@ -140,7 +148,14 @@ class Aggregate:
         self._add_extremes(newer.min, newer.max, newer.last)
 
     def value(self, aggregation: str) -> float | None:
-        """Return one figure, or None if it is undefined, such as the mean of no numbers or the deviation of one."""
+        """Return one aggregate.
+
+        Args:
+            aggregation: name of the aggregate, such as ``mean`` or ``p95``.
+
+        Returns:
+            The aggregate. None if it is undefined, such as the mean of no numbers, or is not a number (``histogram``).
+        """
         fraction = quantile_of(aggregation)
         if fraction is not None:
             return self._quantile(fraction)
@@ -163,7 +178,10 @@ class Aggregate:
         return estimate if math.isnan(self.min) else min(max(estimate, self.min), self.max)
 
     def _deviation(self) -> float | None:
-        """Return the sample standard deviation, the square root of sum((x - mean)^2) / (count - 1)."""
+        """Return the sample standard deviation, the square root of sum((x - mean)^2) / (count - 1).
+
+        Returns None for fewer than two numbers, or if it is not computed.
+        """
         if self._squares is None or self._num_spread <= 1:
             return None
         return math.sqrt(self._squares / (self._num_spread - 1))
@@ -188,7 +206,7 @@ class Aggregate:
         self.last = self.last if math.isnan(last) else last
 
     def _numbers(self, values: Sequence[object]) -> list[float]:
-        """Return the accepted numbers among ``values`` and count the others."""
+        """Return the accepted numbers among ``values``. Count the others as rejected."""
         if _PLAIN_TYPES.issuperset(map(type, values)):
             numbers: list[float] = list(values)  # type: ignore[arg-type]  # the line above checked every type
             # A finite sum has finite terms. Integers beyond the range of a float take the slow path.
@@ -202,7 +220,7 @@ class Aggregate:
 
 
 def _known(choose: Callable[[float, float], float], first: float, second: float) -> float:
-    """Return ``choose(first, second)``, or the other number if one is NaN."""
+    """Return ``choose(first, second)``. If one number is NaN, return the other."""
     if math.isnan(first):
         return second
     return first if math.isnan(second) else choose(first, second)
@@ -222,7 +240,7 @@ def _is_finite(number: float) -> bool:
 
 
 def _number(value: object) -> float | None:
-    """Return ``value`` as a finite number, or None if it is not one or is a tensor on a device."""
+    """Return ``value`` as a finite number; None if it is not a finite number or is a tensor on a device."""
     if type(value) in _PLAIN_TYPES:
         return value if _is_finite(value) else None  # type: ignore[return-value, arg-type]  # an int, a float, a bool
     # Converting a tensor on a device would block. DeviceMean and similar classes record such tensors.

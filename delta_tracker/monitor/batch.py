@@ -1,4 +1,4 @@
-"""Data of one collection, as delivered to the sinks."""
+"""Results of a collection, as delivered to the sinks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from delta_tracker.monitor.stat import Definition
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """The figures of one window.
+    """Aggregates of one window of a cell.
 
     Args:
         definition: definition of the stat.
         labels: labels of the cell.
-        values: aggregation to figure; aggregations without data are omitted.
-        count: number of accepted records.
+        values: aggregates by name, such as ``mean``. Undefined ones are omitted.
+        count: number of accepted records in the window.
         num_rejected: number of rejected records, such as NaN.
-        window: times, step, raw records.
+        window: the window, with its times, step and raw records.
     """
 
     definition: Definition
@@ -36,12 +36,12 @@ class WindowReport:
 
     @property
     def buckets(self) -> LogBuckets | None:
-        """Histogram of the window, or None if the policy has no histogram or quantiles."""
+        """Buckets of the window; None if the policy has no histogram and no quantiles."""
         return self.window.aggregate.buckets
 
     @classmethod
     def of(cls, definition: Definition, labels: Labels, policy: Policy, window: ClosedWindow) -> WindowReport:
-        """Build the report of a window according to a policy."""
+        """Build the report of a window, with the aggregations of ``policy``."""
         figures = {name: window.aggregate.value(name) for name in policy.aggregations if name != "histogram"}
         if window.aggregate.count == 0 and policy.when_empty == "zero":
             figures = dict.fromkeys(figures, 0)
@@ -51,12 +51,12 @@ class WindowReport:
 
 @dataclass(frozen=True, slots=True)
 class TotalReport:
-    """The figures of a cell since the process started, for sinks that sample totals.
+    """Aggregates of a cell since the process started, for sinks that export totals.
 
     Args:
         definition: definition of the stat.
         labels: labels of the cell.
-        figures: count, sum, newest number, buckets.
+        figures: the aggregates of all records.
     """
 
     definition: Definition
@@ -66,12 +66,14 @@ class TotalReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One collection.
+    """Result of one collection.
+
+    A sink receives it together with windows and events of earlier batches that it has not accepted.
 
     Args:
         time_ns: time of the collection, nanoseconds since the epoch.
-        begin_ns: time at which the totals started at 0, nanoseconds since the epoch.
-        attributes: attributes that identify the process, such as its rank.
+        begin_ns: time at which the totals were 0, nanoseconds since the epoch.
+        attributes: names and values that identify the process, such as its rank.
         windows: windows closed since the last collection.
         totals: totals of all cells with records, and of all enabled counters.
         events: events since the last collection.

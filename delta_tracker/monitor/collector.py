@@ -1,4 +1,4 @@
-"""Collector, which periodically reads all stats and delivers figures and events."""
+"""Collector that periodically reads all stats and delivers windows, totals and events."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Collector:
     Args:
         registry: the stats.
         events: the events.
-        metrics: counts errors and losses.
-        deadline_seconds: time limit of a sink, handler or callback.
+        metrics: built-in metrics, among them the counters of errors and losses.
+        deadline_seconds: time limit of a call of a sink, handler or callback.
         max_undelivered: maximum number of events queued for a sink or handler.
     """
 
@@ -65,7 +65,7 @@ class Collector:
         self.reset()
 
     def reset(self) -> None:
-        """Drop thread, sinks and events. For forked children and for a new start."""
+        """Drop the threads, the sinks and the undelivered events. Called at each stop and in a forked child."""
         self._lock = threading.RLock()
         self._runner = Runner(self._registry.progress.clock, self._deadline_seconds)
         self._sinks: list[SinkQueue] = []
@@ -80,9 +80,9 @@ class Collector:
         self._thread: threading.Thread | None = None
 
     def after_fork(self) -> None:
-        """Drop the sinks after calling their ``forget()``, whose exceptions are counted.
+        """Call ``forget()`` of all sinks, then drop them. Called in a forked child.
 
-        Exceptions are not logged, because a thread of the parent may have held the lock of the log stream.
+        Exceptions are counted but not logged, because a thread of the parent may have held the lock of the log stream.
         """
         for sink in self.sinks:
             try:
@@ -98,11 +98,16 @@ class Collector:
 
     @property
     def sinks(self) -> list[Sink]:
-        """Destinations of the batches."""
+        """Sinks that receive the batches."""
         return [sink_queue.sink for sink_queue in self._sinks]
 
     def start(self, sinks: Sequence[Sink], interval_seconds: float, attributes: Mapping[str, str]) -> None:
-        """Start to collect at an interval.
+        """Start to collect periodically, in a thread.
+
+        Args:
+            sinks: sinks that receive the batches.
+            interval_seconds: time between two collections.
+            attributes: names and values that identify the process.
 
         Raises:
             RuntimeError: if no thread can be started; the collector is not started.
@@ -122,7 +127,11 @@ class Collector:
         self._thread = thread
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Deliver the last batch, close the sinks and end the thread. Return whether it finished in time."""
+        """Deliver the last batch, close the sinks and end the thread. No-op if it is not running.
+
+        Returns:
+            False if this exceeded ``timeout_seconds``; the threads are then abandoned.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return True
@@ -135,7 +144,11 @@ class Collector:
         return is_done
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Collect now and wait for it. Return whether it finished in time."""
+        """Collect now and wait until the collection is complete.
+
+        Returns:
+            False if this exceeded ``timeout_seconds``.
+        """
         if self._thread is None:
             self.collect()
             return True
@@ -148,21 +161,22 @@ class Collector:
         return True
 
     def wake(self) -> None:
-        """Request delivery of queued events to their handlers. Safe in any thread and signal handler."""
+        """Request delivery of queued events to the handlers. Can be called in any thread and in signal handlers."""
         if not self._is_woken:
             self._is_woken = True
             self._wakeups.put(_Wake.EVENTS)
 
     def collect(self, *, is_last: bool = False, handler_seconds: float | None = None) -> Batch:
-        """Read all stats and deliver them and the events.
+        """Read all sources and stats, and deliver the result and the events.
 
         Args:
-            is_last: close all windows, and call muted sinks too.
+            is_last: True to close all windows and to also call muted sinks.
             handler_seconds: time limit of all event handlers together, by default half the deadline. Remaining events
                 stay queued.
 
         Returns:
-            The collected batch. Sinks receive it together with windows and events that they have not accepted before.
+            The collected batch. Each sink receives it together with windows and events of earlier batches that it has
+            not accepted.
         """
         with self._lock:
             clock = self._registry.progress.clock
@@ -222,10 +236,10 @@ class Collector:
                 self._losses[metric.name, stat] = number
 
     def _hand_to_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
-        """Call handlers with their events for at most ``seconds``.
+        """Call handlers with their queued events for up to ``seconds``, but with at least one event each.
 
         Returns:
-            Whether a handler that is not muted has events left.
+            True if a handler that did not fail and is not muted has events left.
         """
         self._is_woken = False
         events = self._events.take()

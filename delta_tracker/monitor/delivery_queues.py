@@ -15,7 +15,7 @@ from delta_tracker.monitor.guarded_calls import Guard
 from delta_tracker.monitor.sinks.sink import Sink
 
 MAX_WINDOWS = 8192
-"""Maximum number of windows queued for one sink. A sink that fails is muted for up to ten minutes."""
+"""Maximum number of windows queued for one sink."""
 
 
 class SinkQueue:
@@ -24,6 +24,9 @@ class SinkQueue:
     Args:
         sink: the sink.
         max_events: maximum number of queued events.
+
+    Attributes:
+        guard: failures and muting of the sink.
     """
 
     def __init__(self, sink: Sink, max_events: int) -> None:
@@ -33,7 +36,7 @@ class SinkQueue:
         self._lock = threading.Lock()
         self._windows: list[WindowReport] = []
         self._events: list[Event] = []
-        # The first so many of each list are being delivered and must not be dropped.
+        # Number of leading windows and events that are being delivered and must not be dropped.
         self._num_windows = self._num_events = 0
 
     def add(self, windows: Sequence[WindowReport], events: Sequence[Event]) -> tuple[list[WindowReport], int]:
@@ -55,7 +58,8 @@ class SinkQueue:
     def deliver(self, batch: Batch) -> None:
         """Call the sink with a batch whose windows and events are replaced by all queued ones.
 
-        They leave the queue when the sink returns, even after its deadline. If it raises, they stay queued.
+        They are removed from the queue when the sink returns, even after the deadline. If the sink raises, they stay
+        queued.
         """
         with self._lock:
             windows, events = tuple(self._windows), tuple(self._events)
@@ -76,6 +80,9 @@ class HandlerQueue:
     Args:
         subscription: the subscription of the handler.
         max_events: maximum number of queued events.
+
+    Attributes:
+        guard: failures and muting of the handler.
     """
 
     def __init__(self, subscription: Subscription, max_events: int) -> None:
@@ -90,7 +97,7 @@ class HandlerQueue:
         return bool(self._waiting)
 
     def add(self, events: Sequence[Event]) -> int:
-        """Queue the events that match the subscription. Return the number of older events dropped for them."""
+        """Queue the matching events. Beyond ``max_events``, drop the oldest ones. Return the number of dropped events."""
         self._waiting.extend(event for event in events if self._subscription.wants(event))
         num_dropped = 0
         while len(self._waiting) > self._max_events and self._next() is not None:
@@ -98,9 +105,12 @@ class HandlerQueue:
         return num_dropped
 
     def hand(self, until: float) -> None:
-        """Call the handler with queued events until the time ``until`` of ``time.monotonic()``, at least with one.
+        """Call the handler with each queued event.
 
         If the handler raises, the event is not delivered again; the others stay queued.
+
+        Args:
+            until: time of ``time.monotonic()`` after which no further event is handled. The first one always is.
         """
         event = self._next()
         while event is not None:
@@ -111,4 +121,4 @@ class HandlerQueue:
         try:
             return self._waiting.popleft()
         except IndexError:
-            return None  # another thread removed the last one
+            return None  # another thread removed the last event

@@ -1,4 +1,4 @@
-"""Calls of sinks, handlers and callbacks with a deadline, which catch exceptions and mute code that fails."""
+"""Calls of sinks, handlers and callbacks, with a deadline. Exceptions are caught; code that fails is muted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Call:
     Args:
         action: function to call.
         is_done: set when ``action`` has returned or raised.
-        error: exception raised by ``action``, if any.
+        error: exception raised by ``action``; None if it raised none.
     """
 
     action: Callable[[], None]
@@ -41,13 +41,13 @@ class Call:
 
 @dataclass(slots=True)
 class Guard:
-    """Failures and muting of one sink, handler or callback.
+    """State of one sink, handler or callback: its failures, muting and newest call.
 
     Args:
         name: name in logs and metrics.
         num_errors: number of calls that raised or exceeded the deadline.
-        num_muted: number of calls skipped because it was muted or busy.
-        muted_until_ns: end of the muting, on the monotonic clock.
+        num_muted: number of calls skipped because the code was muted or busy.
+        muted_until_ns: end of the muting, in nanoseconds of the monotonic clock.
         call: the newest call, possibly unfinished. The next call is made only after it has finished.
     """
 
@@ -64,7 +64,12 @@ class Guard:
         return self.call is not None and not self.call.is_done.is_set()
 
     def failed(self, reason: BaseException | str, now_ns: int) -> None:
-        """Count a failure and mute for 10 s, doubled for each consecutive failure up to 600 s."""
+        """Count a failure and mute for 10 s, doubled for each consecutive failure up to 600 s. Log the first failure.
+
+        Args:
+            reason: the exception, or a description of the failure.
+            now_ns: current time of the monotonic clock.
+        """
         self.num_errors += 1
         seconds = min(_FIRST_MUTE_SECONDS * 2**self._num_in_a_row, _LONGEST_MUTE_SECONDS)
         self._num_in_a_row = min(self._num_in_a_row + 1, 16)
@@ -85,12 +90,12 @@ class Guard:
 
 
 class Runner:
-    """Makes calls in a worker thread, and abandons the thread if a call exceeds the deadline.
+    """Worker thread that makes calls. It is abandoned and replaced if a call exceeds the deadline.
 
     Not thread-safe. Workers are daemon threads, started at the first call or by :meth:`start`.
 
     Args:
-        clock: clock of the muting.
+        clock: source of the times of the muting.
         deadline_seconds: time limit of a call.
     """
 
@@ -110,17 +115,17 @@ class Runner:
     def run(
         self, guard: Guard, action: Callable[[], None], *, even_if_muted: bool = False, here_if_refused: bool = False
     ) -> bool:
-        """Call ``action`` in the worker, unless its guard is muted or its last call has not returned.
+        """Call ``action`` in the worker. Skip the call if ``guard`` is muted or its last call has not returned.
 
         Args:
-            guard: guard of the code that is called.
+            guard: state of the sink, handler or callback that is called.
             action: function to call.
-            even_if_muted: call it even if muted, after waiting up to the deadline for its last call to return.
-            here_if_refused: if no thread can be started, call it in this thread without a deadline. Since Python 3.12,
-                no thread can be started at interpreter shutdown.
+            even_if_muted: True to ignore the muting, and to first wait up to the deadline for the last call to return.
+            here_if_refused: True to call ``action`` in this thread, without a deadline, if no thread can be started.
+                Since Python 3.12, no thread can be started at interpreter shutdown.
 
         Returns:
-            True if it was called and returned within the deadline.
+            True if ``action`` was called and returned within the deadline without raising.
         """
         now = self._clock.monotonic_ns()
         if even_if_muted and guard.call is not None:

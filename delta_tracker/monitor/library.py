@@ -1,6 +1,6 @@
 """Names, descriptions, units and labels of the library's built-in metrics.
 
-Each tracker, publisher and predictor records them through its own recorder, which adds its name as a label:
+Each tracker, publisher and predictor records them through its own recorder, which adds the object's name as a label:
 
     recorder.published_rows.cell(table=fqn).add(len(rows))
 
@@ -20,7 +20,7 @@ from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Ki
 
 PREFIX = "delta_tracker_"
 
-# Far above any known number of trackers, tables and consumers; still cheap.
+# More than any known number of label sets. The cells still need little memory.
 _MAX_CELLS = 4096
 _BYTES = (6, 44)  # powers of two: 64 B to 16 TiB
 
@@ -197,7 +197,11 @@ class LibraryMetrics:
         self._registry = registry
 
     def __getattr__(self, name: str) -> Stat:
-        """Register the stat and store it as an ordinary attribute."""
+        """Register the stat, store it as an ordinary attribute and return it.
+
+        Raises:
+            AttributeError: if no built-in metric has this name.
+        """
         definition = DEFINITIONS.get(name)
         if definition is None:
             raise AttributeError(f"no metric {name!r}; known: {', '.join(DEFINITIONS)}")
@@ -206,7 +210,11 @@ class LibraryMetrics:
         return stat
 
     def define(self, names: Iterable[str]) -> None:
-        """Register the built-in metrics among these full names, so that their values can be restored."""
+        """Register the built-in metrics among ``names``, so that their values can be restored.
+
+        Args:
+            names: full names, with the prefix. Names of other stats are ignored.
+        """
         for name in names:
             if name.removeprefix(PREFIX) in DEFINITIONS and name.startswith(PREFIX):
                 getattr(self, name.removeprefix(PREFIX))

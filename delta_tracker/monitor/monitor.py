@@ -31,14 +31,20 @@ _INTERVAL = timedelta(seconds=10)
 class Monitor(Forkable):
     """Stats and events of a program, delivered to sinks. Thread-safe.
 
-    Recording needs no setup and starts no thread. :meth:`start` starts two threads: one collects the figures, the other
-    runs sinks, handlers and callbacks. :meth:`stop` delivers the last windows; it is also called at exit. In a forked
-    child the monitor is empty and stopped.
+    Recording needs no setup and starts no thread. :meth:`start` starts two threads: one collects, the other calls
+    sinks, event handlers and callbacks of stats. :meth:`stop` delivers the last windows; it is also called at exit. In
+    a forked child the monitor is empty and stopped.
 
     Args:
         clock: source of timestamps.
-        capacity: maximum number of events kept.
-        deadline: time limit of a sink, handler or callback; one that exceeds it is muted for a while.
+        capacity: maximum number of events in each queue.
+        deadline: time limit of a call of a sink, handler or callback. One that exceeds it is muted for a while.
+
+    Attributes:
+        registry: all stats and sources.
+        metrics: the built-in metrics.
+        label_names: names in use by trackers, publishers and predictors.
+        events: the log of events.
 
     Example:
         >>> monitor = Monitor()
@@ -71,7 +77,7 @@ class Monitor(Forkable):
     def counter(
         self,
         name: str,
-        help: str = "",  # noqa: A002  the field's word
+        help: str = "",  # noqa: A002  the usual term
         *,
         unit: str = "",
         labels: Sequence[str] = (),
@@ -106,19 +112,19 @@ class Monitor(Forkable):
         return cast("Counter", self._define(definition, settings))
 
     def gauge(self, name: str, help: str = "", **options: Any) -> Gauge:  # noqa: A002, ANN401
-        """Define a gauge, a value that can go up and down; options as in :meth:`stat`."""
+        """Define a gauge, a value that can go up and down. The arguments are those of :meth:`stat`."""
         return cast("Gauge", self._of_kind(Kind.GAUGE, name, help, **options))
 
     def histogram(self, name: str, help: str = "", **options: Any) -> Histogram:  # noqa: A002, ANN401
-        """Define a histogram, samples with quantiles; options as in :meth:`stat`."""
+        """Define a histogram, a stat of samples with quantiles. The arguments are those of :meth:`stat`."""
         return cast("Histogram", self._of_kind(Kind.HISTOGRAM, name, help, **options))
 
     def stat(self, name: str, help: str = "", **options: Any) -> Stat:  # noqa: A002, ANN401
         """Define a stat of samples, such as losses.
 
         Args:
-            name: as in :meth:`counter`.
-            help: as in :meth:`counter`.
+            name: unique; dots separate namespaces.
+            help: description in one sentence.
             options: unit, labels, max_cells and bounds of :class:`~delta_tracker.monitor.stat.Definition`, and fields
                 of :class:`~delta_tracker.monitor.policy.Policy`, such as aggregations and window.
 
@@ -141,39 +147,46 @@ class Monitor(Forkable):
         """Define a stat that is read through a callback, once per collection, in a thread of the library.
 
         Args:
-            name: as in :meth:`counter`.
-            callback: as in :meth:`~delta_tracker.monitor.registry.Registry.passive`.
-            help: as in :meth:`counter`.
-            kind: meaning of the numbers.
-            unit: as in :meth:`counter`.
-            labels: as in :meth:`counter`.
+            name: unique; dots separate namespaces.
+            callback: returns the readings, see :meth:`~delta_tracker.monitor.registry.Registry.passive`.
+            help: description in one sentence.
+            kind: kind of the stat.
+            unit: base unit spelled out, such as seconds.
+            labels: label names.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
+
+        Raises:
+            InvalidArgumentError: for invalid names, a name with another definition or a callback, or unknown settings.
         """
         definition = Definition(name=name, kind=kind, help=help, unit=unit, labels=tuple(labels))
         protect(self)
         return self.registry.passive(definition, callback, **settings)
 
     def add_source(self, source: Source) -> None:
-        """Read a source at every collection, in a thread of the library. Replaces a source of the same name."""
+        """Add a source, which is read at every collection in a thread of the library. Replaces one of the same name."""
         protect(self)
         self.registry.add_source(source)
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401
-        """Change how matching stats are aggregated, see :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
+        """Change the policy of matching stats, see :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
         return self.registry.configure(pattern, **settings)
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
-        """Return the stats whose names match a shell pattern, sorted by name."""
+        """Return the stats of ``kind`` (None: any) whose names match a shell pattern, sorted by name."""
         return self.registry.find(pattern, kind=kind)
 
     # Events
 
     def log(self, name: str, message: str = "", /, **data: Value) -> None:
-        """Emit an event of severity INFO."""
+        """Emit an event of severity INFO with ``data``.
+
+        Raises:
+            InvalidArgumentError: for an invalid name or nested data.
+        """
         self.emit(Event(name, message, data, time_ns=self._clock.time_ns(), monotonic_ns=self._clock.monotonic_ns()))
 
     def emit(self, event: Event) -> None:
-        """Emit an event."""
+        """Queue an event for delivery, unless its rule rejects it."""
         protect(self)
         self.events.emit(event)
 
@@ -186,37 +199,50 @@ class Monitor(Forkable):
 
         Args:
             name: name of both events.
-            severity: severity of both events; the end is an ERROR if the body raises.
-            trace: see :class:`~delta_tracker.monitor.span.Span`; pass the same number on all ranks to join their spans.
+            severity: severity of both events. The end has severity ERROR if the body raises.
+            trace: id of a group of related spans, see :class:`~delta_tracker.monitor.span.Span`. Pass the same number
+                on all ranks to group their spans.
             data: data of both events.
         """
         return Span(self.emit, self._clock, name, data, severity, trace)
 
     def on(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
-        """Call ``handler`` with every matching event, in a thread of the library, until ``remove()`` of the result.
+        """Call ``handler`` with every matching event, in a thread of the library.
 
         Args:
-            pattern: a shell pattern of event names.
+            pattern: shell pattern of event names.
             handler: called with each event.
             severity: lowest severity to handle.
+
+        Returns:
+            The subscription. Call its ``remove()`` to end it.
         """
         return self.events.subscribe(pattern, handler, severity)
 
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
-        """Limit matching events; the fields are those of :class:`~delta_tracker.monitor.event_log.EventRule`."""
+        """Limit the events whose names match a shell pattern.
+
+        Args:
+            pattern: shell pattern of event names.
+            rule: fields of :class:`~delta_tracker.monitor.event_log.EventRule`.
+        """
         self.events.rule(pattern, EventRule(**rule))
 
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Set the training step that closed windows report, by default the next number."""
+        """Set the training step that closed windows report.
+
+        Args:
+            number: the step, by default the previous one plus 1.
+        """
         self._progress.step = (self._progress.step or 0) + 1 if number is None else number
 
     def end_epoch(self, number: int | None = None) -> None:
-        """Close the windows that end with the epoch.
+        """Close the windows of all stats with ``Window(epoch=True)``.
 
         Args:
-            number: number of the epoch that ended, by default the next number.
+            number: number of the epoch that ended, by default the previous one plus 1.
         """
         self._progress.epoch = (self._progress.epoch or 0) + 1 if number is None else number
         for source in self.registry.sources:
@@ -245,10 +271,10 @@ class Monitor(Forkable):
         exit that way and must call :meth:`stop`.
 
         Args:
-            sinks: destinations of figures and events.
+            sinks: destinations of windows, totals and events.
             interval: time between two collections.
-            attributes: attributes that identify the process, such as ``{"rank": "0"}``; sinks export them.
-            system: also measure CPU, memory, disk and network of the process, and memory of CUDA devices in use.
+            attributes: names and values that identify the process, such as ``{"rank": "0"}``. Sinks export them.
+            system: True to also record CPU, memory, disk and network of the process, and memory of CUDA devices in use.
 
         Raises:
             InvalidArgumentError: if it is already running, for an interval of 0 or less, or invalid attribute names.
@@ -273,7 +299,7 @@ class Monitor(Forkable):
         return self._collector.stop(timeout.total_seconds())
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now and wait until the sinks have received the batch.
+        """Collect now and wait until the sinks have been called with the batch.
 
         Returns:
             False if it did not finish within ``timeout``.
@@ -281,11 +307,14 @@ class Monitor(Forkable):
         return self._collector.flush(timeout.total_seconds())
 
     def collect(self) -> Batch:
-        """Collect now, in the calling thread; for tests and for programs that do not call :meth:`start`."""
+        """Collect now, in the calling thread, and return the batch.
+
+        For tests and for programs that do not call :meth:`start`.
+        """
         return self._collector.collect()
 
     def after_fork_in_child(self) -> None:
-        """Discard all records, events and sinks, and stop."""
+        """Discard all records, events and sinks, and stop. Called in a forked child."""
         renew_ids()
         atexit.unregister(self.stop)
         failed = self.registry.reset()

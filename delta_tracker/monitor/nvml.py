@@ -1,6 +1,7 @@
-"""Utilisation, power and energy of NVIDIA devices, from NVML.
+"""Utilisation, memory, power and energy of NVIDIA devices, from NVML.
 
-monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=380))
+Register them with
+``monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=380))``.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ _JOULES_PER_KILOWATT_HOUR = 3_600_000
 
 
 class NvmlMetrics(Source):
-    """Reads all devices visible to the driver, once per collection.
+    """Metrics of all NVIDIA devices visible to the driver, read once per collection.
 
     Energy is counted since the driver was loaded, for all processes on the device.
 
     Args:
-        registry: registers the metrics.
+        registry: registry in which the metrics are registered.
         grams_per_kilowatt_hour: carbon intensity of the electricity; None to report no emissions.
 
     Raises:
-        InvalidArgumentError: for a negative intensity.
+        InvalidArgumentError: for a negative ``grams_per_kilowatt_hour``.
         MissingExtraError: if nvidia-ml-py is not installed.
         pynvml.NVMLError: if no driver is available.
     """
@@ -59,7 +60,7 @@ class NvmlMetrics(Source):
         ]
 
     def read(self, *, is_last: bool) -> None:
-        """Record the current readings of the driver."""
+        """Record the current readings of all devices."""
         for passive in self._passives:
             passive.read(is_last=is_last)
 
@@ -83,7 +84,7 @@ class NvmlMetrics(Source):
         )
 
     def _each(self, read: Any) -> Readings:  # noqa: ANN401
-        """Return device index to reading, without devices that do not support it."""
+        """Return the reading of each device by its index. Omit devices that do not support it."""
         found: dict[str | tuple[str, ...], float] = {}
         for index, device in enumerate(self._devices):
             try:

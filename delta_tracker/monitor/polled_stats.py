@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from delta_tracker.monitor.stat import Kind, Stat
 
 Readings = float | Mapping[str | tuple[str, ...], float] | None
-"""A number, a mapping from label value (or tuple of label values) to number, or None for no data."""
+"""A number, numbers by label value (a tuple, if there are several labels), or None for no data."""
 
 
 class Source(ABC):
-    """Base of objects that are read once per collection.
+    """Base class of objects that are read once per collection.
 
-    The collector calls :meth:`read` from its own thread, one call at a time. Exceptions are counted.
+    :meth:`read` is called in a thread of the library, one call at a time. Exceptions are counted.
     """
 
     name: str
@@ -27,7 +27,11 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, *, is_last: bool) -> None:
-        """Record the current readings. Wait for a device only if ``is_last``."""
+        """Record the current readings.
+
+        Args:
+            is_last: True for the last collection before the monitor stops. Only then, the method may wait for a device.
+        """
 
     def end(self) -> None:  # noqa: B027  most sources need no clean-up
         """Clean up before the source is removed."""
@@ -43,7 +47,7 @@ class Passive(Source):
     """A stat whose readings come from a callback.
 
     Args:
-        stat: records the readings. For a counter, readings are totals, and their growth is recorded.
+        stat: stat that records the readings. For a counter, readings are totals, of which the increases are recorded.
         callback: returns the readings.
     """
 
@@ -54,7 +58,7 @@ class Passive(Source):
         self._totals: dict[tuple[str, ...], float] = {}
 
     def read(self, *, is_last: bool) -> None:
-        """Call the callback and record its readings."""
+        """Call the callback and record its readings. No-op if the stat is disabled."""
         del is_last
         if not self._stat.enabled:
             return
@@ -73,5 +77,5 @@ class Passive(Source):
             return reading
         before = self._totals.get(values, 0)
         self._totals[values] = reading
-        # A total that fell has restarted from 0.
+        # A smaller total than before means that it has restarted from 0.
         return reading - before if reading >= before else reading

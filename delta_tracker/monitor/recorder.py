@@ -1,4 +1,4 @@
-"""Recorders, which label the metrics of each tracker, publisher and predictor with its name."""
+"""Recorders of the built-in metrics of trackers, publishers and predictors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _MAX_LENGTH = 200
 
 
 class Recorder:
-    """The built-in metrics, bound to the name of one object as a label.
+    """Built-in metrics, with the name of one object as a label.
 
-    The attributes are those of :class:`~delta_tracker.monitor.library.LibraryMetrics`, for metrics that have the label.
-    An object creates a recorder in its constructor and passes it to its parts.
+    The attributes are those of :class:`~delta_tracker.monitor.library.LibraryMetrics`, for metrics that have the label
+    ``role``. The object creates the recorder in its constructor and shares it with the objects that it creates.
 
     Args:
         role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
         owner: the object. The recorder keeps only a weak reference. The first collection after the owner is
             garbage-collected closes the recorder.
-        name: value of the label, ``role`` if None. ``-2``, ``-3``, ... is appended to a name in use.
+        name: value of the label; None for ``role``. If it is in use, ``-2``, ``-3``, ... is appended.
         monitor: the monitor; None for the program's default.
 
     Raises:
@@ -57,7 +57,7 @@ class Recorder:
         self.monitor.add_source(self._life)
 
     def __getattr__(self, metric: str) -> BoundStat:
-        """Return a built-in metric, bound to the name."""
+        """Return a built-in metric with the name as a label."""
         if metric.startswith("_"):
             raise AttributeError(metric)
         return BoundStat(getattr(self.monitor.metrics, metric), self.role, self.name)
@@ -69,7 +69,7 @@ class Recorder:
     def close(self) -> None:
         """Remove the gauges and release the name, after one more collection or when another recorder is created.
 
-        Counters and histograms are totals of the process and stay. The next object of this name continues them.
+        Counters and histograms are totals of the process and are kept. The next recorder with this name adds to them.
         """
         self._life.close()
 
@@ -81,15 +81,15 @@ class Recorder:
 
 
 class _Life(Source):
-    """Reads figures of an object while it is alive.
+    """Source that records the metrics of one object until :meth:`close` or until the object is garbage-collected.
 
     Args:
         name: name in errors and metrics.
         owner: the object, held by a weak reference.
-        forget: called once, after the object was garbage-collected, or one collection after :meth:`close`.
+        forget: called once, to remove the metrics of the object.
 
     Attributes:
-        record: called with the object at each collection.
+        record: called with the object at each collection; None for no call.
     """
 
     def __init__(self, name: str, owner: object, forget: Callable[[], None]) -> None:
@@ -101,15 +101,15 @@ class _Life(Source):
 
     @property
     def is_over(self) -> bool:
-        """True once the object is closed or garbage-collected."""
+        """True after :meth:`close`, or if the object was garbage-collected."""
         return self._is_closed or self._owner() is None
 
     def close(self) -> None:
-        """Stop reading. The next collection still reports the last figures."""
+        """Stop recording. The next collection still reports the last values."""
         self._is_closed, self.record = True, None
 
     def read(self, *, is_last: bool) -> None:
-        """Record the figures of the object, or remove them after its end."""
+        """Call ``record`` with the object. Once it is over, call ``forget``, but after :meth:`close` one collection later."""
         del is_last
         if self._is_closed and not self._is_collected:
             self._is_collected = True
@@ -121,23 +121,23 @@ class _Life(Source):
             record(owner)
 
     def end(self) -> None:
-        """Remove the figures."""
+        """Call ``forget``. A second call is a no-op."""
         forget, self._forget = self._forget, None
         if forget is not None:
             forget()
 
     def after_fork(self) -> None:
-        """Drop the object: another thread of the parent may hold its locks."""
+        """Drop the object, because another thread of the parent may have held its locks."""
         self._owner = lambda: None
 
 
 class BoundStat:
-    """A metric with one label bound.
+    """Metric with a fixed value of one label.
 
     Args:
         stat: the metric.
-        label: name of the label.
-        value: value of the label.
+        label: name of the fixed label.
+        value: value of the fixed label.
     """
 
     __slots__ = ("_label", "_stat")
@@ -151,14 +151,14 @@ class BoundStat:
         return self._stat.cell(**self._label, **labels)
 
     def timer(self, **labels: object) -> Callable[[], Timer]:
-        """Return a factory of timers that looks up the cell only once."""
+        """Return a function that creates timers, see :meth:`~delta_tracker.monitor.stat.Stat.timer`."""
         return self._stat.timer(**self._label, **labels)
 
     def set(self, value: float, **labels: object) -> None:
-        """Record a reading of a gauge."""
+        """Record a reading. Gauges only."""
         assert isinstance(self._stat, Gauge), "only gauges have set()"
         self._stat.set(value, **self._label, **labels)
 
     def remove(self, **labels: object) -> None:
-        """Remove the cells with these label values; an omitted label matches any value."""
+        """Remove the cells with the fixed and these label values. An omitted label matches any value."""
         self._stat.remove(**self._label, **labels)

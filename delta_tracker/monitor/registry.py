@@ -1,4 +1,4 @@
-"""Registry of all stats, which finds and configures them by name pattern."""
+"""Registry of all stats, to find and configure them by name pattern."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Registry:
     """Stats by name, with their policies and sources. Thread-safe.
 
     Args:
-        progress: clock and step, shared by all stats.
-        hooks: callbacks of the stats.
+        progress: clock, step and epoch, shared by all stats; None for a new one.
+        hooks: callbacks of the stats; None for no callbacks.
     """
 
     def __init__(self, progress: Progress | None = None, hooks: Hooks | None = None) -> None:
@@ -42,8 +42,8 @@ class Registry:
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`; :meth:`configure` overrides them.
 
         Raises:
-            InvalidArgumentError: if the name is registered with another definition. Names that differ only in dots and
-                underscores are the same name.
+            InvalidArgumentError: for an invalid setting, or if the name is registered with another definition. Names
+                that differ only in dots and underscores are the same name.
         """
         settings.setdefault("aggregations", DEFAULT_AGGREGATIONS[definition.kind])
         default = replace(Policy(), **_checked(settings))
@@ -63,13 +63,14 @@ class Registry:
         """Register a stat that is read through a callback, once per collection.
 
         Args:
-            definition: as in :meth:`define`.
-            callback: returns a number, a dict from label value (a tuple, if there are several labels) to number, or
-                None for no data. For a counter, the numbers are totals. Called in a thread of the library.
-            settings: as in :meth:`define`.
+            definition: name, kind, unit and labels of the stat.
+            callback: returns a number, numbers by label value (a tuple, if there are several labels), or None for no
+                data. For a counter, the numbers are totals. Called in a thread of the library.
+            settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
 
         Raises:
-            InvalidArgumentError: as :meth:`define`, or if the stat already has a callback.
+            InvalidArgumentError: for an invalid setting, if the name is registered with another definition, or if the
+                stat already has a callback.
         """
         with self._lock:
             if definition.name in self._sources:
@@ -79,24 +80,24 @@ class Registry:
             return stat
 
     def add_source(self, source: Source) -> None:
-        """Read a source at every collection. Replaces a source of the same name."""
+        """Add a source, which is read at every collection. Replaces a source of the same name."""
         with self._lock:
             self.forget_ended()
             self._sources[source.name] = source
 
     def forget_ended(self) -> None:
-        """Remove the sources that have ended."""
+        """Clean up and remove the sources that have ended."""
         with self._lock:
             for known in [each for each in self._sources.values() if each.is_over]:
                 known.end()
                 del self._sources[known.name]
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401  the fields of Policy
-        """Change how existing and future stats are aggregated, without changing the code that records.
+        """Change the policy of existing and future stats.
 
         Args:
-            pattern: a shell pattern of names, such as ``training.*``. If several patterns match, the latest call wins
-                for each setting.
+            pattern: shell pattern of names, such as ``training.*``. If several patterns match a name, the value of the
+                latest call applies for each setting.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
 
         Returns:
@@ -114,13 +115,13 @@ class Registry:
             return [stat.name for stat in found]
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
-        """Return the stats whose names match a shell pattern, sorted by name."""
+        """Return the stats of ``kind`` (None: any) whose names match a shell pattern, sorted by name."""
         with self._lock:
             found = [stat for stat in self._stats.values() if matches(pattern, stat.name)]
         return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)
 
     def unregister(self, name: str) -> None:
-        """Remove a stat and its callback, if registered. Later records to it are not collected."""
+        """Remove a stat and its callback. Its later records are not collected. No-op if it is not registered."""
         with self._lock:
             self._stats.pop(exposed(name), None)
             self._defaults.pop(exposed(name), None)
@@ -133,7 +134,7 @@ class Registry:
             return list(self._sources.values())
 
     def reset(self) -> list[Source]:
-        """Discard all records and replace the locks, which another thread may hold. For forked children.
+        """Discard all records and replace the locks, which another thread may have held. Called in a forked child.
 
         Returns:
             The sources whose ``after_fork()`` raised; they are removed.

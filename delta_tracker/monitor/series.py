@@ -17,9 +17,9 @@ from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.names import Labels
 from delta_tracker.monitor.policy import Policy
 
-# Number of queued records of a cell at which the recording thread aggregates them, which takes about 0.2 ms.
+# If a cell has this many queued records, the recording thread aggregates them, which takes about 0.2 ms.
 _MAX_WAITING = 1024
-# Maximum number of closed windows that are not collected; beyond it, the oldest is dropped.
+# Maximum number of closed windows of a cell that wait for a collection. Beyond it, the oldest is dropped.
 _MAX_CLOSED = 1024
 
 
@@ -28,14 +28,14 @@ class ClosedWindow:
     """A closed window of records.
 
     Args:
-        aggregate: the figures.
-        begin_ns: begin, on the monotonic clock.
-        end_ns: end, on the monotonic clock.
-        time_ns: end, nanoseconds since the epoch.
-        step: training step at the end, None if no step was set.
-        epoch: number of the last epoch that had ended, None if no epoch was set.
-        is_partial: True if it was closed early, by the end of the program or a change of policy.
-        raw: uniform random sample of the records, if the policy requests one.
+        aggregate: aggregate of the records.
+        begin_ns: begin of the window, in nanoseconds of the monotonic clock.
+        end_ns: end of the window, in nanoseconds of the monotonic clock.
+        time_ns: end of the window, in nanoseconds since the epoch.
+        step: training step at the end of the window; None if no step was set.
+        epoch: number of the last epoch that had ended; None if no epoch was set.
+        is_partial: True if it was closed early, by the last collection or a change of policy.
+        raw: uniform random sample of the records; empty unless the policy sets ``raw``.
     """
 
     aggregate: Aggregate
@@ -53,13 +53,14 @@ class Cell:
 
     Args:
         labels: label names and values.
-        policy: how its records are aggregated.
-        progress: clock and step.
-        is_counter: reject negative numbers.
+        policy: aggregation of its records.
+        progress: clock, step and epoch.
+        is_counter: True to reject negative numbers.
 
     Attributes:
         enabled: True if records are accepted.
-        is_remote: True if the records arrive late, from a device. Their source then calls :meth:`end_epoch`.
+        is_remote: True if the records arrive late, from a device. The source of the records then calls
+            :meth:`end_epoch`.
         num_lost_windows: number of closed windows dropped before they were collected.
     """
 
@@ -95,7 +96,7 @@ class Cell:
         self.reset(policy)
 
     def add(self, value: float = 1) -> None:
-        """Record a number. Never raises or waits for a device; only one call in many takes a lock.
+        """Record a number. Never raises or waits for a device. Takes a lock only if the queue of records is full.
 
         Args:
             value: an int, a float, or any object that ``float()`` accepts. NaN, infinity and tensors on a device are
@@ -107,7 +108,11 @@ class Cell:
                 self.fold()
 
     def reset(self, policy: Policy | None = None) -> None:
-        """Discard all records and replace the lock, which another thread may have held. For forked children."""
+        """Discard all records and replace the lock, which another thread may have held. Called in a forked child.
+
+        Args:
+            policy: new policy; None to keep the current one.
+        """
         self._lock = threading.RLock()
         self._is_folding = False
         self._waiting.clear()
@@ -127,7 +132,7 @@ class Cell:
     def fold(self) -> None:
         """Aggregate the queued records."""
         with self._lock:
-            # Reentered by a signal handler or finalizer that records; its record stays queued until the next call.
+            # A signal handler or finalizer that records reentered this method. Its record stays queued.
             if self._is_folding:
                 return
             self._is_folding = True
@@ -139,7 +144,10 @@ class Cell:
                 self._is_folding = False
 
     def merge(self, figures: Aggregate) -> None:
-        """Add figures that were aggregated elsewhere, such as on a device. Closes a window by count if it is full."""
+        """Add records that were aggregated elsewhere, such as on a device.
+
+        Closes the window if it then has at least ``Window.count`` records.
+        """
         with self._lock:
             self.fold()
             self._open.merge(figures)
@@ -148,10 +156,10 @@ class Cell:
                 self._close(is_partial=False)
 
     def collect(self, *, is_last: bool = False) -> tuple[list[ClosedWindow], Aggregate]:
-        """Return the windows closed since the last collection, and the figures of all records.
+        """Return the windows closed since the last collection, and the aggregate of all records.
 
         Args:
-            is_last: also close the open window.
+            is_last: True to also close the open window.
         """
         with self._lock:
             self.fold()
@@ -164,10 +172,10 @@ class Cell:
             return closed, self.lifetime()
 
     def end_epoch(self, at: tuple[int | None, int | None] | None = None) -> None:
-        """Close the window if it ends with the epoch.
+        """Close the window if the policy has ``Window(epoch=True)``.
 
         Args:
-            at: step and epoch of the window, by default the current ones.
+            at: step and epoch of the closed window, by default the current ones.
         """
         if self._policy.window.epoch:
             with self._lock:
@@ -175,7 +183,7 @@ class Cell:
                 self._close(is_partial=False, at=at)
 
     def lifetime(self) -> Aggregate:
-        """Return the figures of all aggregated records; queued ones are not included."""
+        """Return the aggregate of all records except queued ones."""
         with self._lock:
             result = self._lifetime.copy()
             result.merge(self._open)
@@ -183,13 +191,13 @@ class Cell:
             return result
 
     def collect_total(self) -> float:
-        """Return the sum of all records, without closing a window."""
+        """Return the sum of all records, including queued ones, without closing a window."""
         with self._lock:
             self.fold()
             return self.lifetime().total
 
     def restore(self, total: float) -> None:
-        """Set the total to ``total``, discarding earlier counts."""
+        """Set the sum of all records to ``total``. Later records are added to it."""
         with self._lock:
             self.fold()
             self._base = 0
@@ -197,7 +205,7 @@ class Cell:
 
     @property
     def policy(self) -> Policy:
-        """Aggregation of the records."""
+        """Policy that configures the aggregation of the records."""
         return self._policy
 
     def _use(self, policy: Policy) -> None:
@@ -207,7 +215,7 @@ class Cell:
         self._begin()
 
     def _like(self, old: Aggregate) -> Aggregate:
-        """Return a copy of ``old`` that computes the figures of the current policy."""
+        """Return a copy of ``old`` that computes the aggregations of the current policy."""
         result = Aggregate(
             with_spread="std" in self._policy.aggregations,
             with_buckets=needs_buckets(self._policy.aggregations),
@@ -245,7 +253,10 @@ class Cell:
         return len(values)
 
     def _draw(self, values: list[float]) -> None:
-        """Update the uniform random sample of the window: Vitter, "Random sampling with a reservoir" (1985)."""
+        """Update the random sample of the window by reservoir sampling.
+
+        Vitter, "Random sampling with a reservoir" (1985).
+        """
         size, before = self._policy.raw, self._open.count - len(values)
         for number, value in enumerate(values, start=before):
             if number < size:

@@ -1,4 +1,4 @@
-"""Checkpoints of logical counters. Restored at any world size, the sum over ranks stays the same.
+"""Checkpoints of logical counters, which can be restored at any world size. The sum over ranks is preserved.
 
 Only counters defined with ``is_logical=True`` are saved, because they describe the training run. All others describe
 the process and start at 0 with it.
@@ -36,11 +36,11 @@ _MAX_BYTES = 64 * 2**20
 # int first, so that integers are not converted to floats.
 _Total = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0)]
 Totals = dict[str, list[tuple[list[str], _Total]]]
-"""Counter name to a list of (label values, total), one per cell."""
+"""For each counter name, a list of (label values, total), one per cell."""
 
 
 def totals(monitor: Monitor = MONITOR) -> Totals:
-    """Return the totals of this process's logical counters, without zeros."""
+    """Return the nonzero totals of this process's logical counters."""
     found: Totals = {}
     for stat in _logical(monitor):
         cells = [([value for _, value in cell.labels], cell.collect_total()) for cell in stat.cells]
@@ -54,7 +54,8 @@ def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
     Define your counters before the call: undefined ones are ignored. Built-in counters need no definition.
 
     Raises:
-        InvalidArgumentError: if a counter had another number of labels when it was saved; nothing is restored.
+        InvalidArgumentError: if the number of labels of a counter differs from that of the saved one; nothing is
+            restored.
     """
     summed = _fitting(parts, monitor)
     stats = {stat.name: stat for stat in _logical(monitor)}
@@ -88,7 +89,8 @@ class LogicalCounters:
         """Return one state with the sum of ``states``.
 
         Raises:
-            InvalidArgumentError: if a state is malformed, or a counter had another number of labels when it was saved.
+            InvalidArgumentError: if a state is malformed, or the number of labels of a counter differs from that of the
+                saved one.
         """
         merged: Totals = {}
         for (name, values), total in _fitting(map(_parsed, states), self._monitor).items():
@@ -96,7 +98,12 @@ class LogicalCounters:
         return {_FORMAT: merged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters from a state, see :func:`restore`."""
+        """Restore the counters from a state, see :func:`restore`.
+
+        Raises:
+            InvalidArgumentError: if the state is malformed, or the number of labels of a counter differs from that of
+                the saved one; nothing is restored.
+        """
         restore([_parsed(state)], self._monitor)
 
 
@@ -108,7 +115,7 @@ def state_dict(rank: int, monitor: Monitor = MONITOR) -> dict[str, Tensor]:
         monitor: the monitor of the counters.
 
     Returns:
-        ``rank_<rank>`` to a ``[bytes]`` uint8 tensor.
+        A dict with the key ``rank_<rank>`` and a ``[bytes]`` uint8 tensor of JSON.
     """
     import torch  # noqa: PLC0415  the monitor imports without it
 
@@ -130,7 +137,8 @@ def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = M
         changed.
 
     Raises:
-        InvalidArgumentError: if the saved state is malformed; nothing is restored.
+        InvalidArgumentError: if the saved state is malformed, or the number of labels of a counter differs from that of
+            the saved one; nothing is restored.
     """
     import torch  # noqa: PLC0415
     from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # noqa: PLC0415
@@ -155,7 +163,7 @@ def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = M
 
 
 def _summed(parts: Iterable[Totals]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Return (name, label values) to the sum over all parts."""
+    """Return the sum over all parts of each cell, by counter name and label values."""
     summed: dict[tuple[str, tuple[str, ...]], float] = {}
     for part in parts:
         for name, cells in part.items():
@@ -166,10 +174,10 @@ def _summed(parts: Iterable[Totals]) -> dict[tuple[str, tuple[str, ...]], float]
 
 
 def _fitting(parts: Iterable[Totals], monitor: Monitor) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Sum ``parts`` as :func:`_summed` does, after checking the labels.
+    """Sum ``parts`` as :func:`_summed` does, and check the number of labels.
 
     Raises:
-        InvalidArgumentError: if a defined counter has another number of labels than its saved values.
+        InvalidArgumentError: if the number of labels of a defined counter differs from that of the saved one.
     """
     summed = _summed(parts)
     # Built-in counters are otherwise registered at their first use, which is after a load.
@@ -205,7 +213,7 @@ def _parsed(saved: Any) -> Totals:  # noqa: ANN401  untrusted data from a checkp
     """Return the totals of a saved state.
 
     Raises:
-        InvalidArgumentError: if it is not the result of :meth:`LogicalCounters.state_dict`.
+        InvalidArgumentError: if ``saved`` is not a valid result of :meth:`LogicalCounters.state_dict`.
     """
     try:
         return convert(saved[_FORMAT], Totals)

@@ -1,6 +1,6 @@
 """Built-in metrics of the process: CPU, memory, disk, network, and memory of CUDA devices.
 
-They are read from /proc of Linux and need no package. Metrics that the system does not offer are missing, not 0.
+Most are read from ``/proc`` of Linux; no package is needed. Unavailable metrics are omitted, not reported as 0.
 Network counts are those of the process's network namespace, because Linux does not count per process.
 """
 
@@ -23,13 +23,13 @@ _NO_TRAFFIC = frozenset({"lo"})
 
 
 def cpu_seconds() -> Readings:
-    """Return the CPU time of all threads in seconds, by ``user`` and ``system``."""
+    """Return the CPU time of all threads in seconds, under the keys ``user`` and ``system``."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {"user": usage.ru_utime, "system": usage.ru_stime}
 
 
 def memory_bytes() -> Readings:
-    """Return the memory of the process in bytes, by ``resident`` and ``virtual``."""
+    """Return the memory of the process in bytes, under the keys ``resident`` and ``virtual``; None if unavailable."""
     text = _read("statm")
     if text is None:
         return None
@@ -39,7 +39,10 @@ def memory_bytes() -> Readings:
 
 
 def disk_bytes() -> Readings:
-    """Return the bytes read from and written to storage, by ``read`` and ``written``."""
+    """Return the bytes read from and written to storage.
+
+    The keys are ``read`` and ``written``. Returns None if unavailable.
+    """
     text = _read("io")
     if text is None:
         return None
@@ -48,7 +51,10 @@ def disk_bytes() -> Readings:
 
 
 def network_bytes() -> Readings:
-    """Return the bytes of all interfaces except the loopback, by ``received`` and ``sent``."""
+    """Return the bytes received and sent on all network interfaces except the loopback.
+
+    The keys are ``received`` and ``sent``. Returns None if unavailable.
+    """
     text = _read("net/dev")
     if text is None:
         return None
@@ -62,13 +68,13 @@ def network_bytes() -> Readings:
 
 
 def num_threads() -> Readings:
-    """Return the number of threads of the process."""
+    """Return the number of threads of the process; None if unavailable."""
     text = _read("stat")
     return None if text is None else int(text.rpartition(")")[2].split()[17])
 
 
 def num_open_files() -> Readings:
-    """Return the number of open file descriptors."""
+    """Return the number of open file descriptors; None if unavailable."""
     try:
         return len(os.listdir(_PROC / "fd"))  # noqa: PTH208  faster than iterdir() for many files
     except OSError:
@@ -76,9 +82,10 @@ def num_open_files() -> Readings:
 
 
 def cuda_memory_bytes() -> Readings:
-    """Return the bytes of torch's CUDA allocator, by device and ``allocated``, ``reserved``, ``peak``.
+    """Return the memory of torch's CUDA allocator in bytes.
 
-    Returns None until the program has initialised CUDA.
+    The keys are pairs of a device index and ``allocated``, ``reserved`` or ``peak``. Returns None until the program has
+    initialised CUDA.
     """
     torch = _initialised_torch()
     if torch is None:
@@ -113,14 +120,14 @@ _METRICS: tuple[tuple[str, Kind, str, str, tuple[str, ...], Callable[[], Reading
 )
 
 SYSTEM_NAMES = tuple(name for name, *_ in _METRICS)
-"""Names of the system metrics."""
+"""Names of all metrics of this module."""
 
 
 class SystemMetrics(Source):
-    """Reads all system metrics, once per collection.
+    """All metrics of this module, read once per collection.
 
     Args:
-        registry: registers the metrics.
+        registry: registry in which the metrics are registered.
     """
 
     name = "system"
@@ -145,6 +152,6 @@ def _read(name: str) -> str | None:
 
 
 def _initialised_torch() -> ModuleType | None:
-    """Return torch if the program has initialised CUDA, without importing torch or initialising CUDA itself."""
+    """Return the module ``torch`` if the program has initialised CUDA, else None. Do not import or initialise it."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
