@@ -23,18 +23,20 @@ Model = nn.Module | Mapping[str, Tensor | RowTarget]
 
 
 class Applier:
-    """Writes versions to one model.
+    """Writer of versions to one model.
 
     Args:
-        model: see :func:`~delta_tracker.predictor.targets.find_targets`.
+        model: module or mapping of tables, see :func:`~delta_tracker.predictor.targets.find_targets`.
         names: name in the stream to name in the model, for tables and dense tensors whose names differ.
         takes_dense: True to write dense tensors too.
-        lock: acquired for writing while rows are written.
-        chunk_rows: maximum number of rows that are written under one hold of the lock.
+        lock: lock that is acquired for writing while rows are written.
+        chunk_rows: maximum number of rows that are written per acquisition of the lock.
         recorder: records the time of each version.
 
     Raises:
-        InvalidArgumentError: as :func:`~delta_tracker.predictor.targets.find_targets`.
+        InvalidArgumentError: for a model of another type or without tables, or for ``names`` that is not a mapping or
+            has a name that is missing in the model.
+        MissingExtraError: if the model has sharded or quantized TorchRec modules and fbgemm is not installed.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class Applier:
         The lookup is repeated for each version, so that ``model.to(device)`` may be called between versions.
 
         Raises:
-            TableMismatchError, InvalidArgumentError: as :func:`~delta_tracker.predictor.targets.check_targets`.
-            DenseMismatchError: for a dense tensor that is missing in the model or has another dtype or shape.
+            TableMismatchError: for a table that is missing in the model, differs from it, or cannot be written.
+            DenseMismatchError: for a dense tensor that is missing in the model, has another dtype or shape, cannot be
+                written, or shares its memory with another dense tensor.
+            InvalidArgumentError: for a target whose block lies outside its table, or if the model has no tables.
         """
         tables = find_targets(self._model)
         targets = renamed(tables, {name: own for name, own in self._names.items() if own in tables})
@@ -78,8 +82,8 @@ class Applier:
         """Write the rows of a version chunk by chunk, and yield the number of rows of each chunk.
 
         Raises:
-            CorruptPartError: if a large part changed after its check; some rows are written.
-            StorageError: if it cannot be read again; some rows are written.
+            CorruptPartError: if a part that is too large for memory changed after its check. Some rows are written.
+            StorageError: if such a part cannot be read again. Some rows are written.
         """
         with self._timer():
             for placement in placements:
@@ -89,12 +93,22 @@ class Applier:
                     yield chunk.num_rows
 
     def _dense(self, specs: Mapping[str, DenseSpec]) -> dict[str, Tensor]:
-        """Return the model's dense tensors by their names in the stream."""
+        """Return the model's tensors for the dense tensors of a version.
+
+        Args:
+            specs: name in the stream to dtype and shape.
+
+        Returns:
+            Name in the stream to tensor; empty if dense tensors are not written.
+
+        Raises:
+            DenseMismatchError: for a tensor that is missing, differs, cannot be written, or shares memory.
+        """
         if not specs or not self._takes_dense:
             return {}
         held = _tensors(self._model)
         found: dict[str, Tensor] = {}
-        names: dict[tuple[torch.device, int], str] = {}  # memory to the first name that uses it
+        names: dict[tuple[torch.device, int], str] = {}  # memory to the first name of a tensor in it
         for name, spec in specs.items():
             tensor = held.get(self._names.get(name, name))
             if tensor is None:
@@ -116,7 +130,7 @@ class Receiver:
     """Tables and dense tensors of the model that one version is written to.
 
     Args:
-        targets: FQN to table.
+        targets: FQN in the stream to table.
         dense: name in the stream to dense tensor.
     """
 
@@ -127,7 +141,7 @@ class Receiver:
         """Map the rows of the version to the tables, in the order of writing. Nothing is written.
 
         Raises:
-            PartialRowsError: if a table accepts whole rows only and the version has some columns of a row.
+            PartialRowsError: if a table accepts only whole rows and the version has only some columns of a row.
         """
         return [*place(contents.whole, self.targets), *place(contents.listed, self.targets)]
 
@@ -139,7 +153,7 @@ class Receiver:
 
 
 def _tensors(model: Model) -> dict[str, Tensor]:
-    """Return the tensors of a model that dense tensors can be written to, by name."""
+    """Return the tensors of a model to which dense tensors of a stream can be written, by name."""
     if not isinstance(model, nn.Module):
         return {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
     if has_sharded(model):

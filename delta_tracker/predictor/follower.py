@@ -28,11 +28,11 @@ from delta_tracker.stream.notify.notifier import Hints, Notifier
 
 _logger = logging.getLogger(__name__)
 
-# A poll costs one request for the next entry. To distinguish a gap from the head costs a listing, done less often.
+# A poll requests only the next entry. A missing entry is a gap or the head of the log: a less frequent listing decides.
 _GAP_CHECK_SECONDS = 5.0
 _MAX_BACK_OFF_SECONDS = 5.0
 _NO_STREAM_SECONDS = 0.5
-_START_SECONDS = 2.0  # maximum wait of start() for a store that does not answer
+_START_SECONDS = 2.0  # maximum time that start() waits for the thread's first check
 _LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop flag
 
 
@@ -40,7 +40,11 @@ class Advance(Protocol):
     """Function that applies the next version, if there is one."""
 
     def __call__(self, *, looks_for_gap: bool) -> bool:
-        """Return True if there was a version."""
+        """Apply the next version. Return True if there was one.
+
+        Args:
+            looks_for_gap: True to list the log if the next version is missing, to distinguish a gap from the head.
+        """
         ...
 
 
@@ -55,16 +59,20 @@ class Beat(Protocol):
 class Follower:
     """Thread that calls ``advance`` repeatedly.
 
-    Every error of ``advance`` is retried with increasing pauses. Versions hold absolute rows, so an interrupted version
-    can be applied again. Only other exceptions than ``Exception``, such as ``SystemExit``, end the thread.
+    Every error of ``advance`` is retried with increasing pauses. Versions contain the rows' values, not differences, so
+    an interrupted version can be applied again. The thread ends only by :meth:`stop`, or by an exception such as
+    ``SystemExit`` that is neither an ``Exception`` nor a Rust panic.
 
     Args:
-        advance: applies the next version, if there is one.
-        cursor: stream position, for the lag.
-        lock: held while ``advance`` runs.
-        notifier: delivers hints of new versions.
-        beat: called after each poll.
+        advance: function that applies the next version, if there is one.
+        cursor: stream position that ``advance`` moves.
+        lock: lock that is held while ``advance`` runs.
+        notifier: delivers hints of new versions; None to poll only.
+        beat: function that writes heartbeats, called after each poll.
         gauges: counts the errors.
+
+    Attributes:
+        error: error that ended the thread, or that it retries; None otherwise.
     """
 
     def __init__(
@@ -82,12 +90,12 @@ class Follower:
         self._beat = beat
         self._gauges = gauges
         self._stop = threading.Event()
-        # Held while the thread is started or stopped. Reentrant: a signal handler may call stop() in that time.
+        # Held while the thread is started or stopped. Reentrant, because a signal handler may then call stop().
         self._control = threading.RLock()
         self._notifier = notifier
         self._hints = Hints(notifier, self._stop)
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()  # set at the end of the thread
+        self._over = threading.Event()  # set when the thread ends
         self._pause = self._gap_check = 0.0
         self.error: Exception | None = None
 
@@ -97,10 +105,10 @@ class Follower:
         return self._thread is not None and not self._over.is_set()
 
     def check(self, poll_seconds: float) -> None:
-        """Validate the arguments of :meth:`start`.
+        """Check that :meth:`start` can be called with ``poll_seconds``.
 
         Raises:
-            InvalidArgumentError: if the thread runs already, or for a time that is negative or not finite.
+            InvalidArgumentError: if the thread runs already, or ``poll_seconds`` is negative or not finite.
         """
         if not 0 <= poll_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, 0 or more")
@@ -114,12 +122,12 @@ class Follower:
         ``refuse`` is ignored: the thread gets the same error when it applies the version, and retries.
 
         Args:
-            poll_seconds: seconds between two polls.
-            refuse: raises if the stream cannot be followed.
+            poll_seconds: number of seconds between two polls.
+            refuse: function that raises if the stream cannot be followed.
 
         Raises:
-            InvalidArgumentError: as :meth:`check`.
-            Exception: the error of ``refuse``; the thread has then ended.
+            InvalidArgumentError: if the thread runs already, or ``poll_seconds`` is negative or not finite.
+            Exception: the error of ``refuse``, after the thread has ended.
         """
         with self._control:
             self.check(poll_seconds)
@@ -129,7 +137,7 @@ class Follower:
             over = threading.Event()
             arguments = poll_seconds, refuse, begun, over
             thread = threading.Thread(target=self._run, args=arguments, name="predictor", daemon=True)
-            self._thread, self._over = thread, over  # set before it runs, because it may call stop()
+            self._thread, self._over = thread, over  # set before the thread runs: code in it may call stop()
             try:
                 thread.start()
             except BaseException:
@@ -146,14 +154,14 @@ class Follower:
                 raise
 
     def stop(self, *, raises: bool = True) -> None:
-        """End the thread at its next chunk or request.
+        """Stop the thread at its next chunk or request, and wait until it has ended.
 
         Args:
-            raises: True to raise the current error of the thread.
+            raises: True to raise :attr:`error`; False to log it.
 
         Raises:
             InvalidArgumentError: if called in the thread itself.
-            Exception: the error that ended or delays the thread, if ``raises``.
+            Exception: :attr:`error`, if it is not None and ``raises`` is True.
         """
         if self._thread is threading.current_thread():
             raise InvalidArgumentError("stop()", "called in the thread of follow()", "Call it in another thread")
@@ -169,13 +177,13 @@ class Follower:
             _logger.warning("predictor stopped with an error: %s", self.error)
 
     def after_fork_in_child(self, lock: threading.Lock) -> None:
-        """Drop the thread, which does not exist in the child, and the locks that it may have held.
+        """Drop the thread, which does not exist in the child process, and the locks that it may have held.
 
         Args:
             lock: new lock to hold while ``advance`` runs.
         """
         if self._thread is threading.current_thread():
-            return  # a RowTarget forked in this thread, which continues in the child
+            return  # this thread forked, in a method of a RowTarget, and continues in the child
         self._lock, self._control, self._stop = lock, threading.RLock(), threading.Event()
         self._hints = Hints(self._notifier, self._stop)
         if self._thread is not None and not isinstance(self.error, FollowEndedError):
@@ -183,15 +191,15 @@ class Follower:
         self._thread = None
 
     def forget_error(self) -> None:
-        """Clear the error of an ended thread, after the tables were updated without it."""
+        """Clear :attr:`error` if the thread has ended. Call it after the tables were updated in another thread."""
         if not self.is_running:
             self.error = None
 
     def lag(self) -> tuple[int, float] | None:
-        """Return the number of committed versions that are not applied, and the age in seconds of the oldest.
+        """Return the number of committed versions that are not applied, and the age of the oldest of them in seconds.
 
         Returns:
-            None if the store cannot be read.
+            The number and the age, which is 0 if there is no such version; None if the store cannot be read.
         """
         try:
             count, created = self._cursor.lag()
@@ -200,8 +208,8 @@ class Follower:
         return count, max(0.0, time.time() - created) if count else 0.0
 
     def _join(self, thread: threading.Thread) -> None:
-        """Wait for the end of the thread. After an interrupt the thread is still known."""
-        self._over.wait()  # not join(): Python 3.11 considers the thread ended if join() is interrupted
+        """Wait until the thread has ended, then drop it. If the wait is interrupted, the thread is kept."""
+        self._over.wait()  # join() alone is not enough: Python 3.11 considers the thread ended if join() is interrupted
         thread.join()
         self._thread = None
 
@@ -212,7 +220,7 @@ class Follower:
             over.set()
 
     def _follow(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None]) -> None:
-        """Run until stopped. The next advance reads an interrupted version again."""
+        """Poll until the stop flag is set. A version that is interrupted by it is applied again by the next call."""
         self._pause, self._gap_check = poll_seconds, time.monotonic() + _GAP_CHECK_SECONDS
         with interruptible(self._stop), suppress(Interrupted):
             if not self._begins(refuse, begun):
@@ -222,7 +230,7 @@ class Follower:
                     self._turn(poll_seconds)
             except Interrupted:
                 raise
-            except BaseException as error:  # noqa: BLE001  there is no caller
+            except BaseException as error:  # noqa: BLE001  a thread has no caller that could handle it
                 self.error = ended = FollowEndedError(error)
                 url = self._cursor.log.storage.url
                 _logger.error("predictor stopped following %s: %s", url, _described(error))  # noqa: TRY400  see _described
@@ -232,7 +240,7 @@ class Follower:
 
     @staticmethod
     def _begins(refuse: Callable[[], None], begun: Future[None]) -> bool:
-        """Call ``refuse`` and pass its result to :meth:`start`. Return True to follow."""
+        """Call ``refuse`` and pass its result to :meth:`start`. Return False if ``start`` raises its error."""
         refusal: BaseException | None = None
         try:
             refuse()
@@ -258,7 +266,7 @@ class Follower:
             self._lock.release()
 
     def _turn(self, poll_seconds: float) -> None:
-        """Poll once, then wait unless there was a version."""
+        """Poll once and write a heartbeat if it is due. Then wait, unless a version was applied."""
         has_moved = self._survives(lambda: self._look(poll_seconds))
         self._survives(self._beat)
         if has_moved:
@@ -271,14 +279,14 @@ class Follower:
 
     def _look(self, poll_seconds: float) -> bool:
         """Apply the next version. Return True if there was one."""
-        # An error that a listing found remains until another listing clears it.
+        # An error may have been found by a listing. Only another listing can show that it no longer exists.
         looks_for_gap = self.error is not None or time.monotonic() >= self._gap_check
         has_moved = False
         try:
             with self._held_lock():
                 has_moved = self._advance(looks_for_gap=looks_for_gap)
         except NoSnapshotError:
-            # There are no hints for a stream whose id is unknown.
+            # The id of the stream is unknown, so that there are no hints: poll often.
             self.error, self._pause = None, min(poll_seconds, _NO_STREAM_SECONDS)
         else:
             if self.error is not None:
@@ -290,10 +298,10 @@ class Follower:
         return has_moved
 
     def _survives(self, call: Callable[[], object]) -> bool:
-        """Return the result of ``call`` as a bool; if it raises, record the error and return False."""
+        """Return the result of ``call`` as a bool. If it raises an error or panics, record that and return False."""
         try:
             return bool(call())
-        except Exception as error:  # noqa: BLE001  every error is retried: memory, the store, a user's target
+        except Exception as error:  # noqa: BLE001  every error is retried, such as those of memory, the store or a user's target
             self._failed(error)
         except BaseException as error:
             if not is_panic(error):
@@ -312,9 +320,9 @@ class Follower:
 
 
 def _described(error: BaseException) -> str:
-    """Return the message of an error; for errors from outside the library with its type and line.
+    """Return the message of an error. For other errors than a :class:`StreamError`, add the type, file and line.
 
-    The traceback is left out: Python 3.11 parses source files to print one, which is not thread-safe.
+    The traceback is omitted, because Python 3.11 parses source files to print it, which is not thread-safe.
     """
     if isinstance(error, StreamError):
         return str(error)
@@ -324,7 +332,7 @@ def _described(error: BaseException) -> str:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error that is kept: their frames refer to a version of up to 320 MiB."""
+    """Remove the tracebacks of an error and its causes. Their frames refer to a version of up to 320 MiB."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,4 +1,4 @@
-"""Gate: checks that a version must pass before a predictor applies it."""
+"""Checks that a version must pass before a predictor applies it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from delta_tracker.stream.format.manifest import Link, Manifest
 _logger = logging.getLogger(__name__)
 
 Measure = dict[tuple[str, str], float]
-"""(Kind of version, FQN) to the size of its rows."""
+"""Mapping of (kind of version, table FQN) to the size of the table's rows in the version; see :class:`Gate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,14 @@ class Gate:
 
     Args:
         non_finite: True to reject NaN and infinite values.
-        max_drift: maximum relative difference of that size from the last applied version of the same kind (snapshot or
-            delta), as a fraction of the smaller size: 0.5 allows growth by half or shrinkage by a third. None for no
-            bound. The first version of a kind is the baseline.
-        min_rows: tables with fewer rows in the version are not checked for drift, because few rows vary much.
+        max_drift: maximum relative difference between that size and the size in the last applied version of the same
+            kind (snapshot or delta), as a fraction of the smaller size: 0.5 allows growth by half or shrinkage by a
+            third. None disables the check. The first version of a kind is the baseline.
+        min_rows: minimum number of a table's rows in a version for the check of the drift; the size of fewer rows
+            varies too much.
 
     Raises:
-        InvalidArgumentError: for a bound that is not a positive number.
+        InvalidArgumentError: for a ``max_drift`` that is not positive and finite, or a ``min_rows`` below 1.
     """
 
     non_finite: bool = True
@@ -46,13 +47,16 @@ class Gate:
 
 
 class GateKeeper:
-    """Checks versions against a gate, and keeps the sizes of the last applied ones as the baseline.
+    """Checks versions against a gate, and keeps the sizes of the last applied versions as the baseline.
 
     Args:
         gate: the bounds.
 
     Attributes:
         held: error of the last held version; None once a version was applied after it.
+
+    Raises:
+        InvalidArgumentError: if ``gate`` is not a :class:`Gate`.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -65,10 +69,13 @@ class GateKeeper:
         self.held: HeldVersionError | None = None
 
     def accept(self, version: int) -> None:
-        """Accept a version once, whatever its check finds.
+        """Accept a version until it has been applied, whatever the result of its check.
+
+        Args:
+            version: number of the version, which may be checked already or later.
 
         Raises:
-            InvalidArgumentError: for an invalid version number.
+            InvalidArgumentError: if ``version`` is not an integer of 0 or more.
         """
         if type(version) is not int or version < 0:
             raise InvalidArgumentError("version", version, "Pass the number of the version that is held")
@@ -78,7 +85,7 @@ class GateKeeper:
         """Reject a version that was held before, without reading it again.
 
         Raises:
-            HeldVersionError: if it was held and is not accepted since.
+            HeldVersionError: if the version was held and was not accepted since.
         """
         refused = self._refused.get(manifest.link)
         if refused is not None and manifest.version not in self._accepted:
@@ -86,13 +93,17 @@ class GateKeeper:
             raise refused
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Check a version.
+        """Check the rows and dense tensors of a version.
+
+        Args:
+            manifest: manifest of the version.
+            contents: rows and dense tensors of the version.
 
         Returns:
-            The sizes of its rows, for :meth:`passed`.
+            Sizes of the rows of each table with at least ``min_rows`` rows, for :meth:`passed`.
 
         Raises:
-            HeldVersionError: if it violates a bound and is not accepted.
+            HeldVersionError: if the version violates a bound and is not accepted.
         """
         measure, reason = self._measure(manifest, contents)
         reason = reason or self._drift(measure)
@@ -103,23 +114,28 @@ class GateKeeper:
         return measure
 
     def passed(self, manifest: Manifest, measure: Measure) -> None:
-        """Make the sizes of an applied version the baseline."""
-        # An accepted version with values that are not finite is no baseline.
+        """Make the sizes of an applied version the baseline, and end its acceptance.
+
+        Args:
+            manifest: manifest of the version.
+            measure: result of :meth:`check` or :meth:`follow`.
+        """
+        # Sizes that are not finite, of an accepted version, cannot be compared with.
         self._sizes |= {key: size for key, size in measure.items() if math.isfinite(size)}
         self._accepted.discard(manifest.version)
         self._refused.clear()
         self.held = None
 
     def restart(self) -> None:
-        """Reset the baseline, after a rollback."""
+        """Reset the baseline, for a rollback."""
         self._sizes.clear()
 
     def follow(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Return the sizes of a version that is applied again, without a check."""
+        """Return the sizes of a version's rows as :meth:`check` does, but accept every version."""
         return self._measure(manifest, contents)[0]
 
     def _measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the sizes of a version's rows, and a reason if it has values that are not finite."""
+        """Return the sizes of a version's rows, and a reason if NaN or infinite values violate the gate; else empty."""
         sums: dict[str, tuple[float, float]] = {}
         reason = ""
         for fqn, values in contents.chunks():

@@ -1,4 +1,4 @@
-"""Record the versions and faults of a predictor."""
+"""Metrics of a predictor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HasStatus(Protocol):
     """Object with a status, such as a predictor."""
 
     def status(self) -> Status:
-        """Return its state."""
+        """Return the current state."""
 
 
 class PredictorGauges:
@@ -29,10 +29,10 @@ class PredictorGauges:
         self._recorder = recorder
 
     def begin(self, faults: Iterable[type[Exception]]) -> None:
-        """Initialize the fault counters to 0, and report the lag at each collection while the predictor is alive.
+        """Initialize the fault counters to 0, and report the lag at each collection of metrics.
 
         Args:
-            faults: errors that may cause a resync.
+            faults: types of errors that may cause a resync.
         """
         self._recorder.refused_parts.cell(reason="corrupt")
         self._recorder.follow_errors.cell(reason=StorageError.__name__)
@@ -58,9 +58,9 @@ class PredictorGauges:
         self._recorder.follow_errors.cell(reason=type(error).__name__).add(1)
 
     def _show_lag(self, predictor: HasStatus) -> None:
-        """Set the gauges of the lag. Runs in the collector's thread and reads from the store."""
+        """Set the gauges of the lag; remove them if the store cannot be read. Runs in the collector's thread."""
         status = predictor.status()
-        if status.lag_versions is None or status.lag_seconds is None:  # the store does not answer
+        if status.lag_versions is None or status.lag_seconds is None:  # the store cannot be read
             self._recorder.predictor_lag_versions.remove()
             self._recorder.predictor_lag_seconds.remove()
             return

@@ -34,8 +34,8 @@ class TableLock:
         self._may_read = threading.Condition(self._mutex)
         self._may_write = threading.Condition(self._mutex)
         self._may_fork = threading.Condition(self._mutex)
-        self._forking: set[int] = set()  # ids of threads that fork; no write starts in this time
-        self._num_queued = 0  # readers that wait for the end of a write
+        self._forking: set[int] = set()  # ids of threads that are forking; no write starts until they have forked
+        self._num_queued = 0  # readers that wait until a write ends
         self._num_invited = 0  # readers that were woken and have not entered yet
         self._num_writes = 0
         self._num_waiting = 0  # writers
@@ -47,7 +47,7 @@ class TableLock:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Acquire the lock for reading."""
+        """Context manager that acquires the lock for reading."""
         thread = threading.get_ident()
         with self._mutex:
             if thread not in self._readers and (self._writer is not None or self._num_waiting):
@@ -64,10 +64,10 @@ class TableLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Acquire the lock for writing.
+        """Context manager that acquires the lock for writing.
 
         Raises:
-            Interrupted: if the stop flag of this thread is set during the wait.
+            Interrupted: if the stop flag of this thread is set while it waits for the lock.
         """
         with self._mutex:
             self._num_waiting += 1
@@ -97,10 +97,10 @@ class TableLock:
     # Forks
 
     def before_fork(self) -> None:
-        """Wait at most one second for another thread's write to end, and block new writes until the fork is done."""
+        """Wait at most one second until another thread's write ends, and block new writes until the fork is done."""
         thread, end = threading.get_ident(), time.monotonic() + _FORK_SECONDS
         if not self._mutex.acquire(timeout=_FORK_SECONDS):
-            return  # a signal handler forks while its own thread holds it
+            return  # a signal handler forks while its own thread holds the mutex
         try:
             self._forking.add(thread)
             while self._writer not in (None, thread) and (left := end - time.monotonic()) > 0:
@@ -109,14 +109,14 @@ class TableLock:
             self._mutex.release()
 
     def after_fork_in_parent(self) -> None:
-        """Allow writes again."""
+        """Allow writes again after :meth:`before_fork`."""
         if threading.get_ident() in self._forking:
             with self._mutex:
                 self._forking.discard(threading.get_ident())
                 self._may_write.notify()
 
     def after_fork_in_child(self) -> bool:
-        """Remove the threads of the parent. Return True if one of them was inside a write."""
+        """Remove threads that exist only in the parent. Return True if one was writing, so that rows may be torn."""
         thread = threading.get_ident()
         is_torn = self._writer not in (None, thread)
         if is_torn:
@@ -127,7 +127,7 @@ class TableLock:
         return is_torn
 
     def _await_turn(self) -> None:
-        """Wait for the end of the current or next write. The caller must hold the mutex."""
+        """Wait until the current or the next write ends. The caller must hold the mutex."""
         writes = self._num_writes
         self._num_queued += 1
         try:

@@ -1,7 +1,7 @@
 """Map the rows of a version to the targets, each row once and with all of its columns.
 
-A trainer writes a column-wise table as several blocks. They are joined here, because a row must be written as a whole,
-and because a row can be quantized only from all of its columns.
+A trainer writes a table with column-wise sharding as several blocks. This module joins them, because a row must be
+written as a whole, and because a row can be quantized only from all of its columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Rows for one target.
+    """Rows of a version that are written to one target.
 
     Args:
         target: the table.
@@ -33,7 +33,7 @@ class Placement:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
+        """Number of rows that are written."""
         return self.rows[0].block.num_rows
 
     @property
@@ -43,13 +43,15 @@ class Placement:
         return slice(*first.block.rows) if first.ids is None else first.ids
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
-        """Yield the rows in chunks that are prepared for writing. Lookups may run in this time.
+        """Yield the rows in chunks. Each chunk is read and prepared for writing, during which lookups may run.
 
         Args:
             num_rows: maximum number of rows of a chunk.
 
         Raises:
-            InvalidArgumentError: for a number under 1.
+            InvalidArgumentError: if ``num_rows`` is less than 1.
+            CorruptPartError: if a part that is too large for memory changed after its check.
+            StorageError: if such a part cannot be read again.
         """
         if num_rows < 1:
             raise InvalidArgumentError("num_rows", num_rows, "Pass a count of 1 or more")
@@ -66,7 +68,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Prepared rows of one target, by column range."""
+    """Rows that are prepared for writing to one target.
+
+    Args:
+        target: the table.
+        ids: ``[N]`` int64 global row ids, ascending and unique; or a slice with start and stop.
+        values: pairs of a half-open column range and the result of ``target.prepare`` for these columns.
+    """
 
     target: RowTarget
     ids: Tensor | slice
@@ -74,7 +82,7 @@ class Chunk:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
+        """Number of rows in the chunk."""
         return self.ids.stop - self.ids.start if isinstance(self.ids, slice) else len(self.ids)
 
     def write(self) -> None:
@@ -112,7 +120,7 @@ def _place(blocks: Sequence[BlockRows], target: RowTarget) -> Iterator[Placement
 
 
 def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
-    """Return the parts of a block that a target holds, one for each column range."""
+    """Return the rows of a block that a target holds, one block for each column range of the target."""
     block, found = rows.block, []
     first, end = max(block.rows[0], target.rows[0]), min(block.rows[1], target.rows[1])
     for held in target.columns if first < end else ():
@@ -123,7 +131,7 @@ def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
 
 
 def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
-    """Split the parts at every edge of a row range, and return the parts of each range in the order of columns."""
+    """Split blocks at all edges of their row ranges. Return the blocks of each row range, in the order of columns."""
     if len(parts) == 1:
         return [[parts[0]]]
     edges = sorted({edge for each in parts for edge in each.block.rows})
@@ -136,7 +144,10 @@ def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
 
 
 def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
-    """Group the rows of one row range by the columns that the version has of them."""
+    """Group the blocks of one row range, so that all blocks of a group have the same rows.
+
+    A row belongs to the group of those column ranges that the version has of it.
+    """
     if len(rows) == 1 or all(each.ids is None for each in rows):
         return [tuple(rows)]
     every = [torch.arange(*each.block.rows) if each.ids is None else each.ids for each in rows]
@@ -164,7 +175,15 @@ def _check_whole(rows: Sequence[BlockRows], target: RowTarget) -> None:
 def _joined(
     values: Sequence[tuple[tuple[int, int], Tensor]], target: RowTarget
 ) -> list[tuple[tuple[int, int], Tensor]]:
-    """Concatenate the values of each column range of the target, where there are any."""
+    """Concatenate the values that belong to the same column range of a target.
+
+    Args:
+        values: (column range, values) pairs in the order of columns.
+        target: the table.
+
+    Returns:
+        A (column range, values) pair for each column range of the target that has values.
+    """
     joined = []
     for first, end in target.columns:
         inside = [each for columns, each in values if first <= columns[0] and columns[1] <= end]

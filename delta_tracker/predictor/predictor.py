@@ -1,4 +1,4 @@
-"""Predictor: applies the versions of a stream to a model that serves lookups."""
+"""Predictor, which applies the versions of a stream to a model that serves lookups."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from delta_tracker.stream.storage.storage import Storage, open_storage
 
 _logger = logging.getLogger(__name__)
 
-# Errors after which a merged version or a newer snapshot may still apply.
+# Errors of a version after which a merged version or a newer snapshot may still be applied.
 _FAULTS = (
     CorruptPartError,
     DenseMismatchError,
@@ -64,36 +64,39 @@ _NUM_WAYS = 100  # number of resyncs that are remembered
 class Predictor(Forkable):
     """Applies the versions of a stream, in order and each once, to the tables of a model.
 
-    It starts from the newest snapshot and applies every later version. A version is read and validated completely
-    before its first row is written, in a reused buffer of up to 320 MiB: an error leaves the tables and :attr:`version`
-    unchanged. If the next version is unusable (a gap, damage, retention, the gate, another stream at the url), the
-    predictor resyncs: it continues from a merged version or the newest snapshot, and logs that. Models of plain torch
-    do not need torchrec.
+    A predictor starts from the newest snapshot and applies every later version. A version is read into a reused buffer
+    of up to 320 MiB and validated completely before its first row is written, so that an invalid version leaves the
+    tables and :attr:`version` unchanged. If the next version cannot be applied (it is missing, damaged, removed by
+    retention or rejected by the gate, or another stream is at the url), the predictor resyncs: it continues from a
+    merged version or the newest snapshot, and logs that. Models of plain torch do not need torchrec.
 
     Lookups in other threads run inside ``with predictor.reading()``, where no row changes. Rows are written in chunks
-    between such blocks. While a version is applied, some rows already belong to it; no row is ever torn. Dense tensors
-    change together at its end.
+    between such blocks. While a version is applied, lookups see the new values of some of its rows and the old values
+    of others, but no torn row. All dense tensors change together after the last row.
 
     Args:
-        model: a module whose tables have the names of the stream's (``<fqn>.weight``): ``nn.Embedding``,
-            ``nn.EmbeddingBag``, TorchRec collections, unsharded, sharded or quantized; or a mapping of FQN to tensor or
-            :class:`~delta_tracker.row_target.RowTarget`. The tables are looked up for each version, so that
-            ``model.to(device)`` may be called between versions.
-        url: the stream, ``file:///directory``, ``s3://bucket/prefix``, ... or an opened
+        model: module whose tables have the same names as the tables of the stream (``<fqn>.weight``):
+            ``nn.Embedding``, ``nn.EmbeddingBag``, TorchRec collections, unsharded, sharded or quantized; or a mapping
+            of FQN to tensor or :class:`~delta_tracker.row_target.RowTarget`. The tables are looked up for each version,
+            so that ``model.to(device)`` may be called between versions.
+        url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
             :class:`~delta_tracker.stream.storage.storage.Storage`.
         names: name in the stream to name in the model, for tables and dense tensors whose names differ.
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
-        gate: bounds for versions; a version that violates them is held.
-        chunk_rows: number of rows written per acquisition of the lock: a lookup waits for at most one chunk.
-        notifier: delivers hints of new versions to :meth:`follow`; without it, or when it fails, polling finds them.
-        name: write a heartbeat with this name to the stream every few seconds, see
-            :mod:`~delta_tracker.stream.heartbeat`; None for no heartbeat. Requires write permission. The name is also
-            the label ``predictor`` of the metrics (default ``"predictor"``), with a suffix ``-2``, ``-3``, ... if
-            another predictor of this process has the same name.
+        gate: bounds on the values of a version; a version that violates a bound is held. None disables the check.
+        chunk_rows: maximum number of rows written per acquisition of the lock: a lookup waits for at most one chunk.
+        notifier: delivers hints of new versions to :meth:`follow`. Without a notifier, or when it fails, versions are
+            found by polling.
+        name: name of the heartbeat that is written to the stream every few seconds, see
+            :mod:`~delta_tracker.stream.heartbeat`; None disables the heartbeat. A heartbeat requires write permission.
+            The name is also the label ``predictor`` of the metrics (default ``"predictor"``), with a suffix ``-2``,
+            ``-3``, ... if another predictor of this process has the same name.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
 
     Raises:
-        InvalidArgumentError: for a model without tables, unknown names, or an invalid url.
+        InvalidArgumentError: for a model without tables, unknown ``names``, or an invalid ``url``, ``gate`` or
+            ``chunk_rows``.
+        MissingExtraError: if the model or the url requires a package that is not installed.
         StorageError: if the store cannot be opened.
 
     Example:
@@ -129,7 +132,7 @@ class Predictor(Forkable):
         self._gate = None if gate is None else GateKeeper(gate)
         self._manifest: Manifest | None = None
         self._begun: Manifest | None = None  # newest version that may be partly written
-        self._is_mixed = False  # True if rows of unrelated versions are mixed: only a snapshot repairs that
+        self._is_mixed = False  # True if the tables may mix rows of unrelated versions; only a snapshot repairs that
         self._pinned: int | None = None
         self._rows = self._num_bytes = self._resyncs = self._num_failures = 0
         self._last_resync = ""
@@ -144,17 +147,17 @@ class Predictor(Forkable):
 
     @property
     def manifest(self) -> Manifest | None:
-        """Manifest of the last applied snapshot or delta; None before the first."""
+        """Manifest of the last applied snapshot or delta; None before the first, and after :meth:`load_state_dict`."""
         return self._manifest
 
     @property
     def version(self) -> int | None:
-        """Last applied version, claims included; None before the first."""
+        """Number of the last applied version, claims included; None before the first."""
         return self._cursor.version
 
     @property
     def error(self) -> Exception | None:
-        """Error that ended :meth:`follow`, that it retries, or of the held version; None without an error."""
+        """Error that ended :meth:`follow` or that it retries, else the error of a held version; None otherwise."""
         return self._follower.error or (None if self._gate is None else self._gate.held)
 
     @contextmanager
@@ -163,14 +166,14 @@ class Predictor(Forkable):
 
         Keep the block short and without ``await``: it delays :meth:`follow` and :meth:`sync`.
 
-        A process that is forked while :meth:`follow` runs has the tables as they were at that moment, between two
-        chunks; ``applying`` is set if rows of a version are missing. The tables do not change there until the process
-        calls :meth:`follow` or :meth:`sync`. Tables in shared memory are an exception: the parent continues to write to
-        them, so do not look them up in a forked process.
+        In a process that is forked while :meth:`follow` runs, the tables are as they were at the fork, between two
+        chunks; ``applying`` is set if rows of a version are missing. They do not change until the process calls
+        :meth:`follow` or :meth:`sync`. Tables in shared memory are an exception: the parent continues to write to them,
+        so do not look them up in a forked process.
 
         Raises:
-            ForkedError: if the process was forked during a long write, so that rows may be torn. :meth:`sync` repairs
-                that.
+            ForkedError: if the process was forked during a long write, so that rows may be torn. :meth:`sync` writes
+                them again.
         """
         with self._lock.reading():
             if self._is_torn:
@@ -178,7 +181,7 @@ class Predictor(Forkable):
             yield Served(self.version, None if self._begun is None else self._begun.version)
 
     def status(self) -> Status:
-        """Return the state of the predictor. Reads the lag from the store."""
+        """Return the state of the predictor. Lists the log in the store to find the lag."""
         place, lag, error = self._cursor.place, self._follower.lag(), self.error
         return Status(
             stream=None if place is None else place.stream,
@@ -194,26 +197,27 @@ class Predictor(Forkable):
         )
 
     def sync(self, limit: int | None = None) -> int:
-        """Apply the committed versions that are not applied yet. After :meth:`rollback` this applies none.
+        """Apply the committed versions that are not applied yet. After :meth:`rollback`, apply no versions.
 
         Args:
-            limit: maximum number of versions to apply; None for all. The first one is the newest snapshot.
+            limit: maximum number of versions to apply; None for all. The first version of a new predictor is the newest
+                snapshot.
 
         Returns:
-            The version that the tables hold.
+            Number of the version that the tables hold.
 
         Raises:
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
             MissingVersionError: if a version is missing and no resync is possible.
-            StreamReplacedError: if another stream without a snapshot is at the url.
+            StreamReplacedError: if another stream is at the url, and no resync is possible.
             TableMismatchError, DenseMismatchError: if a version does not fit the model and no resync is possible.
-            PartialRowsError: if a table accepts whole rows only, a version has some columns of a row, and no resync is
-                possible.
+            PartialRowsError: if a table accepts only whole rows, a version has only some columns of a row, and no
+                resync is possible.
             CorruptPartError, MalformedError: if a version is damaged and no resync is possible.
-            StorageError: if the store cannot be read. After three consecutive storage errors, a resync past an
-                unreadable object is tried.
-            InvalidArgumentError: for a limit under 1, or inside :meth:`reading`, where the call would deadlock.
+            StorageError: if the store cannot be read. The third consecutive storage error causes a resync, in case a
+                single object is unreadable.
+            InvalidArgumentError: if ``limit`` is less than 1, or inside :meth:`reading`, where the call would deadlock.
         """
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidArgumentError("limit", limit, "Pass a count of 1 or more, or None")
@@ -240,22 +244,23 @@ class Predictor(Forkable):
         then a :class:`FollowEndedError`, which :meth:`stop` raises.
 
         Args:
-            poll_seconds: seconds between two polls, 0 or more.
+            poll_seconds: number of seconds between two polls, 0 or more.
 
         Raises:
-            InvalidArgumentError: if the thread runs already, or for a time that is negative or not finite.
+            InvalidArgumentError: if the thread runs already, or ``poll_seconds`` is negative or not finite.
             TableMismatchError, DenseMismatchError: if the newest version can be read within two seconds and does not
                 fit the model.
         """
         self._follower.start(poll_seconds, self._check_newest)
 
     def stop(self) -> None:
-        """End :meth:`follow` within about a second, and raise its current error if there is one.
+        """End the thread of :meth:`follow` within about a second, and raise its current error if there is one.
 
         A request that hangs is abandoned. A version whose parts are still being read is not applied. A version whose
-        rows are being written is completed, with two exceptions: its parts are larger than 256 MiB together and must be
-        read again, or another thread stays inside :meth:`reading`. It is then interrupted, and ``reading()`` reports it
-        as ``applying`` until the next call applies it completely. A signal handler may call this method.
+        rows are being written is completed, unless its parts are larger than 256 MiB together and must be read again,
+        or another thread stays inside :meth:`reading`. In these cases the version is interrupted, and ``reading()``
+        reports it as ``applying`` until the next :meth:`follow` or :meth:`sync` applies it completely. A signal handler
+        may call this method.
 
         Raises:
             InvalidArgumentError: inside :meth:`reading`, where the call could deadlock, or in the thread of
@@ -273,15 +278,15 @@ class Predictor(Forkable):
     # Forks; see Forkable
 
     def before_fork(self) -> None:
-        """Wait at most one second until no row is being written."""
+        """Wait at most one second until no row is being written, and block new writes until the fork is done."""
         self._lock.before_fork()
 
     def after_fork_in_parent(self) -> None:
-        """Allow writes again."""
+        """Allow writes again after :meth:`before_fork`."""
         self._lock.after_fork_in_parent()
 
     def after_fork_in_child(self) -> None:
-        """Drop the threads of the parent and the locks that they held."""
+        """Drop the threads that exist only in the parent, and replace the locks that they held."""
         self._is_torn = self._lock.after_fork_in_child() or self._is_torn
         self._syncing = threading.Lock()
         self._follower.after_fork_in_child(self._syncing)
@@ -289,10 +294,13 @@ class Predictor(Forkable):
     # Gate and rollback
 
     def accept(self, version: int) -> None:
-        """Accept a version once, although the gate rejects it, now or when it is committed.
+        """Apply a version once even if the gate rejects it.
+
+        Args:
+            version: number of the version, which may be held now or committed later.
 
         Raises:
-            InvalidArgumentError: if there is no gate.
+            InvalidArgumentError: if the predictor has no gate, or ``version`` is not an integer of 0 or more.
         """
         if self._gate is None:
             raise InvalidArgumentError(
@@ -301,48 +309,57 @@ class Predictor(Forkable):
         self._gate.accept(version)
 
     def rollback(self, version: int) -> None:
-        """Return to an earlier version and stay there until :meth:`release` or a restart. Bypasses the gate.
+        """Return to an earlier version, and apply no newer version until :meth:`release`. Bypasses the gate.
 
         All data is read and validated before the first row is written.
 
         Args:
-            version: a version that the stream still has completely: its snapshot and all versions in between.
+            version: number of a version whose last preceding snapshot and all versions since then are still in the
+                stream.
 
         Raises:
-            InvalidArgumentError: for a version that does not exist yet, or inside :meth:`reading`.
-            MissingVersionError, NoSnapshotError: if retention removed the version or its snapshot.
+            InvalidArgumentError: if ``version`` is not committed yet, or inside :meth:`reading`.
+            MissingVersionError, NoSnapshotError: if a required version is missing, for example removed by retention.
             StreamReplacedError: if the stream is not the one whose versions were applied.
-            CorruptPartError, MalformedError, PartialRowsError, TableMismatchError, DenseMismatchError: as :meth:`sync`.
-            StorageError: if the store cannot be read. If it failed after the validation, ``status().pinned`` is the
-                version, and the next :meth:`sync` or :meth:`follow` completes the rollback.
+            CorruptPartError, MalformedError: if a required version is damaged.
+            PartialRowsError, TableMismatchError, DenseMismatchError: if a required version does not fit the model.
+            StorageError: if the store cannot be read. After an error of the store during the writes,
+                ``status().pinned`` is ``version``, and the next :meth:`sync` or :meth:`follow` completes the rollback.
         """
         self._refuse_inside_reading("rollback()")
         with self._syncing:
             self._return_to(version)
 
     def release(self) -> None:
-        """Resume with newer versions after :meth:`rollback`."""
+        """End a :meth:`rollback`: the next :meth:`sync`, or a running :meth:`follow`, applies newer versions again."""
         self._pinned = None
 
     # Start from a saved state
 
     def state_dict(self) -> dict[str, str | int]:
-        """Return the stream position of the tables, to be saved with them; empty if only a snapshot can follow.
+        """Return the stream position of the tables, to be saved with them, for :meth:`load_state_dict`.
 
         Saved rows may be newer than the saved position, but not older. The order of saving therefore matters:
 
         - tables in a file: call this first, then save the tables, or do both in one ``with predictor.reading()``;
-        - tables in shared or mapped memory: flush the memory, then write this to a new file and rename it;
+        - tables in shared or mapped memory: flush the memory, then write the position to a new file and rename it;
         - before :meth:`rollback`: delete the saved position, and save it again after the call.
+
+        Returns:
+            The keys ``stream``, ``version`` and ``xxh3``; empty before the first version, or if an interrupted call
+            left rows of unrelated versions in the tables. Only a snapshot can be applied after an empty position.
         """
         place = self._cursor.place
         return {} if place is None or self._is_mixed else place.to_dict()
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
-        """Resume from tables that were saved with ``state``. If the stream no longer has the next version, it resyncs.
+        """Continue from tables that were saved with ``state``, with the next version or a resync.
+
+        Args:
+            state: result of :meth:`state_dict`. If it is empty, the next version is the newest snapshot.
 
         Raises:
-            InvalidArgumentError: for a value that :meth:`state_dict` did not return, or inside :meth:`reading`.
+            InvalidArgumentError: if ``state`` is invalid, or inside :meth:`reading`.
         """
         self._refuse_inside_reading("load_state_dict()")
         place = Place.from_dict(state) if state else None
@@ -353,7 +370,7 @@ class Predictor(Forkable):
             self._ways.clear()
 
     def _check_newest(self) -> None:
-        """Raise if the newest version does not fit the model. A stream that cannot be read now is no error."""
+        """Raise if the newest version does not fit the model; log an error and return if the stream cannot be read."""
         if self._pinned is not None:
             return
         try:
@@ -382,12 +399,12 @@ class Predictor(Forkable):
             raise InvalidArgumentError(call, "inside reading()", "Leave the `with predictor.reading()` block first")
 
     def _advance(self, *, looks_for_gap: bool) -> bool:
-        """Apply the next version, if there is one. The caller must hold the lock for changes of the version.
+        """Apply the next version, if there is one. Return True if there was one.
+
+        The caller must hold ``self._syncing``. The errors are those of :meth:`sync`.
 
         Args:
-            looks_for_gap: if the next version is missing, list the log to distinguish a gap from the head.
-
-        Raises: as :meth:`sync`.
+            looks_for_gap: True to list the log if the next version is missing, to distinguish a gap from the head.
         """
         if self._pinned is not None:
             if self._pinned == self.version and not self._is_mixed:
@@ -403,7 +420,7 @@ class Predictor(Forkable):
         return has_moved
 
     def _take_next(self, *, looks_for_gap: bool) -> bool:
-        """Apply the next version, if there is one, or resync."""
+        """Apply the next version, if there is one, or resync. Return False if there is no next version."""
         try:
             if self._is_mixed:
                 self._cursor.place = None
@@ -423,17 +440,17 @@ class Predictor(Forkable):
 
     @property
     def _keeps_failing(self) -> bool:
-        """True after too many consecutive storage errors."""
+        """True if one more consecutive storage error causes a resync."""
         return self._num_failures >= _NUM_TRIES - 1
 
     def _resync(self, fault: StreamError) -> None:
-        """Continue from a merged version or a snapshot; raise ``fault`` if none is usable."""
+        """Apply a merged version or a snapshot that leads past ``fault``; raise ``fault`` if none can be applied."""
         before, num_unreadable = self.version, 0
         faults = (*_FAULTS, StorageError) if self._keeps_failing else _FAULTS
         for manifest in self._cursor.way_back(fault, skips_unreadable=self._keeps_failing):
             way = str(fault), manifest.link
             if way in self._ways:
-                continue  # it was used before and led to the same fault
+                continue  # an earlier resync with this entry led to the same fault
             try:
                 self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))
             except faults as another:
@@ -453,7 +470,7 @@ class Predictor(Forkable):
         raise fault
 
     def _take(self, manifest: Manifest, *, is_elsewhere: bool = False) -> None:
-        """Read and validate a version, then write it."""
+        """Read and validate a version, then write it. See :meth:`_apply` for ``is_elsewhere``."""
         if self._leaves_rows(manifest):
             raise StreamReplacedError(self._storage.url, manifest.version)
         gate = self._gate if manifest.kind != "claim" else None
@@ -467,7 +484,7 @@ class Predictor(Forkable):
             gate.passed(manifest, measure)
 
     def _return_to(self, version: int) -> None:
-        """Roll back, or complete an interrupted rollback."""
+        """Roll back to ``version``, or complete an interrupted rollback."""
         path = [(manifest, self._applier.resolve(manifest)) for manifest in self._cursor.path_to(version)]
         for manifest, receiver in path:
             receiver.place(Contents(self._storage, manifest, buffer=self._buffer))
@@ -514,7 +531,7 @@ class Predictor(Forkable):
             self._begun = manifest
 
     def _leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of another entry of the same version may be present, which this one may not have."""
+        """Return True if the tables may have rows of another entry with the same number that ``manifest`` lacks."""
         begun = self._begun
         is_other = begun is not None and begun.version == manifest.version and begun.link != manifest.link
         return is_other and manifest.kind != "snapshot"
@@ -522,8 +539,9 @@ class Predictor(Forkable):
     def _finish(self, manifest: Manifest) -> None:
         """Record that all rows of a version are written.
 
-        A newer version may have been interrupted before: a merged one or a snapshot, after which the versions before it
-        were readable again. Its rows stay in the tables until a version with all of them is applied.
+        Rows of a newer version may be in the tables: of a merged version or a snapshot that was interrupted in a
+        resync, after which the older versions were readable again. They stay recorded until a snapshot, or a version
+        with at least that number, is applied.
         """
         begun = self._begun
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:

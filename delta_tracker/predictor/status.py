@@ -1,4 +1,4 @@
-"""State that a predictor reports: for one request, and for monitoring."""
+"""State that a predictor reports to lookups and to monitoring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Served(NamedTuple):
     version: int | None
     """Last version that was applied completely; None before the first."""
     applying: int | None
-    """Version of which some rows are already written; None if there is none."""
+    """Version of which only some rows are written so far; None if there is no such version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class Status:
         stream: id of the stream, None before the first version.
         version: last applied version, claims included; None before the first.
         lag_versions: number of committed versions that are not applied; None if the store cannot be read.
-        lag_seconds: age of the oldest of them in seconds, by this host's clock; 0 if there is none, None if the store
-            cannot be read.
+        lag_seconds: age in seconds of the oldest version that is not applied, by this host's clock; 0 if all versions
+            are applied, None if the store cannot be read.
         rows: number of rows written since the start.
         num_bytes: size in bytes of the parts applied since the start.
         resyncs: number of resyncs since the start.
         last_resync: description of the last resync; empty before the first.
-        error: error that ended or delays :meth:`Predictor.follow`, or of the held version; None otherwise.
-        pinned: version of a rollback; None if newer versions are applied.
+        error: type and message of :attr:`Predictor.error`; None without an error.
+        pinned: version to which the predictor was rolled back; None without a rollback.
     """
 
     stream: str | None

@@ -1,4 +1,4 @@
-"""Find the tables of a predictor's model, by fully qualified name."""
+"""Find the tables of a predictor's model by their fully qualified names (FQN)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _COMPILED = "_orig_mod."
 def find_targets(
     model: nn.Module | Mapping[str, Tensor | RowTarget], names: Mapping[str, str] | None = None
 ) -> dict[str, RowTarget]:
-    """Return the tables of a model, with the memory that lookups read at present.
+    """Return the tables of a model, with the memory that lookups currently read.
 
     Args:
-        model: a module whose tables are ``<fqn>.weight`` parameters or buffers, such as ``nn.Embedding``,
-            ``nn.EmbeddingBag`` and TorchRec collections: unsharded, sharded (each rank then holds its own
-            rows and columns), quantized, or compiled. Or a mapping of FQN (or
-            ``<fqn>.weight``) to a ``[rows, columns]`` tensor or a target.
-        names: FQN in the stream to FQN in the model, where they differ.
+        model: module or mapping. The tables of a module are its ``<fqn>.weight`` parameters and buffers, for example
+            those of ``nn.Embedding``, ``nn.EmbeddingBag`` and TorchRec collections. Collections may be unsharded,
+            sharded (each rank then holds its own rows and columns), quantized, or compiled. A mapping maps FQN, or
+            ``<fqn>.weight``, to a ``[rows, columns]`` tensor or a target.
+        names: FQN in the stream to FQN in the model, where they differ; None if all are equal.
 
     Returns:
         FQN in the stream to target.
 
     Raises:
-        InvalidArgumentError: for a model of another type, without matrices, or with two tables of one name; for
-            ``names`` with an unknown or repeated table.
-        MissingExtraError: if there are sharded or quantized TorchRec modules and fbgemm is not installed.
+        InvalidArgumentError: for a model of another type, without tables, or with two tables of the same name; for
+            ``names`` with an unknown or repeated table of the model.
+        MissingExtraError: if the model has sharded or quantized TorchRec modules and fbgemm is not installed.
     """
     targets: dict[str, RowTarget] = {}
     for name, table in _modules_tables(model) if isinstance(model, nn.Module) else _items(model):
@@ -61,7 +61,7 @@ def _modules_tables(model: nn.Module) -> Iterable[tuple[str, Tensor | RowTarget]
 
 
 def _items(model: object) -> Iterable[tuple[str, Tensor | RowTarget]]:
-    """Return the items of a mapping of tables, after validation."""
+    """Return the names and tables of a mapping. Raise InvalidArgumentError for any other object."""
     if not isinstance(model, Mapping) or not all(isinstance(table, Tensor | RowTarget) for table in model.values()):
         raise InvalidArgumentError(
             "model", type(model).__name__, "Pass a module, or a mapping of FQN to tensor or RowTarget"
@@ -70,14 +70,14 @@ def _items(model: object) -> Iterable[tuple[str, Tensor | RowTarget]]:
 
 
 def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str, RowTarget]:
-    """Return the targets by their names in the stream.
+    """Return the targets under their names in the stream.
 
     Args:
         targets: FQN in the model to target.
         names: FQN in the stream to FQN in the model, where they differ.
 
     Raises:
-        InvalidArgumentError: if a name is missing in ``targets`` or used twice.
+        InvalidArgumentError: if a name of the model is missing in ``targets`` or occurs twice in ``names``.
     """
     if not names:
         return targets
@@ -92,6 +92,10 @@ def renamed(targets: dict[str, RowTarget], names: Mapping[str, str]) -> dict[str
 
 def check_targets(manifest: Manifest, targets: Mapping[str, RowTarget]) -> None:
     """Reject a version whose tables do not fit the model.
+
+    Args:
+        manifest: manifest of the version.
+        targets: FQN in the stream to table of the model.
 
     Raises:
         TableMismatchError: for the first table that is missing, has another shape or dtype, cannot be written in
@@ -128,6 +132,6 @@ def _refuse_shared_memory(manifest: Manifest, targets: Mapping[str, RowTarget]) 
 
 
 def _span(tensor: Tensor) -> tuple[str, int, int]:
-    """Return the device, the address of the first byte, and the address after the last byte."""
+    """Return the device of a tensor, the address of its first byte, and the address after its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
