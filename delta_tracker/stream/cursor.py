@@ -195,8 +195,8 @@ class StreamCursor:
         """Yield the entries to recover with after a fault, best first: a merged delta that spans it, then snapshots.
 
         The snapshots are newer than the last applied version, unless the log was replaced. For a held version no merged
-        delta is yielded, because it would contain the held rows. If a model without an applied version does not match
-        the newest snapshot, no older snapshot is yielded, because the model would serve old rows unnoticed.
+        delta is yielded, because it would contain the held rows. If no version was applied yet and the newest snapshot
+        does not match the model, nothing is yielded, because an older snapshot would be served unnoticed.
 
         Args:
             fault: error raised for the next entry.
@@ -320,7 +320,7 @@ _T = TypeVar("_T")
 
 
 def _readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None:
-    """Return an entry; None if it does not exist, cannot be read, or is malformed."""
+    """Return the entry ``read(what)``; None if it does not exist, cannot be read, or is malformed."""
     try:
         return read(what)
     except (MalformedError, StorageError) as error:

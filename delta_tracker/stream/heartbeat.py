@@ -96,7 +96,7 @@ class Pulse:
         """Return True if it is time for the next heartbeat."""
         return time.monotonic() >= self._next
 
-    def leave(self, **fields: Any) -> None:  # noqa: ANN401  those of a Heartbeat
+    def leave(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
         """Write a heartbeat.
 
         Args:

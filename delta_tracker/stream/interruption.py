@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 # Interval at which a thread checks its stop flag while it waits for a response.
 _SLICE_SECONDS = 0.05
+# Maximum wait for the cancellation of a request.
 _CANCEL_SECONDS = 1.0
 
 
@@ -88,7 +89,10 @@ def check() -> None:
 
 
 def checked(items: Iterable[T]) -> Iterator[T]:
-    """Yield ``items``, checking the calling thread's stop flag before each, even if another thread iterates."""
+    """Yield ``items`` and check the stop flag before each item.
+
+    The flag is that of the thread that called this function, even if another thread iterates.
+    """
     scope = _scope()
     return iter(items) if scope is None else scope.checked(items)
 

@@ -32,7 +32,7 @@ from delta_tracker.stream.storage.storage import Storage, back_off
 _DIGITS = 20  # zero-padded, so that names sort by version, up to 2**63
 _CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers
 _REFUSALS = 5  # attempts at one name that the store refuses, although its listing does not show the name
-_MAX_ENTRY_BYTES = 64 << 20  # a manifest has some 300 bytes per rank and table
+_MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
 _ENTRY_NAME = re.compile(rf"log/([0-9]{{{_DIGITS}}})\.json")
 _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(delta|snapshot)\.json")
 
@@ -253,11 +253,11 @@ class StreamLog:
     def _confirm(self, entry: Manifest) -> bool:
         """Return True if an entry that exists is part of the log; otherwise delete it.
 
-        The log may have continued long ago, and retention may have freed the name at which this entry was created.
-        The head is never deleted, so an entry of the log is the head, or the next entry names it. For entries other
-        than claims, check first that the parent exists, which needs no listing: the parent is the publisher's own last
-        entry, and retention deletes it before it frees the name of this one. For a claim this is no proof, because
-        retention keeps the entry before a claim.
+        The log may have continued after this entry's version, and retention may have freed its name before it was
+        created. The head is never deleted, so an entry of the log is the head, or the next entry has it as its parent.
+        For entries other than claims, check first that the parent exists, which needs no listing: the parent is the
+        publisher's own last entry, and retention deletes it before it frees the name of this one. For a claim this is
+        no proof, because retention keeps the entry before a claim.
         """
         if entry.kind != "claim" and entry.parent is not None:
             parent = self.storage.read(entry_name(entry.parent.version), max_bytes=_MAX_ENTRY_BYTES)
@@ -351,12 +351,12 @@ class Claim:
                 snapshot=version if entry.kind == "snapshot" else head.snapshot,
                 created=time.time(),
             )
-            committed = self._log._append(draft)  # noqa: SLF001  the two classes are one protocol
+            committed = self._log._append(draft)  # noqa: SLF001  both classes implement one protocol
             if committed is not None:
                 self._head, self._data = committed
                 return self._head
             taken = self._log.read(version)
-            if taken is None or taken.writer != head.writer or not self._log._confirm(taken):  # noqa: SLF001  as above
+            if taken is None or taken.writer != head.writer or not self._log._confirm(taken):  # noqa: SLF001  same protocol
                 is_other = taken is not None and taken.writer != head.writer
                 newest = (taken if is_other else self._log.head()) or head
                 if taken is None and newest.link == head.link:  # refused, but there is no entry

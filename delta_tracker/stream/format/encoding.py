@@ -15,7 +15,7 @@ A value is stored as ``code = round((value - bias) * inverse)``, ties to even, a
 
 Rows are encoded in float32. Overflow is not clamped: every column of a row reads as NaN if the row has a NaN or an
 infinity, if ``maximum - minimum`` overflows float32, or if ``scale`` or ``bias`` of ``INT4`` overflows float16 (beyond
-65504). ``F16`` turns values beyond 65504 into infinities.
+65504). ``F16`` turns values that round to more than 65504 into infinities.
 
 FBGEMM's implementations differ from this one as follows:
 

@@ -75,7 +75,7 @@ class Part:
 
     Args:
         name: name of the object in the store.
-        num_bytes: size of the object.
+        num_bytes: size of the object in bytes.
         xxh3: 128-bit xxh3 of the object's bytes, in hex.
         blocks: blocks of rows in the part.
         dense: names of the dense tensors in the part.

@@ -101,7 +101,7 @@ class PartReader:
         """Return the rows ``begin`` to ``end`` of the part's ``index``-th block as they are stored.
 
         Returns:
-            ``[end - begin, width]`` in the encoding's dtype, as :class:`BlockRows` describes them.
+            ``[end - begin, width]`` in the dtype of the block's encoding, with ``width`` as in :class:`BlockRows`.
 
         Raises:
             CorruptPartError: if a large part changed after it was checked.
@@ -239,9 +239,9 @@ class _InMemory:
 
 
 class _Pieces:
-    """Part that is read once to hash it, and then again on demand. Each piece is compared with its hash.
+    """Part that is read in pieces: all of them once to hash the part, and then single ones again on demand.
 
-    After an error, hashing resumes where it stopped.
+    A piece that is read again is compared with its hash. After an error, hashing resumes where it stopped.
     """
 
     def __init__(self, storage: Storage, part: Part) -> None:
@@ -310,7 +310,9 @@ def _check_size(part: Part, size: int | None) -> None:
 def read_parts(
     storage: Storage, manifest: Manifest, *, memory_bytes: int = MEMORY_BYTES, buffer: PartBuffer | None = None
 ) -> list[PartReader]:
-    """Read and check all parts of a version, holding at most ``memory_bytes`` of them in memory.
+    """Read and check all parts of a version, and return a reader for each.
+
+    At most ``memory_bytes`` of the parts are held in memory. Other parts are read again when needed.
 
     If ``buffer`` is given, the parts are read into it. It also keeps what was read before a :class:`StorageError` or an
     interruption, and the next call for the same parts resumes there.

@@ -61,7 +61,8 @@ def compact(
         now: returns the Unix time in seconds.
 
     Returns:
-        The merged entry, even if another process created it first; None if there is nothing to merge.
+        The merged entry, even if another process created it first; None if there is nothing to merge, or if
+        retention deleted some of the versions during the call.
 
     Raises:
         InvalidArgumentError: for an invalid bound.
@@ -125,8 +126,8 @@ class _Compaction:
 
         Args:
             versions: entries to merge, oldest first.
-            least_bytes: create a delta if it is due and would have less than this.
-            is_due: True if a delta may be created.
+            least_bytes: size in bytes below which a delta is created, if ``is_due``.
+            is_due: True if ``versions`` are enough for a delta.
 
         Returns:
             The merged entry, even if another process created it first; None if it was deleted since.

@@ -42,9 +42,9 @@ class Retention:
     A version that exceeds one of the bounds is deleted once no reader needs it. Without bounds, all versions are kept.
 
     Args:
-        versions: maximum number of versions.
-        seconds: maximum age of a version.
-        num_bytes: maximum bytes of parts, counted from the newest version down.
+        versions: maximum number of versions; None for no bound.
+        seconds: maximum age of a version; None for no bound.
+        num_bytes: maximum bytes of parts, counted from the newest version down; None for no bound.
         grace_seconds: time for which a superseded snapshot and the versions after it are kept for its readers.
         orphan_seconds: time for which an object that no entry names is kept; at least 3600 for compactions.
 
@@ -252,12 +252,20 @@ class _Leftovers:
 
     @classmethod
     def list(cls, storage: Storage) -> _Leftovers:
+        """List the parts and drafts in the store."""
         parts, drafts = storage.objects("parts"), storage.objects("drafts")
         # The store's time is not before that of its newest object, so ages relative to that object are never too high.
         times = [stored.modified for stored in (*parts, *drafts, *storage.objects("log"))]
         return cls(parts, drafts, max(times, default=0.0))
 
     def orphans(self, named: set[str], head: int, age: float) -> Iterator[StoredObject]:
+        """Yield the parts that no entry names, and the drafts, that are older than ``age`` seconds.
+
+        Args:
+            named: names of the parts that entries name.
+            head: newest version. Parts with a higher version are not orphans.
+            age: minimum age in seconds.
+        """
         for part in self.parts:
             match = _PART_NAME.fullmatch(part.name)
             if match is not None and int(match[1]) <= head and part.name not in named and self._is_old(part, age):
@@ -271,7 +279,7 @@ class _Leftovers:
 
 
 def _start(held: _Held, before: float) -> int:
-    """Return the version of the newest snapshot, in the log or merged, created up to ``before``, else -1."""
+    """Return the version of the newest snapshot, in the log or merged, created at or before ``before``; else -1."""
     in_log = [version for version, each in held.entries.items() if each.kind == "snapshot" and each.created <= before]
     merged = [
         merged.last for merged, each in held.of_stream().items() if merged.kind == "snapshot" and each.created <= before

@@ -18,8 +18,8 @@ _logger = logging.getLogger(__name__)
 class Upkeep:
     """Compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
-    A pass compacts before it deletes. A failure is logged once and kept in :attr:`error`, and the next pass retries; it
-    does not raise in the caller.
+    A pass compacts before it deletes. A failure is logged once and kept in :attr:`error`, and does not raise in the
+    caller. The next pass retries.
 
     Args:
         storage: store of the stream.

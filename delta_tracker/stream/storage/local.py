@@ -17,7 +17,7 @@ _EARLY_BYTES = 16 << 20
 
 
 def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, overwrite: bool, fsync: bool) -> bool:
-    """Write a temporary file, sync it, then rename it, so that a name is visible only after its bytes are on disk.
+    """Write a file through a temporary one, so that its name is visible only after its bytes are on disk.
 
     A process that is killed may leave its temporary file in the subdirectory ``drafts``.
 

@@ -136,7 +136,7 @@ class Storage:
                 self._write_file(name, checked(buffers), overwrite=True)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object unless one of that name exists; return False if it does. Exactly one racing writer succeeds.
+        """Write an object unless one of that name exists; return False if it does. Only one racing writer succeeds.
 
         A store may also refuse because of a concurrent request for the name (409 on AWS). A refusal is therefore
         accepted only if the object exists. Otherwise the write is retried with growing pauses, for about a second in
@@ -359,7 +359,7 @@ class Storage:
             obstore.put(store, name, parts, chunk_size=_UPLOAD_BYTES, max_concurrency=_UPLOADS)
 
     def _put(self, name: str, data: bytes, **options: Any) -> None:  # noqa: ANN401  obstore's
-        """Write a small object to a remote store."""
+        """Write a small object to a remote store; ``options`` are arguments of ``obstore.put``."""
         store = self._open_store()
         self._ask(
             lambda: obstore.put(store, name, data, **options),

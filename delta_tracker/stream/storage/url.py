@@ -13,7 +13,7 @@ from delta_tracker.errors import InvalidArgumentError
 
 _SCHEMES = ("file", "memory", "s3", "gs", "az")
 # obstore's own limit is three minutes, too long to wait for a store that does not respond.
-_MAX_RETRIES = 6  # about five seconds
+_MAX_RETRIES = 6  # for about five seconds
 _RETRY_TIMEOUT = timedelta(seconds=30)
 # A request may take any time as long as bytes arrive; obstore's own limit is 30 seconds for the whole request.
 _CLIENT_DEFAULTS = {"timeout": "365days", "read_timeout": "30s"}
