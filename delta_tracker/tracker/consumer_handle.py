@@ -1,4 +1,4 @@
-"""ConsumerHandle, the exclusive access to a reserved consumer, such as a publisher's."""
+"""ConsumerHandle, which gives its owner, such as a publisher, exclusive access to a consumer."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class ConsumerHandle:
     """Exclusive access to one consumer of a tracker, which rejects all other reads and moves of the consumer.
 
     Returned by :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`. Use it from the training thread. Call
-    :meth:`release` at the end, or use it in a ``with`` statement; all other methods then raise
+    :meth:`release` at the end, or use the handle in a ``with`` statement. After the release, all other methods raise
     :class:`~delta_tracker.errors.InvalidArgumentError`.
 
     Args:
         name: the consumer, already reserved in the log.
-        holder: owner of the reservation, named in errors.
+        holder: description of the owner, for errors.
         log: the tracker's log.
         model: the tracked model.
-        reader: reads its deltas.
-        checkpoint: saves its note.
+        reader: the tracker's reader, which reads the consumer's deltas.
+        checkpoint: the tracker's checkpoint, which saves the consumer's note.
         is_transient: True if :meth:`release` removes the consumer.
     """
 
@@ -72,9 +72,9 @@ class ConsumerHandle:
     ) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
-        Arguments, result and errors are those of
-        :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`. In addition, ``ranks`` are the ranks that
-        share the budget of ``top_k``; None for a group of all ranks, which the first read with ``top_k`` creates.
+        ``ranks`` are the ranks that share the budget of ``top_k``; None means a group of all ranks, which the first
+        read with ``top_k`` creates. All other arguments, the result and the errors are those of
+        :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         return self._reader.read(
             self._held(),
@@ -99,13 +99,15 @@ class ConsumerHandle:
     def abort(self, delta: Delta) -> None:
         """Discard the consumer's uncommitted read; its rows stay pending.
 
-        Raises: the errors of :meth:`commit`.
+        Raises:
+            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+            InvalidArgumentError: if ``delta`` belongs to another consumer.
         """
         self._check_own(delta)
         self._log.abort(delta)
 
     def clear(self) -> None:
-        """Discard the pending rows of the consumer and treat it as up to date, also if it was dropped."""
+        """Discard the consumer's pending rows and treat it as up to date, even if it was dropped."""
         self._log.clear(self._held())
 
     def distrust(self, fqn: str, ids: Tensor) -> None:
@@ -126,16 +128,16 @@ class ConsumerHandle:
 
     @property
     def needs_snapshot(self) -> bool:
-        """True if the consumer exceeded ``max_bytes`` and was dropped, so that it needs all rows."""
+        """True if the consumer was dropped because the log exceeded ``max_bytes``, so that it needs all rows."""
         return self._log.is_behind(self._held())
 
     # Top-k
 
     def check_top_k(self, top_k: TopK | None) -> None:
-        """Reject a ``top_k`` with which every read would fail.
+        """Reject a ``top_k`` with which every read would fail. None is accepted.
 
         Raises:
-            InvalidArgumentError: if it is not a ``TopK``, or has no score in a mode without scores.
+            InvalidArgumentError: if ``top_k`` is not a ``TopK``, or has no score in a mode without scores.
         """
         self._held()
         self._reader.check(top_k, with_optimizer=False)
@@ -146,11 +148,14 @@ class ConsumerHandle:
         """Reserve a second consumer, starting at the current position, to track changes while all rows are copied.
 
         Training can continue during the copy. The copied rows, overwritten with the delta that the second consumer
-        reads at the end, equal a copy made at that read. The second consumer is not saved in checkpoints, and
-        :meth:`release` removes it.
+        reads at the end, equal a copy made at that read. The second consumer is not saved in checkpoints. Its name is
+        this consumer's name followed by ``" (snapshot)"``.
+
+        Returns:
+            Handle of the second consumer, whose :meth:`release` removes this consumer from the tracker.
 
         Raises:
-            InvalidArgumentError: if there is a consumer of its name, which is this one's followed by ``" (snapshot)"``.
+            InvalidArgumentError: if a consumer with the second consumer's name exists.
         """
         name = f"{self._held()} (snapshot)"
         copy = ConsumerHandle(
@@ -176,7 +181,7 @@ class ConsumerHandle:
 
     @property
     def note(self) -> object:
-        """Note about the consumer, set by :meth:`annotate` or loaded with the last state; None if there is none."""
+        """Note about the consumer, set by :meth:`annotate` or loaded with a state; None if no note was set."""
         return self._checkpoint.annotations.get(self._held())
 
     def annotate(self, note: object) -> None:
@@ -196,7 +201,7 @@ class ConsumerHandle:
         return self._checkpoint.is_as_restored(self._held())
 
     def release(self) -> None:
-        """End the reservation, and remove a consumer of :meth:`begin_copy`. Calling it again does nothing."""
+        """End the reservation, and remove the consumer if :meth:`begin_copy` added it. Idempotent."""
         if self._is_released:
             return
         self._is_released = True

@@ -45,9 +45,9 @@ Record = Literal["updates", "lookups"]
 
 
 def __getattr__(name: str) -> object:
-    """Return ``SUPPORTED_MODULES``, TorchRec's sharded module classes that can be tracked, as can their subclasses.
+    """Return ``SUPPORTED_MODULES``: the sharded module classes of TorchRec that can be tracked, with their subclasses.
 
-    Computed on access, because it imports TorchRec.
+    The tuple is computed on access, because that imports TorchRec.
     """
     if name == "SUPPORTED_MODULES":
         return tuple(load_torchrec().collections)
@@ -79,7 +79,8 @@ class ModelDeltaTracker:
             EmbeddingBagCollections or subclasses of them.
         consumers: names of the independent readers. Default: one consumer named ``"default"``.
         delete_on_read: drop rows once every consumer has committed a read of them. False keeps them, so that
-            :meth:`rewind` can return a consumer to the start, and takes at most one more set of rows.
+            :meth:`rewind` can make them pending again. This takes at most one more row set for each table, with old
+            states in the modes that keep them.
         auto_compact: compact the log in the post-odist hook, after a collection has launched its output distribution,
             so that compaction overlaps with communication. False compacts after each read. Trackers that keep old
             states on a GPU always compact after reads, because merging old states waits for the device.
@@ -91,7 +92,7 @@ class ModelDeltaTracker:
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
         monitor: records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
         name: label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this process has the
-            name, ``-2``, ``-3``, ... is appended.
+            name, ``-2`` is appended, or the next free number.
 
     Raises:
         NoShardedModuleError: if the model has nothing to track.
@@ -166,17 +167,17 @@ class ModelDeltaTracker:
 
     @property
     def shards(self) -> Mapping[str, ShardSpec]:
-        """Mapping from table FQN to the block on this rank; a block without rows if this rank has none."""
+        """Mapping from table FQN to this rank's block of the table; the block is empty if this rank has no rows."""
         return {fqn: shard.spec for fqn, shard in self._model.shards.items()}
 
     @property
     def fused_tables(self) -> frozenset[str]:
-        """FQNs of the tables whose optimizer is fused, the same on every rank. Hooks report each write to them."""
+        """FQNs of the tables whose optimizer is fused, the same on every rank. Hooks record each update of them."""
         return frozenset(fqn for fqn, shard in self._model.shards.items() if shard.is_fused)
 
     @property
     def num_hook_errors(self) -> int:
-        """Number of errors caught in hooks since the start. A hook that cannot record changes marks all rows."""
+        """Number of errors caught in hooks since the start. If a hook cannot record changes, all rows are marked."""
         return self._num_past_errors + sum(hook.num_errors for hook in self._hooks)
 
     @property
@@ -194,7 +195,7 @@ class ModelDeltaTracker:
 
     @property
     def feature_to_fqn(self) -> dict[str, str]:
-        """Mapping from feature name to the FQN of its table, the first one if there are several."""
+        """Mapping from feature name to the FQN of its table, or of its first table if there are several."""
         found: dict[str, str] = {}
         for fqn, names in self._model.found.features.items():
             for name in names:
@@ -227,7 +228,8 @@ class ModelDeltaTracker:
     def per_consumer_batch_idx(self) -> dict[str, int]:
         """Mapping from consumer to the :attr:`curr_batch_idx` at its last committed read.
 
-        The ``batches`` of its next delta start there. 0 for a consumer of the constructor that has not read.
+        The ``batches`` of the consumer's next delta start at this index. Before the first committed read, it is the
+        index at which the consumer was added.
         """
         return self._log.batches
 
@@ -274,7 +276,15 @@ class ModelDeltaTracker:
         self._recorder.record_embeddings(kjt, embeddings)
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
-        """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids`, without ``states``, in others."""
+        """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids` in the other modes.
+
+        Args:
+            kjt: a KeyedJaggedTensor of local ids.
+            states: the ``embeddings`` of :meth:`record_embeddings`; ignored in the other modes.
+
+        Raises:
+            InvalidArgumentError: if the number or width of the rows is wrong in EMBEDDING mode.
+        """
         self._recorder.record_lookup(kjt, states)
 
     # Consumers
@@ -296,7 +306,7 @@ class ModelDeltaTracker:
         self._log.add(consumer)
 
     def remove_consumer(self, consumer: str) -> None:
-        """Remove a consumer and the changes that only it needed.
+        """Remove a consumer, and drop the rows that were pending only for this consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer.
@@ -309,7 +319,7 @@ class ModelDeltaTracker:
 
         Args:
             consumer: its name; optional if there is only one.
-            holder: owner named by :class:`~delta_tracker.errors.ReservedConsumerError`.
+            holder: description of the owner, for the message of :class:`~delta_tracker.errors.ReservedConsumerError`.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -323,7 +333,10 @@ class ModelDeltaTracker:
         )
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
-        """Return True if a consumer exceeded ``max_bytes`` and was dropped, so that it needs all rows.
+        """Return True if a consumer was dropped because the log exceeded ``max_bytes``, so that it needs all rows.
+
+        Args:
+            consumer: its name; optional if there is only one.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -343,7 +356,12 @@ class ModelDeltaTracker:
             self._log.clear(self._log.resolve(name))
 
     def rewind(self, consumer: str | None = None) -> None:
-        """Make all rows that changed since the tracker was created pending again, and abort the uncommitted read.
+        """Make all rows that changed since the tracker was created pending again for a consumer.
+
+        Aborts the consumer's uncommitted read.
+
+        Args:
+            consumer: its name; optional if there is only one.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -355,23 +373,23 @@ class ModelDeltaTracker:
     # Memory
 
     def memory(self) -> Memory:
-        """Return the number of bytes that the tracker holds."""
+        """Return the memory that the tracker holds on this rank."""
         return self._log.memory()
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
-        """Number of rows recorded as changed on this rank since the start by table FQN, repeats included.
+        """Mapping from table FQN to the number of rows recorded as changed on this rank, repeats included.
 
-        Does not wait for the device. The result of :meth:`num_pending` for a table with a fused optimizer grows by at
-        most as much, unless the consumer is rewound. Rows found by comparison with a copy are not counted.
+        Does not wait for the device. For a table with a fused optimizer, the increase over a period is an upper bound
+        for the number of rows that changed in it. Rows found by comparison with a copy are not counted.
         """
         return MappingProxyType(self._log.num_recorded)
 
     def num_pending(self, consumer: str | None = None) -> dict[str, int]:
         """Return the number of pending rows of a consumer on this rank, by table FQN. Waits for the device.
 
-        Moves no cursor, so that it also accepts a reserved consumer. Changes of a table whose optimizer is not fused
-        are counted only after a read has compared the table with its copy.
+        Moves no cursor, and also accepts a reserved consumer. Changes of a table whose optimizer is not fused are
+        counted only after a read has compared the table with its copy.
 
         Args:
             consumer: its name; optional if there is only one.
@@ -405,7 +423,7 @@ class ModelDeltaTracker:
             self._log.compact()
 
     def trigger_compaction(self) -> None:
-        """Compact the whole log, as :meth:`compact` without a range."""
+        """Compact the whole log. Equivalent to :meth:`compact` without arguments."""
         self._log.compact()
 
     # Reading
@@ -428,16 +446,18 @@ class ModelDeltaTracker:
             consumer: its name; optional if there is only one.
             commit: move the cursor now. If False, the rows stay pending until :meth:`commit`. A new read replaces the
                 uncommitted one and includes its rows.
-            with_states: add ``states`` in modes that have them. If False, no states are copied, and the read holds the
-                log's lock no longer than in ``ID_ONLY`` mode.
+            with_states: add ``states`` in modes that have them. False copies no states, which shortens the time for
+                which hooks wait for the read.
             with_values: add ``values``, the current rows, ``[N, D]`` in the table's dtype.
             with_optimizer: add ``optimizer``, the current states of the fused optimizer for these rows.
-            top_k: return only the rows that changed most; the others stay pending. The call is then a collective. Rows
-                of a DATA_PARALLEL table are selected on rank 0; the deltas of the other ranks contain all of them.
+            top_k: return only the rows with the highest scores; the others stay pending. The call is then a collective.
+                Rows of a DATA_PARALLEL table are selected on rank 0; the deltas of the other ranks contain all of its
+                changed rows.
 
         Returns:
-            Table FQN to rows; a table without changes is present and empty. Rows whose update is in progress are
-            included, and are included in the next delta too. The caller owns the tensors.
+            :class:`~delta_tracker.types.Delta`, a mapping from table FQN to rows; a table without changes is present
+            and empty. Rows whose update is in progress are included both in this delta and in the next one. The caller
+            owns the tensors.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -458,7 +478,10 @@ class ModelDeltaTracker:
         )
 
     def get_delta_ids(self, consumer: str | None = None) -> dict[str, Tensor]:
-        """Call :meth:`get_delta` and return only the local ids, ``[N]`` int64 by table FQN. Commits the read."""
+        """Call :meth:`get_delta` and return only the local ids, ``[N]`` int64 by table FQN. Commits the read.
+
+        The errors are those of :meth:`get_delta`.
+        """
         return {fqn: rows.ids for fqn, rows in self.get_delta(consumer).items()}
 
     def commit(self, delta: Delta) -> None:
@@ -495,7 +518,7 @@ class ModelDeltaTracker:
     def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
         """Return a copy of this rank's current rows of several tables.
 
-        Takes time linear in the number of tables. :meth:`read_rows` flushes and splits a whole kernel for each table.
+        Faster than a call of :meth:`read_rows` for each table, which flushes and splits the whole kernel at each call.
 
         Args:
             ids: table FQN to ids as in :meth:`read_rows`; None for all rows of all tables.
@@ -513,9 +536,10 @@ class ModelDeltaTracker:
             }
 
     def column_views(self, fqn: str) -> list[Tensor]:
-        """Return views ``[R, columns]`` of this rank's rows, one for each range in ``shards[fqn].columns``.
+        """Return views of this rank's rows, one for each column range in ``shards[fqn].columns``.
 
-        They share memory with the weights, which training overwrites: copy them before the next batch to keep them.
+        Each view is ``[R, columns]`` for the ``R`` rows of the shard. The views share memory with the weights, which
+        training overwrites: copy them before the next batch to keep their values.
 
         Raises:
             InvalidArgumentError: if the table is not tracked.
@@ -531,7 +555,10 @@ class ModelDeltaTracker:
 
     @property
     def annotations(self) -> Mapping[str, object]:
-        """Mapping from consumer to its note, set by its handle or loaded with the last state."""
+        """Mapping from consumer to its note, a JSON value that is saved with the tracker's state.
+
+        A note is set by :meth:`~delta_tracker.tracker.consumer_handle.ConsumerHandle.annotate` or loaded with a state.
+        """
         return self._checkpoint.annotations
 
     def register_counter(self, name: str, counter: object) -> None:
@@ -589,13 +616,14 @@ class ModelDeltaTracker:
         self._checkpoint.load_state_dict(state)
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Return which tensors of which parts :meth:`load_state_dict` would read.
+        """Return a plan of the tensors that :meth:`load_state_dict` would read from each part.
 
         Args:
-            parts: headers, at least one.
+            parts: headers of the saved parts, at least one.
 
         Raises:
-            StateMismatchError: if they belong to another tracker or mode.
+            StateMismatchError: if the mode, consumers, tables or counters differ, or the old states belong to other
+                column ranges.
             PartialStateError: if parts are missing.
         """
         return self._checkpoint.plan_load(parts)
@@ -607,10 +635,16 @@ class ModelDeltaTracker:
 
         Call it when no backward pass is outstanding. A table whose block and lookup module on this rank are unchanged
         keeps its log. All rows of any other table are marked as changed for every consumer, because no hook recorded
-        their writes. After :meth:`detach` this applies to all tables, except that tables without a fused optimizer
-        and with an unchanged block are compared with their copy instead, unless lookups are recorded.
+        their writes.
 
-        Raises: the errors of the constructor; the tracker is then unchanged.
+        After :meth:`detach`, all rows of all tables are marked, with one exception: a table without a fused optimizer
+        whose block is unchanged is compared with its copy instead, unless lookups are recorded.
+
+        Raises:
+            NoShardedModuleError: if the model has nothing to track; the tracker is then unchanged, as for all errors.
+            UnsupportedModuleError: if the model has sharded modules that cannot be tracked.
+            UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
+            UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
         """
         found = self._model.discover()
         held = self._model.shards
@@ -630,7 +664,7 @@ class ModelDeltaTracker:
         self._hooks = self._attach()
 
     def detach(self) -> None:
-        """Remove all hooks. Reads then raise :class:`DetachedError`. Calling it again does nothing."""
+        """Remove all hooks. Later reads raise :class:`~delta_tracker.errors.DetachedError`. Idempotent."""
         self._remove_hooks()
         self._model.is_attached = False
         MEMORY.leave(self)
