@@ -97,7 +97,7 @@ class HandlerQueue:
         return bool(self._waiting)
 
     def add(self, events: Sequence[Event]) -> int:
-        """Queue the matching events. Beyond ``max_events``, drop the oldest ones. Return the number of dropped events."""
+        """Queue the matching events. Beyond the limit, drop the oldest ones. Return the number of dropped events."""
         self._waiting.extend(event for event in events if self._subscription.wants(event))
         num_dropped = 0
         while len(self._waiting) > self._max_events and self._next() is not None:

@@ -109,7 +109,10 @@ class _Life(Source):
         self._is_closed, self.record = True, None
 
     def read(self, *, is_last: bool) -> None:
-        """Call ``record`` with the object. Once it is over, call ``forget``, but after :meth:`close` one collection later."""
+        """Call ``record`` with the object while it is alive and open, else ``forget``.
+
+        The first call after :meth:`close` does nothing, so that the last values are collected.
+        """
         del is_last
         if self._is_closed and not self._is_collected:
             self._is_collected = True

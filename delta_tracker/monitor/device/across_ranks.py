@@ -1,4 +1,4 @@
-"""Merging of device stats across ranks in one collective."""
+"""Merging of device stats across ranks with one collective."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Mergeable = DeviceMean | DeviceCounter | DeviceHistogram
 
 
 def merge_ranks(stats: Sequence[Mergeable], group: dist.ProcessGroup | None = None) -> dict[str, Aggregate]:
-    """Merge what device stats recorded on all ranks since the last call, in one all-reduce.
+    """Merge the values that device stats recorded on all ranks since the last call, with one all-reduce.
 
-    Every rank must call it with the same stats in the same order. It waits for the device and for the other ranks.
+    Every rank must call it with the same stats in the same order. Waits for the device and for the other ranks.
 
     Args:
         stats: the stats to merge.
-        group: process group, by default all ranks. With gloo, the sums are copied to the host.
+        group: process group, by default all ranks. Unless its backend is NCCL, the sums are copied to the host.
 
     Returns:
-        Name of each stat to its figures, equal on every rank.
+        The merged aggregate of each stat by its name, equal on every rank.
 
     Raises:
-        InvalidArgumentError: for no stats or duplicate names.
+        InvalidArgumentError: if ``stats`` is empty or has duplicate names.
     """
     names = [stat.name for stat in stats]
     if not stats or len(set(names)) < len(names):

@@ -1,6 +1,6 @@
 """Accuracy, precision, recall and F1 of a classifier, from counts accumulated on the device.
 
-Shapes: ``B`` predictions per call, ``C`` classes.
+Notation: ``B`` is the number of predictions of a call, ``C`` the number of classes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ FIGURES = ("accuracy", "precision", "recall", "f1")
 
 
 class DeviceClassification(DeviceState):
-    """Figures of single-label classification over all predictions of the current epoch.
+    """Accuracy, precision, recall and F1 of single-label classification over all predictions of an epoch.
 
-    Each collection records the gauges ``<name>.accuracy``, ``.precision``, ``.recall`` and ``.f1``. The values equal
-    those of torchmetrics' Multiclass metrics. With ``macro`` they are means over the classes that occur in predictions
-    or targets, and the accuracy equals the recall. With ``micro`` all four are the fraction of correct predictions.
+    Each collection records the gauges ``<name>.accuracy``, ``<name>.precision``, ``<name>.recall`` and ``<name>.f1``.
+    The values equal those of torchmetrics' Multiclass metrics. With ``macro`` they are means over the classes that
+    occur in predictions or targets, and the accuracy equals the recall. With ``micro`` all four are the fraction of
+    correct predictions. The counter ``<name>.rejected`` counts the pairs with an invalid class index.
 
     Args:
         name: prefix of the gauges; dots separate namespaces.
-        num_classes: ``C``.
-        average: average over classes (``macro``) or over predictions (``micro``).
-        monitor: monitor of the gauges, by default the program's.
+        num_classes: number of classes ``C``.
+        average: ``macro`` to average over classes, ``micro`` to average over predictions.
+        monitor: monitor of the gauges and the counter, by default the program's.
 
     Raises:
         InvalidArgumentError: for fewer than 2 classes or an unknown average.
@@ -52,11 +53,11 @@ class DeviceClassification(DeviceState):
         super().__init__(name, len(self._sums), reader_of(monitor))
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Add predictions.
+        """Count the pairs of a prediction and a target. Pairs with an invalid class index are rejected.
 
         Args:
             predictions: ``[B]`` class indices, or ``[B, C]`` scores, whose maximum is the predicted class.
-            targets: ``[B]`` class indices. Pairs with an invalid class index are counted as rejected and ignored.
+            targets: ``[B]`` class indices.
 
         Raises:
             InvalidArgumentError: for other shapes.
@@ -77,13 +78,13 @@ class DeviceClassification(DeviceState):
                 torch.where(is_class, targets + 2 * size, trash),
             )
         )
-        # The last element counts each rejected pair three times. Wrong but valid predictions add 0 to it.
+        # The last element counts each rejected pair three times. Valid pairs with a wrong prediction add 0 to it.
         ones = torch.ones(places.shape, dtype=sum_dtype(places.device), device=places.device)
         ones = torch.where((places == trash) & is_class.repeat(3), 0, ones)
         self._add(places.device, ones, places)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the figures of all predictions since the epoch began."""
+        """Record the gauges over all predictions since the epoch began. Reset the counts if ``epoch_end`` is given."""
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
             self._rejected.add(round(growth[-1]) // 3)
@@ -95,7 +96,7 @@ class DeviceClassification(DeviceState):
                 gauge.cell().end_epoch(epoch_end)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures as of the newest reading, an empty dict without predictions."""
+        """Return accuracy, precision, recall and F1 as of the newest reading; an empty dict without predictions."""
         size = self._num_classes
         right, predicted, actual = (self._sums[place * size : (place + 1) * size] for place in range(3))
         num_seen = sum(actual)
@@ -110,6 +111,6 @@ class DeviceClassification(DeviceState):
         return {"accuracy": recall, "precision": precision, "recall": recall, "f1": f1}
 
     def forget(self) -> None:
-        """Reset all counts to 0."""
+        """Reset all counts to 0. Called in a forked child."""
         super().forget()
         self._sums = [0.0] * len(self._sums)

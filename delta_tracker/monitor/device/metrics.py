@@ -1,8 +1,8 @@
-"""Stats of values on a device. They accumulate on that device and never wait for it.
+"""Stats of values on a device. They accumulate on that device and do not wait for it.
 
 A value may be a Python number or a tensor of any shape on any device. Values that are not finite are counted as
-rejected and ignored; the check runs on the device. Windows close when a reading arrives, so a window by count may have
-more records than ``count``.
+rejected and ignored; the check runs on the device. Windows close when a reading arrives, so a window with
+``Window(count=...)`` may have more records than ``count``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from delta_tracker.monitor.stat import Stat
 
 _HOST = torch.device("cpu")
 _NUM_BUCKETS = HIGHEST - LOWEST + 1
-# State of a histogram: total, positive buckets, negative buckets, zeros, rejected.
+# Sums of a histogram: total, positive buckets, negative buckets, number of zeros, number of rejected values.
 _ZEROS, _REJECTED = 1 + 2 * _NUM_BUCKETS, 2 + 2 * _NUM_BUCKETS
 
 
 def reader_of(monitor: Monitor) -> DeviceReader:
-    """Return the monitor's reader of device states; create it if missing."""
+    """Return the monitor's reader of device states. Create it if missing."""
     for source in monitor.registry.sources:
         if isinstance(source, DeviceReader):
             return source
@@ -39,13 +39,13 @@ def reader_of(monitor: Monitor) -> DeviceReader:
 
 
 class _DeviceStat(DeviceState):
-    """Device state that is recorded into one cell of a stat.
+    """Device state whose values are recorded in one cell of a stat.
 
     Args:
         stat: the stat.
-        num_sums: size of the state.
+        num_sums: number of sums.
         monitor: monitor of the stat.
-        labels: labels of the cell.
+        labels: label values of the cell by name; None for no labels.
     """
 
     def __init__(self, stat: Stat, num_sums: int, monitor: Monitor, labels: Mapping[str, object] | None) -> None:
@@ -60,11 +60,11 @@ class _DeviceStat(DeviceState):
         return self._cell.enabled
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert ``K`` sums to figures."""
+        """Return the aggregate computed from the ``num_sums`` sums of some values."""
         raise NotImplementedError
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the growth, and end the epoch if ``epoch_end`` is given."""
+        """Record the growth in the cell. Close the window of the epoch if ``epoch_end`` is given."""
         self._cell.merge(self.figures(growth))
         if epoch_end is not None:
             self._cell.end_epoch(epoch_end)
@@ -74,14 +74,15 @@ class DeviceMean(_DeviceStat):
     """Weighted mean of values: sum(value * weight) / sum(weight).
 
     Args:
-        name: as in :meth:`~delta_tracker.monitor.monitor.Monitor.stat`.
-        help: as in :meth:`~delta_tracker.monitor.monitor.Monitor.stat`.
+        name: unique; dots separate namespaces.
+        help: description in one sentence.
         monitor: monitor of the stat, by default the program's.
-        labels: label names and values.
-        options: as in :meth:`~delta_tracker.monitor.monitor.Monitor.stat`.
+        labels: label values by name; None for no labels.
+        options: options of :meth:`~delta_tracker.monitor.monitor.Monitor.stat`. The default aggregations are ``mean``
+            and ``count``.
 
     Raises:
-        InvalidArgumentError: as :meth:`~delta_tracker.monitor.monitor.Monitor.stat`.
+        InvalidArgumentError: for invalid names, a name with another definition, or unknown options.
 
     Example:
         >>> monitor = Monitor()
@@ -94,7 +95,7 @@ class DeviceMean(_DeviceStat):
     def __init__(
         self,
         name: str,
-        help: str = "",  # noqa: A002  the field's word
+        help: str = "",  # noqa: A002  the usual term
         *,
         monitor: Monitor = MONITOR,
         labels: Mapping[str, object] | None = None,
@@ -105,14 +106,16 @@ class DeviceMean(_DeviceStat):
         super().__init__(stat, 4, monitor, labels)
 
     def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Add values.
+        """Add values. No-op if the stat is disabled.
 
         Args:
-            value: ``[...]`` of any shape and real dtype, or a number.
-            weight: a number, or a tensor that broadcasts to ``value``.
+            value: tensor of any shape and real dtype, or a number.
+            weight: a number, or a tensor that broadcasts to ``value``. If ``value`` is a number, it is added once with
+                each element of ``weight``.
 
         Raises:
-            InvalidArgumentError: for complex values, or a weight of another shape or device.
+            InvalidArgumentError: for complex values, a weight whose shape does not broadcast to that of ``value``, or a
+                weight on another device, unless it is a zero-dimensional tensor on the CPU.
         """
         if not self.enabled:
             return
@@ -142,7 +145,10 @@ class DeviceMean(_DeviceStat):
 
 
 class DeviceSum(DeviceMean):
-    """Sum of values. Arguments as in :class:`DeviceMean`."""
+    """Weighted sum of values: sum(value * weight). The arguments are those of :class:`DeviceMean`.
+
+    The default aggregations are ``sum`` and ``count``.
+    """
 
     def __init__(
         self,
@@ -161,11 +167,14 @@ class DeviceCounter(_DeviceStat):
     """Total that only grows. Values are increments; negative values are rejected.
 
     Args:
-        name: as in :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
-        help: as in :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
+        name: unique; dots separate namespaces.
+        help: description in one sentence.
         monitor: monitor of the counter, by default the program's.
-        labels: label names and values.
-        options: as in :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
+        labels: label values by name; None for no labels.
+        options: options of :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
+
+    Raises:
+        InvalidArgumentError: for invalid names, a name with another definition, or unknown options.
     """
 
     def __init__(
@@ -180,7 +189,15 @@ class DeviceCounter(_DeviceStat):
         super().__init__(monitor.counter(name, help, labels=tuple(labels or ()), **options), 4, monitor, labels)
 
     def update(self, value: Tensor | float = 1) -> None:
-        """Add values, ``[...]`` of any shape and real dtype, or a number. Integers are exact up to 2**53."""
+        """Add increments. No-op if the counter is disabled.
+
+        Args:
+            value: tensor of any shape and real dtype, or a number. Sums of integers are exact up to 2**53, on MPS up to
+                2**24.
+
+        Raises:
+            InvalidArgumentError: for complex values.
+        """
         if not self.enabled:
             return
         if not isinstance(value, Tensor):
@@ -201,9 +218,10 @@ class DeviceCounter(_DeviceStat):
 
 
 class DeviceHistogram(_DeviceStat):
-    """Histogram of values in the buckets of :mod:`delta_tracker.monitor.buckets`; 51 kB on each device.
+    """Histogram of values in the buckets of :mod:`delta_tracker.monitor.buckets`. Uses 51 kB on each device.
 
-    Quantiles, minimum and maximum have the relative error of the buckets. Arguments as in :class:`DeviceMean`.
+    Quantiles, minimum and maximum have the relative error of the buckets. The arguments are those of
+    :class:`DeviceMean`. The default aggregations are ``count``, ``mean``, ``p50``, ``p95``, ``p99`` and ``histogram``.
     """
 
     def __init__(
@@ -220,7 +238,14 @@ class DeviceHistogram(_DeviceStat):
         super().__init__(stat, _REJECTED + 1, monitor, labels)
 
     def update(self, value: Tensor | float) -> None:
-        """Add values, ``[...]`` of any shape and real dtype, or a number."""
+        """Add values. No-op if the histogram is disabled.
+
+        Args:
+            value: tensor of any shape and real dtype, or a number.
+
+        Raises:
+            InvalidArgumentError: for complex values.
+        """
         if not self.enabled:
             return
         if not isinstance(value, Tensor):
@@ -240,7 +265,7 @@ class DeviceHistogram(_DeviceStat):
         self._add(value.device, counts, places)
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert the sums to total and buckets."""
+        """Return the aggregate, with buckets, computed from the sums of a histogram."""
         result = Aggregate(with_buckets=True)
         buckets = LogBuckets()
         for place, count in enumerate(sums[1:_ZEROS]):
@@ -249,7 +274,7 @@ class DeviceHistogram(_DeviceStat):
                 sign[place % _NUM_BUCKETS + LOWEST] = round(count)
         buckets.zero = round(sums[_ZEROS])
         result.buckets = buckets
-        # Accurate to a bucket.
+        # Known only up to the width of a bucket.
         result.min, result.max = buckets.quantile(0), buckets.quantile(1)
         result.count = buckets.count
         result.total, result.weight, result.num_rejected = sums[0], result.count, round(sums[_REJECTED])
@@ -278,7 +303,7 @@ def _figures(total: float, weight: float, count: float, num_values: float) -> Ag
 
 
 def _single(value: float, weight: float = 1) -> Tensor:
-    """Return the sums of one weighted number."""
+    """Return the total, weight, number of accepted values and number of all values of one number, ``[4]``."""
     weighted = float(value) * float(weight)
     sums = (weighted, float(weight), 1.0, 1.0) if math.isfinite(weighted) else (0.0, 0.0, 0.0, 1.0)
     return torch.tensor(sums, dtype=torch.float64)

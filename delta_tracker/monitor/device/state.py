@@ -1,9 +1,9 @@
 """Sums on a device, copied to the host asynchronously.
 
-Shapes: ``K`` numbers of a state.
+Notation: ``K`` is the number of sums of a state.
 
-A state only grows, by addition on the device of its values. A reading is an asynchronous copy, ordered with the other
-work on the device. The growth between two readings is their difference, so states are never reset and readings are
+Values are added to the sums of a state on their device. A reading is an asynchronous copy of the sums, ordered with the
+other work on the device. The growth between two readings is their difference, so sums are never reset and readings are
 consistent.
 """
 
@@ -29,12 +29,12 @@ _POLL_SECONDS, _NUM_POLLS = 0.001, 50
 
 
 class DeviceState(ABC):
-    """Vector of ``K`` sums on each device that has recorded values.
+    """``K`` sums on each device from which values were added.
 
     Args:
         name: name of the state.
-        num_sums: ``K``.
-        reader: reads the state.
+        num_sums: number of sums ``K``.
+        reader: reader that copies the sums to the host.
     """
 
     def __init__(self, name: str, num_sums: int, reader: DeviceReader) -> None:
@@ -48,15 +48,15 @@ class DeviceState(ABC):
 
     @abstractmethod
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the growth of the ``K`` sums since the last reading. Called in the collector's threads.
+        """Record the growth of the sums of one device since its last reading. Called in threads of the library.
 
         Args:
-            growth: ``[K]``.
+            growth: ``K`` differences.
             epoch_end: step and epoch if the reading ends an epoch, otherwise None.
         """
 
     def sums(self, device: torch.device) -> Tensor:
-        """Return the ``[K]`` sums over all devices on ``device``. Waits for the devices."""
+        """Add the sums of all devices, and return them as a ``[K]`` tensor on ``device``. Waits for the devices."""
         with self._reader.lock:
             total = torch.zeros(self.num_sums, dtype=sum_dtype(device), device=device)
             for own, vector in self._vectors.items():
@@ -66,16 +66,22 @@ class DeviceState(ABC):
             return total
 
     def merged_until(self, now: Tensor) -> Tensor:
-        """Store ``now`` and return the value stored by the previous call, zeros at the first call."""
+        """Store the sums ``now``, ``[K]``, and return those stored by the previous call; zeros at the first call."""
         before, self._merged = self._merged, now
         return torch.zeros_like(now) if before is None else before
 
     def forget(self) -> None:
-        """Drop the sums of every device. For forked children."""
+        """Drop the sums of every device. Called in a forked child."""
         self._vectors, self._streams, self._merged = {}, {}, None
 
     def _add(self, device: torch.device, growth: Tensor, places: Tensor | None = None) -> None:
-        """Add ``[K]`` numbers, or ``[N]`` numbers at the indices ``places``, ``[N]``. Asynchronous."""
+        """Add numbers to the sums on ``device``. Does not wait for the device.
+
+        Args:
+            device: device of the numbers.
+            growth: ``[K]`` numbers, or ``[N]`` numbers if ``places`` is given.
+            places: ``[N]`` indices of the sums to which the numbers are added.
+        """
         with self._reader.lock:
             vector = self._vector(device)
             if places is None:
@@ -100,13 +106,21 @@ class DeviceState(ABC):
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return float64, exact for integers up to 2**53, or float32 on MPS, which has no float64."""
+    """Return the dtype of sums on ``device``: float64, or float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(slots=True)
 class _Copy:
-    """Pending copy. Once ``event`` is done, ``numbers`` holds the concatenated vectors of ``parts``."""
+    """Copy of the sums of several states from one device.
+
+    Args:
+        numbers: the concatenated sums of ``parts``, valid once ``event`` has completed.
+        event: CUDA event; None if the copy is complete.
+        device: device of the sums.
+        parts: the states.
+        epoch_end: step and epoch if the reading ends an epoch, otherwise None.
+    """
 
     numbers: Tensor
     event: Any
@@ -117,10 +131,12 @@ class _Copy:
 
 @dataclass(slots=True)
 class DeviceReader(Source):
-    """Reads all device states of a monitor, with one copy per device and stream.
+    """Source that reads all device states of a monitor, with one copy per device and stream.
 
     Args:
-        progress: step and epoch at the ends of epochs.
+        progress: the current step and epoch.
+        name: name in errors and metrics.
+        lock: protects the states and the list of copies.
     """
 
     progress: Progress
@@ -132,12 +148,12 @@ class DeviceReader(Source):
     _finishing: threading.RLock = field(default_factory=threading.RLock)
 
     def add(self, state: DeviceState) -> None:
-        """Add a state to read."""
+        """Add a state, which is read at every collection."""
         with self.lock:
             self._states.append(state)
 
     def read(self, *, is_last: bool) -> None:
-        """Start copies and record finished ones. Waits for the device only if ``is_last``."""
+        """Start copies and record completed ones. Wait for all copies if ``is_last``, else for about 50 ms."""
         self.begin()
         for _ in range(_NUM_POLLS):
             if self.finish(wait=is_last):
@@ -145,11 +161,15 @@ class DeviceReader(Source):
             time.sleep(_POLL_SECONDS)  # blocks only a thread of the library
 
     def end_epoch(self) -> None:
-        """Start copies that end the epoch; later values belong to the next one. Does not block."""
+        """Start copies of the sums at the end of the epoch. Does not wait for the device."""
         self.begin((self.progress.step, self.progress.epoch))
 
     def begin(self, epoch_end: EpochEnd | None = None) -> None:
-        """Start a copy of every state, on the stream that updated it last."""
+        """Start copies of all states, each on the CUDA stream that last updated the state.
+
+        Args:
+            epoch_end: step and epoch if the reading ends an epoch, otherwise None.
+        """
         with self.lock:
             groups: dict[tuple[torch.device, Any], list[DeviceState]] = {}
             for state in self._states:
@@ -161,7 +181,14 @@ class DeviceReader(Source):
                 self._copies.append(_Copy(numbers, event, device, states, epoch_end))
 
     def finish(self, *, wait: bool) -> bool:
-        """Record the finished copies, oldest first. Return whether no copy is pending."""
+        """Record the completed copies, oldest first.
+
+        Args:
+            wait: True to wait until all copies are complete.
+
+        Returns:
+            False if a copy is still pending.
+        """
         with self._finishing:
             while self._copies:
                 copy = self._copies[0]
@@ -174,7 +201,7 @@ class DeviceReader(Source):
             return True
 
     def after_fork(self) -> None:
-        """Drop all states and copies: the child cannot use the parent's devices."""
+        """Drop all sums and copies, because a child cannot use the devices of its parent."""
         self.lock, self._finishing = threading.RLock(), threading.RLock()
         self._copies, self._seen = [], {}
         for state in self._states:
@@ -193,9 +220,9 @@ class DeviceReader(Source):
 
 
 def _start_copy(vectors: Sequence[Tensor], device: torch.device, stream: Any) -> tuple[Tensor, Any]:  # noqa: ANN401
-    """Return the concatenated vectors and, on CUDA, the event after which their host copy is complete."""
+    """Return the concatenated vectors and, on CUDA, the event after which their copy on the host is complete."""
     if device.type != "cuda":
-        # Stays on the device; the library thread that reads it may block.
+        # The copy stays on the device. The thread of the library that reads it may block.
         return torch.cat([*vectors, vectors[0][:0]]), None
     with torch.cuda.device(device), torch.cuda.stream(stream):
         gathered = torch.cat(list(vectors))
