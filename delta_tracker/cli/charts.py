@@ -1,6 +1,6 @@
-"""Charts as numbers and SVG paths in a box of 1000 by 100 units, which the page stretches to its width.
+"""Charts as percentages and as SVG paths in a view box of 1000 by 100 units, which the page stretches to its width.
 
-Text is not part of the box, so that letters are not stretched.
+Text is not part of the SVG, so that it is not distorted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Tick:
     """Label of an axis.
 
     Args:
-        place: percent from the left or the bottom.
+        place: position on the axis, in percent from the left or the bottom.
         label: the text.
-        more: second line in smaller type.
+        more: second line in smaller type; empty for none.
     """
 
     place: float
@@ -33,7 +33,13 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """SVG path in the colour of ``series``, filled or stroked."""
+    """Filled or stroked SVG path.
+
+    Args:
+        path: SVG path data.
+        series: CSS class of the colour.
+        is_line: True to stroke the path, False to fill it.
+    """
 
     path: str
     series: str
@@ -42,7 +48,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Tooltip for ``left`` to ``left + width`` (percent): a title and one value per series."""
+    """Tooltip of a vertical strip of the chart.
+
+    Args:
+        left: left edge of the strip in percent.
+        width: width of the strip in percent.
+        title: first line of the tooltip.
+        values: one value per series of the legend, in its order; empty for none.
+    """
 
     left: float
     width: float
@@ -52,7 +65,12 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Vertical marker at ``place`` percent; ``kind`` is its CSS class: snapshot, restart or median."""
+    """Vertical marker.
+
+    Args:
+        place: percent from the left.
+        kind: CSS class of the marker: snapshot, restart or median.
+    """
 
     place: float
     kind: str
@@ -60,11 +78,11 @@ class Mark:
 
 @dataclass(slots=True, kw_only=True)
 class Chart:
-    """A chart.
+    """Chart of a report.
 
     Args:
         about: alternative text for screen readers.
-        legend: series to label, in the order of the values of the hits.
+        legend: CSS class of each series to its label, in the order of the values of ``hits``.
         shapes: paths, from back to front.
         y_ticks: labels of the vertical axis.
         x_ticks: labels of the horizontal axis.
@@ -83,12 +101,12 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Map from values to percent, 0 to 100.
+    """Linear or logarithmic mapping from values to percent, 0 to 100.
 
     Args:
-        low: the value at 0.
-        high: the value at 100, above ``low``.
-        is_log: logarithmic scale; ``low`` and ``high`` must be above 0.
+        low: value that is mapped to 0.
+        high: value that is mapped to 100; must be above ``low``.
+        is_log: True for a logarithmic scale, which requires that ``low`` is above 0.
     """
 
     low: float
@@ -96,14 +114,14 @@ class Scale:
     is_log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the percent for a value, clamped to the range of the scale."""
+        """Return the percentage for a value, clamped to 0 to 100."""
         value = min(max(value, self.low), self.high)
         if self.is_log:
             return HEIGHT * math.log(value / self.low) / math.log(self.high / self.low)
         return HEIGHT * (value - self.low) / (self.high - self.low)
 
     def ticks(self, labels: Labels) -> list[Tick]:
-        """Return ticks at a few round values."""
+        """Return ticks at a few round values, each with the label that ``labels`` returns for its value."""
         return [Tick(round(self(value), 2), labels(value)) for value in self._round()]
 
     def _round(self) -> list[float]:
@@ -128,18 +146,18 @@ def linear(highest: float) -> Scale:
 
 
 def logarithmic(values: Sequence[float]) -> Scale:
-    """Return a logarithmic scale between powers of ten that covers the positive ``values``."""
+    """Return a logarithmic scale that begins and ends at powers of ten and covers all positive ``values``."""
     above = [value for value in values if value > 0] or [1.0]
     low, high = math.floor(math.log10(min(above))), math.ceil(math.log10(max(above)))
     return Scale(10.0**low, 10.0 ** max(high, low + 1), is_log=True)
 
 
 def bars(heights: Sequence[float], below: Sequence[float] | None = None, gap: float = 0.0) -> str:
-    """Return the path of adjacent bars over the whole width.
+    """Return the SVG path data of bars with equal widths over the whole width.
 
     Args:
-        heights: in percent.
-        below: bottom of each bar in percent; default 0.
+        heights: heights of the bars in percent; 0 for no bar.
+        below: bottom of each bar in percent; None for 0.
         gap: gap between two bars, as a fraction of a bar's slot.
     """
     slot = WIDTH / max(1, len(heights))
@@ -156,7 +174,12 @@ def bars(heights: Sequence[float], below: Sequence[float] | None = None, gap: fl
 
 
 def line(places: Sequence[tuple[float, float]], *, is_area: bool = False) -> str:
-    """Return the path through points, in percent from the left and the bottom, or of the area below it."""
+    """Return the SVG path data of a line, or of the area below it.
+
+    Args:
+        places: points of the line, at least one, in percent from the left and the bottom.
+        is_area: True for the area below the line.
+    """
     points = "L".join(f"{_number(x * WIDTH / 100)} {_number(HEIGHT - y)}" for x, y in places)
     if not is_area:
         return f"M{points}"
@@ -165,7 +188,7 @@ def line(places: Sequence[tuple[float, float]], *, is_area: bool = False) -> str
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return the indices, of ``count`` adjacent places, that get one of at most ``most`` labels."""
+    """Return at most ``most`` evenly spaced indices from 0 to ``count - 1``, both included; ``most`` is at least 2."""
     if count <= most:
         return list(range(count))
     return [round(index * (count - 1) / (most - 1)) for index in range(most)]

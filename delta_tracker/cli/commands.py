@@ -1,4 +1,4 @@
-"""Command group. The file of a command is imported when the command or its help is requested."""
+"""Command group. Imports the file of a command only when the command or its help is requested."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Exit codes:
 
 
 class _Commands(click.Group):
-    """Group that imports each command as ``command`` from the file of its name."""
+    """Group that imports a command from the file of the same name, in which it is called ``command``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's interface
         return list(_SUMMARIES)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  as above
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  click's interface
         if cmd_name not in _SUMMARIES:
             return None
         command = importlib.import_module(f"{__package__}.{cmd_name}").command

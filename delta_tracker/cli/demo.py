@@ -1,4 +1,4 @@
-"""``demo``: run a trainer and a predictor in one process on synthetic data, without torchrec and network."""
+"""``demo``: run a trainer and a predictor in one process on synthetic data, without torchrec or a network."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Examples:
 @click.option("--every", default=0.5, show_default=True, type=click.FloatRange(0.01), help="Seconds between deltas.")
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object on stdout.")
 def command(out: Path | None, seconds: float, every: float, *, is_json: bool) -> int:
-    """Run the demo, then compare the tables."""
+    """Run the demo, then compare the predictor's tables with the trainer's."""
     output = Output(is_json=is_json)
     directory = Path(tempfile.mkdtemp(prefix="delta-tracker-demo-")) if out is None else out.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -81,14 +81,19 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Measurements: the loss of each batch, and seconds from each commit until the version was applied."""
+    """Measurements of the demo.
+
+    Args:
+        losses: loss of each batch.
+        applied: seconds from the commit of each delta until the predictor had applied it.
+    """
 
     losses: Sequence[float]
     applied: Sequence[float]
 
 
 class _Trainer:
-    """Trainer of a matrix factorisation of clicks, most of which are on a few users and items."""
+    """Trainer of a matrix factorisation model on random clicks, most of which are of few users and on few items."""
 
     def __init__(self, url: str) -> None:
         self._random = torch.Generator().manual_seed(0)
@@ -114,7 +119,7 @@ class _Trainer:
         return self._batch == self._published
 
     def train(self) -> float:
-        """Train one batch and return the loss."""
+        """Train on one batch and return the loss."""
         rows = [self._draw(len(table)) for table in self.tables.values()]
         users, items = (tastes[ids] for tastes, ids in zip(self._tastes, rows, strict=True))
         clicks = torch.bernoulli((users * items).sum(1).sigmoid(), generator=self._random)
@@ -129,7 +134,7 @@ class _Trainer:
         return loss.item()
 
     def publish(self, kind: Kind) -> int:
-        """Commit all rows, or those changed since the last version, and return the version."""
+        """Commit a snapshot of all rows, or a delta of the rows changed since the last version. Return the version."""
         changed = {fqn: rows.ids for fqn, rows in self._changes.get_delta(self._published).items()}
         self._changes.delete(self._batch)
         draft = Draft(
@@ -155,7 +160,7 @@ class _Trainer:
 
 
 def _seconds_until_applied(predictor: Predictor, version: int) -> float:
-    """Wait until the predictor has applied ``version`` and return the seconds waited."""
+    """Wait at most 30 seconds until the predictor has applied ``version``. Return the seconds waited."""
     begin = time.monotonic()
     while (predictor.version or 0) < version and time.monotonic() < begin + _APPLY_SECONDS:
         time.sleep(0.001)

@@ -46,7 +46,7 @@ Examples:
     "--limit", default=20, show_default=True, type=click.IntRange(0), help="Number of rows to list, largest move first."
 )
 def command(stream: Stream, v1: int, v2: int, fqn: str | None, limit: int) -> int:
-    """Compare the versions and print the differences."""
+    """Compare the two versions of the table and print the differences."""
     stream.head()
     cursor = StreamCursor(stream.log)
     paths = cursor.path_to(v1), cursor.path_to(v2)
@@ -113,7 +113,22 @@ def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
 def _both(
     stream: Stream, paths: tuple[list[Manifest], list[Manifest]], spec: TableSpec, scratch: Path
 ) -> tuple[Tensor, Tensor]:
-    """Return the table in both versions. Entries that both have in common are read once."""
+    """Build the table in both versions. If the second path begins with the first, the first is read only once.
+
+    Args:
+        stream: the stream.
+        paths: entries from a snapshot to each version.
+        spec: the table.
+        scratch: directory for the files of the tensors.
+
+    Returns:
+        The table in the first and in the second version, ``[rows, columns]`` in the table's dtype.
+
+    Raises:
+        MalformedError: if an entry has another shape or dtype of the table.
+        CorruptPartError, StorageError: if an entry's parts cannot be read.
+        OSError: if the disk is full.
+    """
     first, second = paths
     num_shared = len(first) if [each.link for each in second[: len(first)]] == [each.link for each in first] else 0
     with stream.reading("reading", bytes_to_read([*first, *second[num_shared:]], [spec.fqn])):
@@ -161,5 +176,5 @@ def _length(row: Tensor) -> float:
 
 
 def _finite(value: float) -> float | None:
-    """Return None for a NaN or an infinity, which JSON does not support."""
+    """Return ``value``; None if it is NaN or infinite, which JSON does not support."""
     return value if math.isfinite(value) else None

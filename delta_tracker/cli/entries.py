@@ -1,4 +1,4 @@
-"""Reads the entries of a log concurrently and summarises each, because a log may be long."""
+"""Summaries of log entries, and concurrent reads of many entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Number of rows of one table in a version, and bytes of their stored values, without ids."""
+    """Amount of data of one table in one or more versions.
+
+    Args:
+        rows: number of rows.
+        num_bytes: bytes of the stored values, without ids.
+    """
 
     rows: int = 0
     num_bytes: int = 0
@@ -30,7 +35,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Summary of a manifest.
+    """Summary of an entry's manifest.
 
     Args:
         version: index in the log.
@@ -39,11 +44,11 @@ class Entry:
         cut: time of the cut, in Unix seconds.
         created: time of the commit, in Unix seconds.
         batches: half-open range of the trainer's step counts.
-        pending_rows: changed rows left for later versions.
+        pending_rows: number of changed rows left for later versions.
         num_rows: number of rows in all parts.
         num_bytes: bytes of all parts, including ids and dense tensors.
         num_parts: number of parts.
-        tables: FQN to amount, for tables with blocks in this version.
+        tables: FQN to amount of data, for tables with blocks in this version.
     """
 
     version: int
@@ -76,7 +81,7 @@ class Entry:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Return the summary for JSON."""
+        """Return the summary for JSON. Times are Unix seconds."""
         return {
             "version": self.version,
             "kind": self.kind,
@@ -93,7 +98,7 @@ class Entry:
 
 
 def amounts(manifest: Manifest) -> dict[str, Amount]:
-    """Return rows and bytes by table. A row in several column shards counts once for each."""
+    """Return the amount of data of each table, by FQN. A row in several column shards counts once per shard."""
     found: dict[str, Amount] = {}
     for part in manifest.parts:
         for block in part.blocks:
@@ -108,12 +113,13 @@ def read_all(
     """Read entries concurrently and yield them in order.
 
     Args:
-        names: arguments for ``read``.
-        read: returns an entry, None if it does not exist.
-        keep: converts an entry to the yielded value.
+        names: versions or names of the entries, passed to ``read``.
+        read: returns an entry; None if it does not exist.
+        keep: converts an entry to the value to yield, so that entries need not be held in memory.
 
     Yields:
-        Each name with the value of ``keep``, the error if the entry is malformed, or None if it does not exist.
+        Each name, with the result of ``keep``; with the error if the entry is malformed; with None if it does not
+        exist.
 
     Raises:
         StorageError: if the store cannot be read.

@@ -80,7 +80,12 @@ def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
 
 @contextmanager
 def _draft(out: Path) -> Iterator[Path]:
-    """Yield a temporary directory next to ``out``, deleted at the end of the block."""
+    """Yield a temporary directory next to ``out``, deleted at the end of the block.
+
+    Raises:
+        InvalidArgumentError: if ``out`` exists.
+        OSError: if the directory cannot be created.
+    """
     _refuse_existing(out)
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
     try:
@@ -97,9 +102,15 @@ def _refuse_existing(out: Path) -> None:
 def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[Path]:
     """Write the files of a version and return their paths.
 
+    Args:
+        stream: the stream.
+        version: version to export.
+        draft: directory for the files.
+        form: ``safetensors`` or ``torch``.
+
     Raises:
         InvalidArgumentError: for a version that is not committed yet, or names that the format does not support.
-        MalformedError: if the versions have different tables.
+        MalformedError: if a version has a table that differs from the snapshot's.
         MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: if the version cannot be read.
         OSError: if a file cannot be written.
     """
@@ -133,7 +144,7 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
 
 
 def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str, Tensor]:
-    """Return mapped memory for each table, by FQN."""
+    """Create the files of all tables and return the mapped tensors by FQN, which the caller must fill."""
     rooms: dict[str, Tensor] = {}
     for number, (fqn, spec) in enumerate(snapshot.tables.items()):
         key = f"{fqn}.weight"
@@ -148,7 +159,12 @@ def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str,
 def _safetensors(
     file: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], stream: str, version: int
 ) -> dict[str, Tensor]:
-    """Create a safetensors file and return its mapped tensors, which the caller must fill."""
+    """Create a safetensors file and return its mapped tensors by name, which the caller must fill.
+
+    Raises:
+        InvalidArgumentError: if a tensor has the reserved name ``__metadata__``.
+        OSError: if the disk is full, or the file cannot be written.
+    """
     if _METADATA in specs:
         raise InvalidArgumentError("--format", "safetensors", f"Choose torch: a tensor is named {_METADATA}")
     header: dict[str, object] = {_METADATA: {"stream": stream, "version": str(version)}}

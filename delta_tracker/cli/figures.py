@@ -1,4 +1,4 @@
-"""Figures of a report as plain values, for ``--json`` and for the page."""
+"""Data of a report as JSON values, for ``--json`` and for the page."""
 
 from __future__ import annotations
 
@@ -42,7 +42,14 @@ class Limits:
 
 @dataclass(slots=True)
 class _Reading:
-    """Versions and bytes of which the rows were read."""
+    """Extent of the versions whose rows were read.
+
+    Args:
+        first: first of these versions; None if there is none.
+        last: last of these versions; None if there is none.
+        versions: number of these versions.
+        num_bytes: bytes of their parts.
+    """
 
     first: int | None = None
     last: int | None = None
@@ -51,7 +58,7 @@ class _Reading:
 
 
 def gather(stream: Stream, limits: Limits) -> Figures:
-    """Read a stream and return the figures of its report.
+    """Read a stream and return the data of its report as JSON values. Times are Unix seconds.
 
     Raises:
         InvalidArgumentError: if there is no stream.
@@ -93,8 +100,8 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
     """Read the newest entries of the log.
 
     Returns:
-        The history; the faults; version and bytes of the newest entries that fit into ``limits.num_bytes``; the number
-        of older entries that were not read.
+        The history; descriptions of the faults; version and bytes of each of the newest entries that together have at
+        most ``limits.num_bytes``; the number of older entries that were not read.
     """
     listed = [version for version in stream.log.versions() if version <= head.version]
     chosen = listed[-limits.versions :]
@@ -116,9 +123,14 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
 
 
 def _gap(stream: Stream, listed: list[int]) -> list[str]:
-    """Return a fault if a missing entry after the newest snapshot keeps a new predictor from the head.
+    """Return a description of the fault if an entry after the newest snapshot is missing; otherwise an empty list.
 
-    Missing entries before the snapshot are no fault: retention deletes them.
+    A new predictor cannot reach the head in that case. Missing entries before the snapshot are not a fault, because
+    retention deletes them.
+
+    Args:
+        stream: the stream.
+        listed: versions in the log, ascending.
     """
     try:
         snapshot = stream.log.newest_snapshot()
@@ -143,7 +155,7 @@ def _read_rows(stream: Stream, movement: Movement, sizes: list[tuple[int, int]],
                 movement.add(Contents(stream.storage, manifest))
             except (CorruptPartError, MalformedError) as error:
                 there = stream.log.read(version)
-                # Not a fault if retention deleted the parts: with their entry, or without it if the next is a claim.
+                # Not a fault if retention deleted the parts. It keeps their entry only if the next entry is a claim.
                 if there is not None and not stream.log.precedes_claim(there):
                     faults.append(f"version {version}: {error.problem}")
                 continue
@@ -202,16 +214,20 @@ def _table(history: History, moved: TableMovement) -> dict[str, Any]:
 
 
 def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
-    """Return the count, quantiles and maximum, with the relative error of the buckets, 1.1 %."""
+    """Return the number of values, the quantiles ``p50``, ``p90`` and ``p99``, and the maximum.
+
+    Quantiles and maximum have the relative error of the buckets, at most 1.1 %. They are None if there are no values.
+    """
     names = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     found = {name: buckets.quantile(fraction) if buckets.count else None for name, fraction in names.items()}
     return {"count": buckets.count} | found
 
 
 def _histogram(buckets: LogBuckets) -> list[dict[str, float]]:
-    """Return bars of equal width on a logarithmic scale.
+    """Return the bars of a histogram: bounds ``above`` and ``to``, and the ``count`` of values between them.
 
-    The width is the smallest power of two of buckets that gives at most ``_MAX_BARS`` bars.
+    All bars have the same width on a logarithmic scale. It is the smallest power of two of buckets that is at least an
+    eighth of an octave and gives at most ``_MAX_BARS`` bars. The list is empty if there are no values.
     """
     if not buckets.positive:
         return []

@@ -1,4 +1,4 @@
-"""Predictors that follow a stream, from their heartbeats."""
+"""State of the predictors that follow a stream, read from their heartbeats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FollowerView:
     Args:
         beat: last heartbeat.
         state: ``live``, or ``silent`` if the last heartbeat is more than 30 seconds old.
-        seconds_ago: age of the heartbeat, by the clocks of the predictor's host and of this one.
+        seconds_ago: age of the heartbeat in seconds: this host's time minus the time that the predictor's host wrote.
         lag_versions: number of versions not yet applied; None if it follows another stream or has no version.
     """
 
@@ -34,17 +34,17 @@ class FollowerView:
 
     @property
     def behind(self) -> int | None:
-        """Number of versions not yet applied: as the heartbeat reports it for a live predictor, otherwise by the log.
+        """Number of versions not yet applied; None if unknown.
 
-        The heartbeat is seconds old. A publisher that commits ten versions per second has since added versions, which
-        would count as lag.
+        For a live predictor this is the number in its heartbeat, otherwise :attr:`lag_versions`. A heartbeat may be
+        seconds old, so :attr:`lag_versions` also counts versions that were committed after it.
         """
         if self.lag_versions is None or self.state != "live" or self.beat.lag_versions is None:
             return self.lag_versions
         return self.beat.lag_versions
 
     def to_dict(self) -> dict[str, object]:
-        """Return the state for JSON."""
+        """Return the state for JSON. Times are in seconds."""
         return {
             "name": self.beat.name,
             "state": self.state,
@@ -59,7 +59,7 @@ class FollowerView:
 
 
 def read_followers(storage: Storage, head: Manifest, now: float) -> tuple[list[FollowerView], int]:
-    """Return the predictors with a heartbeat in the last hour, by name, and the number of other predictors.
+    """Return the predictors with a heartbeat in the last hour, sorted by name, and the number of the other predictors.
 
     Args:
         storage: store of the stream.

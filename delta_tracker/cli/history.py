@@ -26,7 +26,7 @@ _SUMS = (
 
 @dataclass(slots=True)
 class Bin:
-    """Statistics of consecutive versions without claims; times in Unix seconds.
+    """Statistics of consecutive snapshots and deltas, here called versions. Times are Unix seconds.
 
     Args:
         first: first version.
@@ -35,15 +35,15 @@ class Bin:
         end: commit time of the last version.
         deltas: number of deltas.
         snapshots: number of snapshots.
-        restarts: number of claims directly before one of the versions.
+        restarts: number of claims between a version and its predecessor, summed over the versions.
         delta_bytes: bytes of the deltas' parts.
         snapshot_bytes: bytes of the snapshots' parts.
-        full_bytes: bytes of the versions if each were a full snapshot.
+        full_bytes: bytes that the versions would have if each were a full snapshot.
         pending_rows: maximum of the versions' pending rows.
         gaps: number of versions whose predecessor's commit time is known.
-        gap_seconds: sum of the times between their commits and their predecessors'.
+        gap_seconds: seconds from the predecessor's commit to the version's commit, summed over these versions.
         max_gap: maximum of these times, in seconds.
-        tables: amount of each table in the deltas.
+        tables: FQN to amount of data of the table in the deltas.
     """
 
     first: int
@@ -68,7 +68,7 @@ class Bin:
         return self.deltas + self.snapshots
 
     def merge(self, later: Bin) -> None:
-        """Merge the next bin into this one."""
+        """Merge ``later``, the bin of the versions that follow, into this one."""
         self.last, self.end = later.last, later.end
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(later, name))
@@ -79,7 +79,7 @@ class Bin:
 
 
 class History:
-    """Statistics of a stream's versions, in a bounded number of bins.
+    """Statistics of a stream's snapshots and deltas, in a bounded number of bins.
 
     Memory: one :class:`Amount` per table and bin, with at most ``2 * max_bins`` bins.
 
@@ -89,14 +89,14 @@ class History:
     Attributes:
         bins: bins in ascending order of versions.
         tables: FQN to table, as of the newest version that has it.
-        totals: amount of each table in all deltas.
-        sizes: bytes of each delta.
-        gaps: seconds from each version to the next.
-        delays: seconds from each version's cut to its commit.
-        newest: the newest entry, None before the first.
+        totals: FQN to amount of data of the table in all deltas.
+        sizes: distribution of the bytes of a delta.
+        gaps: distribution of the seconds from the commit of a version to that of the next one.
+        delays: distribution of the seconds from a version's cut to its commit.
+        newest: the newest entry; None before the first.
         missing: number of versions missing between two existing ones. Versions missing after a claim are not counted,
             because retention keeps the claim and deletes the entries after it.
-        full_bytes: bytes of the newest version as a full snapshot.
+        full_bytes: bytes that the newest version would have as a full snapshot.
     """
 
     def __init__(self, max_bins: int = MAX_BINS) -> None:
@@ -116,7 +116,7 @@ class History:
         self._restarts = 0
 
     def add(self, manifest: Manifest) -> None:
-        """Add the next entry of the log."""
+        """Add an entry of the log. Entries must be added in ascending order."""
         if self.newest is not None and self.newest.kind != "claim":
             self.missing += manifest.version - self.newest.version - 1
         self.newest = manifest
@@ -162,7 +162,11 @@ class History:
         )
 
     def _learn_full_bytes(self, manifest: Manifest) -> None:
-        """Compute the bytes of all rows in the newest snapshot's encodings, or in the tables' dtypes before it."""
+        """Update ``full_bytes`` from an entry.
+
+        It is the size of all rows and dense tensors: in the encodings of the newest snapshot, or in the dtypes of the
+        tables before the first snapshot.
+        """
         dense = sum(spec.num_bytes for spec in manifest.dense.values())
         if manifest.kind == "snapshot":
             rows = sum(block.num_rows * block.row_bytes for block in _blocks(manifest) if block.ids == "all")

@@ -27,7 +27,7 @@ UNUSABLE = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
-# Errors of the stream itself, not of the call or of the connection to the store.
+# Errors that are caused by the stream itself, not by the call or by the connection to the store.
 _FINDINGS = (
     CorruptPartError,
     MalformedError,

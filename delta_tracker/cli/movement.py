@@ -1,7 +1,4 @@
-"""Statistics of a stream's rows in bounded memory: the most frequently changed rows, and how far rows move.
-
-Shapes: ``N`` rows of a version, ``D`` columns of a table.
-"""
+"""Statistics of a stream's rows in bounded memory: the most frequently updated rows, and distances of the updates."""
 
 from __future__ import annotations
 
@@ -26,12 +23,12 @@ NUM_COUNTED = 1 << 20
 class RowCounts:
     """Counts of the most frequent ids.
 
-    Exact for up to ``capacity`` different ids. Beyond that, a Misra-Gries sketch in the mergeable form of Agarwal et
-    al., "Mergeable Summaries" (PODS 2012): a count may be too low by up to :attr:`error`, and every id that is more
-    frequent than that is present.
+    Counts are exact for up to ``capacity`` different ids. For more ids this is a Misra-Gries sketch in the mergeable
+    form of Agarwal et al., "Mergeable Summaries" (PODS 2012): a count may be too low by up to :attr:`error`, and every
+    id that occurs more than :attr:`error` times is present.
 
     Args:
-        capacity: maximum number of ids; up to four times as many while counting.
+        capacity: maximum number of ids to keep. Between merges, memory holds up to four times as many.
 
     Attributes:
         error: maximum by which a count is too low.
@@ -46,7 +43,7 @@ class RowCounts:
         self._num_waiting = 0
 
     def add(self, ids: NDArray[np.int64]) -> None:
-        """Count each of ``ids``, ``[N]``, once."""
+        """Add one to the count of each element of ``ids``, a one-dimensional array."""
         for begin in range(0, len(ids), self._capacity):
             piece = ids[begin : begin + self._capacity]
             self._waiting.append(piece)
@@ -55,7 +52,7 @@ class RowCounts:
                 self._settle()
 
     def top(self, count: int) -> list[tuple[int, int]]:
-        """Return the ``count`` most frequent ids and their counts, most frequent first, equal counts by id."""
+        """Return the ``count`` most frequent ids and their counts, most frequent first. Ties are sorted by id."""
         self._settle()
         order = np.lexsort((self._ids, -self._counts))[:count]
         return list(zip(self._ids[order].tolist(), self._counts[order].tolist(), strict=True))
@@ -73,19 +70,21 @@ class RowCounts:
 
 
 class TableMovement:
-    """Counts and moves of the rows of one table.
+    """Update counts and update distances of the rows of one table.
 
     Args:
         spec: the table.
-        sample_bytes: memory for the compared values; of a larger table, only every ``stride``-th row is compared.
+        sample_bytes: maximum bytes of the sample, which holds the previous values of rows in float32. If the table is
+            larger, only every ``stride``-th row is sampled.
         num_counted: number of different rows that are counted exactly.
 
     Attributes:
-        stride: every ``stride``-th row is compared; 0 if no row is.
+        stride: every ``stride``-th row is sampled; 0 if no row is.
         counts: number of deltas that contain each row.
-        moves: L2 distances between a row's value in a version and its previous value, without 0.
-        num_deltas: number of deltas with rows of the table.
-        unmoved: number of compared rows in deltas whose value did not change.
+        moves: distribution of the nonzero L2 distances between the value of a sampled row in a version and its previous
+            value.
+        num_deltas: number of deltas with listed rows of the table.
+        unmoved: number of sampled rows in deltas with the same value as before, counted once per delta.
     """
 
     def __init__(self, spec: TableSpec, sample_bytes: int, num_counted: int) -> None:
@@ -101,8 +100,14 @@ class TableMovement:
         self._held = np.full((num_held, spec.dim), np.nan, np.float32)
 
     def add(self, whole: list[BlockRows], listed: list[BlockRows], *, is_delta: bool) -> None:
-        """Add the table's rows of the next version."""
-        # Only column shards have rows in common.
+        """Add the table's rows of the next version.
+
+        Args:
+            whole: blocks with all rows of their range.
+            listed: blocks with ids.
+            is_delta: True for a delta, False for a snapshot.
+        """
+        # Two blocks contain the same row only if they are column shards.
         is_split = any(rows.block.num_columns < self.spec.dim for rows in (*whole, *listed))
         ids = [rows.ids.numpy() for rows in listed if rows.ids is not None]
         if is_delta and ids:
@@ -121,7 +126,12 @@ class TableMovement:
             self.unmoved += int((distances == 0).sum())
 
     def _compare(self, rows: BlockRows) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """Yield the sampled rows of a block, as indices in the sample, and the squares of their distances."""
+        """Compare and then replace the sampled values of a block's rows.
+
+        Yields:
+            Indices of the rows in the sample, and the squared L2 distances from their previous values; NaN for a first
+            value.
+        """
         left, right = rows.block.columns
         for begin in range(0, rows.block.num_rows, _CHUNK_ROWS):
             end = min(begin + _CHUNK_ROWS, rows.block.num_rows)
@@ -139,21 +149,25 @@ class TableMovement:
             yield slots, squares
 
     def _count(self, distances: NDArray[np.float64]) -> None:
-        """Add an array of distances to ``moves``, like ``moves.extend``."""
+        """Add positive distances to ``moves``. A vectorised ``moves.extend``."""
         places = np.clip(np.ceil(np.log2(distances) * PER_OCTAVE) - 1, LOWEST, HIGHEST).astype(np.int64)
         found, counts = np.unique(places, return_counts=True)
         self.moves.positive.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
 
 
 class Movement:
-    """Statistics of the rows of successive versions. Values before the first version are unknown.
+    """Update counts and update distances of the rows of all tables, over successive versions.
 
     Memory: ``sample_bytes`` of values, 64 bytes for each of ``num_counted`` rows, and the memory to read a version.
 
     Args:
-        specs: FQN to table; other tables, and versions with another shape of a table, are skipped.
-        sample_bytes: see :class:`TableMovement`; for all tables together.
-        num_counted: see :class:`TableMovement`; for all tables together.
+        specs: FQN to table. Other tables are skipped, and so are blocks of a version in which the table has another
+            shape.
+        sample_bytes: as in :class:`TableMovement`, but divided among the tables.
+        num_counted: as in :class:`TableMovement`, but divided among the tables.
+
+    Attributes:
+        tables: FQN to statistics of the table.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class Output:
         self._errors = Console(highlight=False, markup=False, emoji=False, stderr=True)
 
     def json(self, value: dict[str, object]) -> None:
-        """Print one object on one line."""
+        """Print a JSON object on one line."""
         sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
         sys.stdout.flush()
 
@@ -54,11 +54,11 @@ class Output:
 
     @contextmanager
     def progress(self, doing: str, total: float | None) -> Iterator[Progressing]:
-        """Show a progress bar on stderr while the block runs; nothing if stderr is not a terminal.
+        """Show a progress bar on stderr while the block runs, if stderr is a terminal.
 
         Args:
             doing: description of the work.
-            total: amount of work, None if unknown.
+            total: amount of work; None if unknown.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         is_shown = self._errors.is_terminal
@@ -67,7 +67,7 @@ class Output:
 
 
 class Progressing:
-    """Running progress bar."""
+    """Handle to advance a progress bar."""
 
     def __init__(self, bar: Progress, doing: str, total: float | None) -> None:
         self._bar = bar
@@ -84,10 +84,10 @@ def cell(value: object, style: str = "") -> Text:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object | Text]]) -> Table:
-    """Return a table. A column whose name begins with ``>`` is right-aligned. Only the first column wraps.
+    """Return a rich table. Only the first column wraps.
 
     Args:
-        columns: column names.
+        columns: column names. A column whose name begins with ``>`` is right-aligned, and the ``>`` is not shown.
         rows: cells of each row; a :class:`rich.text.Text` made by :func:`cell` keeps its style.
     """
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")

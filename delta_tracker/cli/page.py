@@ -1,6 +1,6 @@
-"""Renders a report as one self-contained HTML file, without network access, fonts or third-party scripts.
+"""Render a report as one self-contained HTML file, without network access, fonts or third-party scripts.
 
-Names and errors from a stream are untrusted. The template escapes all of them, the page's content security policy
+Names and errors from a stream are untrusted. The template escapes all of them. The page's content security policy
 allows only its own script, and that script sets text only, no markup.
 """
 
@@ -84,7 +84,7 @@ def share(value: float) -> str:
 
 
 def short(name: str) -> str:
-    """Shorten a long name in the middle, keeping more of its end."""
+    """Replace the middle of a long name by an ellipsis, keeping more of its end than of its beginning."""
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME // 3]}…{name[-2 * _MAX_NAME // 3 :]}"
 
 
@@ -97,7 +97,10 @@ def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
 
 
 def _harmless(value: object) -> object:
-    """Escape control characters in every string that the template prints."""
+    """Return a string with escaped control characters, and any other value unchanged.
+
+    The template applies this to every value that it prints.
+    """
     return plain(value) if type(value) is str else value
 
 
@@ -140,7 +143,7 @@ def _sizes(figures: Figures) -> Chart:
 
 
 def _saved(bins: Sequence[dict[str, Any]]) -> Chart:
-    """Return the chart of the cumulative bytes since the first version."""
+    """Return the chart of the cumulative bytes since the first version: of the stream, and as full snapshots."""
     legend = {"full": "as full snapshots", "s0": "this stream"}
     chart = _over_versions("Cumulative bytes since the first version", bins, legend)
     full = sent = 0
@@ -162,7 +165,7 @@ def _saved(bins: Sequence[dict[str, Any]]) -> Chart:
 
 
 def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
-    """Return the chart of the seconds between versions."""
+    """Return the chart of the longest and mean seconds between versions."""
     chart = _over_versions("Time between versions", bins, {"s0": "longest", "s1": "mean"})
     known = [each for each in bins if each["gaps"]]
     means = [each["gap_seconds"] / each["gaps"] if each["gaps"] else 0.0 for each in bins]
@@ -186,7 +189,7 @@ def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
 
 
 def _over_versions(about: str, bins: Sequence[dict[str, Any]], legend: dict[str, str]) -> Chart:
-    """Return a chart with versions along the x axis and markers at snapshots and new publishers."""
+    """Return a chart without shapes: versions along the x axis, and markers at snapshots and new publishers."""
     chart = Chart(about=about, legend=legend)
     slot = 100 / len(bins)
     is_long = bins[-1]["end"] - bins[0]["begin"] > _DAY
@@ -207,7 +210,7 @@ def _moved(figures: Figures) -> list[dict[str, Any]]:
 
 
 def _card(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the card with the histogram of distances of one table."""
+    """Return the template's values for the histogram of distances of one table: ``table`` and ``chart``."""
     histogram, moves = table["histogram"], table["moves"]
     scale = linear(max(bar["count"] for bar in histogram) / moves["count"])
     shares = [bar["count"] / moves["count"] for bar in histogram]
@@ -225,7 +228,7 @@ def _card(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _distances(across: Scale) -> list[Tick]:
-    """Return ticks at powers of ten, or at 1, 2 and 5 times those, or at the ends, whichever first gives two ticks."""
+    """Return at least two ticks: at powers of ten, else at 1, 2 and 5 times those, else at the ends of the scale."""
     low, high = math.floor(math.log10(across.low)), math.ceil(math.log10(across.high))
     tens = [10.0**power for power in range(low, high + 1)]
     fine = [power * step for power in tens for step in (1, 2, 5)]
@@ -237,7 +240,12 @@ def _distances(across: Scale) -> list[Tick]:
 
 
 def _line(num_bytes: Sequence[int], bins: Sequence[dict[str, Any]]) -> str:
-    """Return the path of a sparkline: mean bytes of a delta."""
+    """Return the SVG path data of a sparkline of the mean bytes of a delta; empty for fewer than two points.
+
+    Args:
+        num_bytes: bytes of a table's deltas in each bin.
+        bins: the bins.
+    """
     means = [total / each["deltas"] for total, each in zip(num_bytes, bins, strict=True) if each["deltas"]]
     scale = linear(max(means, default=0.0))
     slot = 100 / max(1, len(means) - 1)
@@ -266,5 +274,5 @@ def _several(amount: int, one: str) -> str:
 
 
 def _gap(num_bars: int) -> float:
-    """Return the gap between bars: 0 for many bars."""
-    return 0.15 if num_bars <= 60 else 0.0  # noqa: PLR2004  about what a phone can show
+    """Return the gap between bars as a fraction of a bar's slot; 0 for many bars."""
+    return 0.15 if num_bars <= 60 else 0.0  # noqa: PLR2004  gaps are visible on a phone up to about 60 bars

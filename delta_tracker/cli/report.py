@@ -51,7 +51,7 @@ Examples:
 )
 @stream_command
 def command(stream: Stream, path: Path | None, versions: int, megabytes: int) -> int:
-    """Write the page; with ``--json``, print the figures and write a page only if ``--out`` is given."""
+    """Write the page; with ``--json``, print the data and write a page only if ``--out`` is given."""
     if path is not None and not path.absolute().parent.is_dir():  # check before reading, which may take hours
         raise InvalidArgumentError("--out", str(path), "Name a file in a directory that exists")
     figures = gather(stream, Limits(versions=versions, num_bytes=megabytes * 1_000_000))
@@ -66,7 +66,11 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
 
 
 def _write(page: Path, text: str) -> None:
-    """Write the page to a temporary file and rename it, so that readers see the old page or the new one."""
+    """Write the page to a temporary file and rename it, so that readers see the old page or the new one.
+
+    Raises:
+        InvalidArgumentError: if the file cannot be written.
+    """
     draft = page.with_name(f".{page.name}.{secrets.token_hex(8)}")
     try:
         draft.write_text(text, encoding="utf-8")
