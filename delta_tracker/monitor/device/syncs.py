@@ -1,9 +1,10 @@
 """Detection of device synchronization on machines without a device.
 
 Tensors returned by :func:`on_device` report a simulated device but hold their data on the CPU. Inside
-:func:`find_syncs`, operations on them run as on the device, and each synchronization is recorded: reading a number on
-the host, a result whose shape depends on data, a copy to the host, a copy of pageable memory to the device. Finding
-none is strong evidence but no proof; on a GPU, use ``torch.cuda.set_sync_debug_mode("error")``.
+:func:`find_syncs`, each operation on them that would synchronize is recorded: reading a number on the host, computing a
+result whose shape depends on data, creating a tensor from host data, and copying between host and device without
+``non_blocking``. Finding none is strong evidence but no proof. On a GPU, use
+``torch.cuda.set_sync_debug_mode("error")``.
 """
 
 from __future__ import annotations
@@ -19,20 +20,25 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-# A device type that torch checks like a real one but has no kernels for; the simulation runs them.
+# torch checks this device type like a real one but has no kernels for it. The simulation runs operations on the CPU.
 SIMULATED = torch.device("lazy", 0)
 """Device reported by simulated tensors."""
 
 _WAITING_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _COPIES = frozenset({"_to_copy", "copy_", "_copy_from"})
 _BY_INDEX = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
-# They read data on the host. On CPU tensors they dispatch no operation, so only _Calls sees them.
+# Methods that read data on the host. On CPU tensors they dispatch no operation, so only _Calls detects them.
 _READS = frozenset({"tolist", "numpy", "cpu", "__array__"})
 _FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.from_numpy})
 
 
 class SyncError(AssertionError):
-    """An operation, ``call``, would wait for the device at the line ``place``."""
+    """Error for an operation that would wait for the device.
+
+    Args:
+        call: name of the operation.
+        place: file, line and function that called it.
+    """
 
     def __init__(self, call: str, place: str) -> None:
         super().__init__(f"{call} would wait for the device, at {place}")
@@ -41,24 +47,25 @@ class SyncError(AssertionError):
 
 
 def on_device(tensor: Tensor) -> Tensor:
-    """Return a tensor that reports the device :data:`SIMULATED` and shares the data of ``tensor``, ``[...]`` on CPU."""
+    """Return a tensor that reports the device :data:`SIMULATED` and shares the data of ``tensor``, a CPU tensor."""
     return _Claiming(tensor.detach())
 
 
 def held(tensor: Tensor) -> Tensor:
-    """Return the CPU data of a simulated tensor without recording a synchronization; other tensors unchanged."""
+    """Return the CPU data of a simulated tensor without recording a synchronization. Return other tensors unchanged."""
     return tensor.held if isinstance(tensor, _Claiming) else tensor
 
 
 @contextmanager
 def find_syncs(*, everywhere: bool = False) -> Iterator[list[SyncError]]:
-    """Record where the body would wait for the device, without raising.
+    """Context manager that records each operation in its body that would wait for the device, without raising.
 
     Args:
-        everywhere: treat CPU tensors as if they were on the device, to check code that only runs on the CPU.
+        everywhere: True to treat all CPU tensors as if they were on the device, to check code that only runs on the
+            CPU. By default, only operations on simulated tensors are checked.
 
     Yields:
-        The synchronizations found so far, in order.
+        List to which each synchronization is appended.
 
     Example:
         >>> loss = on_device(torch.tensor([1.0, 2.0]))
@@ -75,7 +82,11 @@ def find_syncs(*, everywhere: bool = False) -> Iterator[list[SyncError]]:
 
 @contextmanager
 def assert_no_sync(*, everywhere: bool = False) -> Iterator[None]:
-    """Raise the first :class:`SyncError` after a body that would wait for the device."""
+    """Context manager that raises, when the block exits, the :class:`SyncError` of the first synchronization in it.
+
+    Args:
+        everywhere: True to treat all CPU tensors as if they were on the device, see :func:`find_syncs`.
+    """
     with find_syncs(everywhere=everywhere) as found:
         yield
     if found:
@@ -83,7 +94,7 @@ def assert_no_sync(*, everywhere: bool = False) -> Iterator[None]:
 
 
 class _Claiming(Tensor):
-    """Simulated tensor; ``held`` holds its data on the CPU."""
+    """Tensor that reports the simulated device. ``held`` is its data, a CPU tensor."""
 
     held: Tensor
 
@@ -114,7 +125,12 @@ class _Claiming(Tensor):
 
 
 class _Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operations on simulated tensors and records synchronizations."""
+    """Dispatch mode that runs operations on simulated tensors and records synchronizations.
+
+    Args:
+        found: list to which synchronizations are appended.
+        everywhere: True to treat all CPU tensors as if they were on the device.
+    """
 
     def __init__(self, found: list[SyncError], *, everywhere: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,7 +143,14 @@ class _Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Calls(TorchFunctionMode):
-    """Records calls that dispatch no operation: tensors created from host data, and reads of CPU tensors."""
+    """Function mode that records calls that dispatch no operation.
+
+    These create simulated tensors from host data or, if ``everywhere``, read CPU tensors.
+
+    Args:
+        found: list to which synchronizations are appended.
+        everywhere: True to treat all CPU tensors as if they were on the device.
+    """
 
     def __init__(self, found: list[SyncError], *, everywhere: bool) -> None:
         super().__init__()
@@ -205,13 +228,17 @@ def _waits(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tenso
 
 
 def _check_same_device(name: str, tensors: Sequence[Tensor]) -> None:
-    """Raise for operands on different devices, as torch does. Zero-dimensional CPU tensors are allowed."""
+    """Check that all operands of ``name`` are simulated or zero-dimensional.
+
+    Raises:
+        RuntimeError: if an operand with dimensions is on the CPU, as in torch.
+    """
     if any(not isinstance(each, _Claiming) and each.dim() for each in tensors):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {SIMULATED} and cpu")
 
 
 def _place() -> str:
-    """Return the innermost line outside of torch and this file."""
+    """Return file, line and function of the innermost stack frame outside of torch and this file."""
     for frame in reversed(traceback.extract_stack()):
         if "/torch/" not in frame.filename and frame.filename != __file__:
             return f"{frame.filename}:{frame.lineno} in {frame.name}"

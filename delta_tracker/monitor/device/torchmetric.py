@@ -27,13 +27,13 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 _Copies = dict[str, Tensor | list[Tensor]]
 
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
-"""Equal on all ranks that run the same version of torch."""
+"""All dtypes, in the same order on all ranks that run the same version of torch."""
 _MAX_DIMS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Dtype and shape of a state. The shape is truncated to 8 dimensions."""
+    """Dtype and shape of a state. ``shape`` has the first 8 of ``num_dims`` sizes."""
 
     dtype: torch.dtype
     num_dims: int
@@ -50,21 +50,21 @@ class _Layout:
 
 
 def _header(state: Tensor) -> list[int]:
-    """Return index of the dtype, number of dimensions, and sizes padded with zeros."""
+    """Return the index of the dtype, the number of dimensions and the first 8 sizes, padded with zeros."""
     sizes = list(state.shape)[:_MAX_DIMS]
     return [_DTYPES.index(state.dtype), state.dim(), *sizes, *[0] * (_MAX_DIMS - len(sizes))]
 
 
 def _bytes(state: Tensor) -> Tensor:
-    """Return the data of a state as ``[bytes]`` uint8."""
+    """Return the data of a state as a ``[bytes]`` uint8 tensor."""
     return state.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _unpacked(data: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
-    """Split ``[bytes]`` uint8 into states of the given layouts."""
+    """Split ``data``, a ``[bytes]`` uint8 tensor, into states with the given layouts."""
     states, place = [], 0
     for layout in layouts:
-        # Copy, because a view as another dtype must be aligned to its size.
+        # Copy, because a view with another dtype must be aligned to the size of that dtype.
         part = data[place : place + layout.num_bytes].clone()
         states.append(part.view(layout.dtype).reshape(layout.shape))
         place += layout.num_bytes
@@ -72,26 +72,26 @@ def _unpacked(data: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
 
 
 class TorchMetric(Source):
-    """Records the value of a metric at each collection, as a gauge.
+    """Source that records the value of a torchmetrics metric in a gauge at each collection.
 
-    The value is that of this rank. It is computed on a copy that never synchronizes ranks, regardless of the metric's
-    ``sync_on_compute``, ``dist_sync_fn`` and process group. Integers are exact. A metric whose ``compute`` itself calls
-    a collective is not supported, because it would run in the collector's thread.
+    The value covers the updates of this rank. It is computed on a copy that never synchronizes ranks, regardless of the
+    metric's ``sync_on_compute``, ``dist_sync_fn`` and process group. Integers are exact. A metric whose ``compute``
+    itself calls a collective is not supported, because the collective would run in the collector's thread.
 
     Call :meth:`update` and :meth:`reset` of this object, not of the metric, so that readings are consistent. If the
-    metric's ``update`` waits for the device, so does this one. Metrics that never wait are
+    metric's ``update`` waits for the device, so does :meth:`update`. These do not wait:
     :class:`~delta_tracker.monitor.device.metrics.DeviceMean` and
     :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
 
     Args:
         name: name of the gauge.
         metric: a metric whose states reduce over ranks by sum, max, min or cat. Its ``compute`` returns one number, or
-            a dict of numbers, whose keys become the label ``figure``.
+            a dict of numbers. The label ``figure`` of the gauge is the key, or ``value`` for one number.
         monitor: monitor of the gauge, by default the program's.
 
     Raises:
-        InvalidArgumentError: if it is not a ``torchmetrics.Metric``, has no states, contains other metrics, or has a
-            state with another reduction.
+        InvalidArgumentError: if ``metric`` is not a ``torchmetrics.Metric``, has no states, contains other metrics, or
+            has a state with another reduction.
         MissingExtraError: if torchmetrics is not installed.
     """
 
@@ -110,20 +110,23 @@ class TorchMetric(Source):
         monitor.registry.add_source(self)
 
     def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  arguments of the metric
-        """Update the metric."""
+        """Call the metric's ``update`` with the arguments."""
         with self._lock:
             self.metric.update(*args, **kwargs)
             self._num_updates += 1
 
     def reset(self) -> None:
-        """Reset the metric, as at the end of an epoch."""
+        """Reset the metric, such as at the end of an epoch."""
         with self._lock:
             self.metric.reset()
             self._num_updates = self._num_read = 0
             self._pending = None
 
     def read(self, *, is_last: bool) -> None:
-        """Start a copy of changed states, and record the value once the copy is complete."""
+        """Record the value if a copy of the states is complete. Start a copy if they changed and none is pending.
+
+        Waits for the device only if ``is_last``.
+        """
         with self._lock:
             pending, self._pending = self._pending, None
             if pending is None and self._num_updates > self._num_read:
@@ -139,7 +142,7 @@ class TorchMetric(Source):
         self._record(self.value_of(states))
 
     def value_of(self, states: Mapping[str, Tensor | list[Tensor]]) -> Tensor | Mapping[str, Tensor]:
-        """Compute the metric from states on the host, without a collective."""
+        """Return the value of the metric for ``states``, tensors on the host by name. Does not call a collective."""
         with self._computing:
             for name, state in states.items():
                 setattr(self._host, name, state)
@@ -149,17 +152,17 @@ class TorchMetric(Source):
             return cast("Tensor | Mapping[str, Tensor]", self._host.compute())
 
     def merge_ranks(self, group: dist.ProcessGroup | None = None) -> Tensor | Mapping[str, Tensor]:
-        """Return the value over all ranks. Every rank must call it. Waits for the device and the ranks.
+        """Return the value over all ranks. Every rank must call it. Waits for the device and the other ranks.
 
-        It runs two all-gathers: one of the shapes and dtypes of the states, one of their bytes. With gloo, they use the
-        host.
+        Runs two all-gathers: one of the shapes and dtypes of the states, one of their bytes. Unless the backend is
+        NCCL, they run on the host.
 
         Args:
             group: process group, by default all ranks.
 
         Raises:
-            InvalidArgumentError: on every rank, if a state without the reduction cat has different shapes on the ranks,
-                or a state has more than 8 dimensions.
+            InvalidArgumentError: on every rank, if a state with a reduction other than cat has different shapes on the
+                ranks, or if a state has more than 8 dimensions.
         """
         with self._lock:
             states, event = self._start_copies()
@@ -182,13 +185,17 @@ class TorchMetric(Source):
         return self.value_of(self._reduced(parts))
 
     def after_fork(self) -> None:
-        """Replace the locks and drop the pending copy."""
+        """Replace the locks and drop the pending copy. Called in a forked child."""
         self._lock = threading.RLock()
         self._computing = threading.Lock()
         self._pending = None
 
     def _check(self, layouts: Sequence[Sequence[_Layout]]) -> None:
-        """Raise if the states of the ranks are incompatible."""
+        """Check that the states of the ranks can be reduced.
+
+        Raises:
+            InvalidArgumentError: for different shapes, unless the reduction is cat, or more than 8 dimensions.
+        """
         for place, (name, reduction) in enumerate(self._reductions.items()):
             shapes = {of_rank[place].shape for of_rank in layouts}
             if any(of_rank[place].num_dims > _MAX_DIMS for of_rank in layouts):
@@ -198,7 +205,11 @@ class TorchMetric(Source):
                 raise InvalidArgumentError("metric", f"{self.name}: {name} has shapes {shapes}", remedy)
 
     def _reduced(self, parts: Sequence[Sequence[Tensor]]) -> _Copies:
-        """Reduce the states of all ranks."""
+        """Return the states reduced over the ranks, by name.
+
+        Args:
+            parts: the states of each rank, in the order of the reductions.
+        """
         result: _Copies = {}
         for place, (name, reduction) in enumerate(self._reductions.items()):
             of_ranks = [part[place] for part in parts]
@@ -235,10 +246,11 @@ class TorchMetric(Source):
 
 
 def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
-    """Return the name of each state to its reduction.
+    """Return the reduction of each state (sum, max, min or cat) by its name.
 
     Raises:
         InvalidArgumentError: for an unsupported metric or reduction.
+        MissingExtraError: if torchmetrics is not installed.
     """
     try:
         import torchmetrics  # noqa: PLC0415  optional
@@ -271,7 +283,7 @@ def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
 def _copy_without_sync(metric: Any) -> Any:  # noqa: ANN401
     """Return a copy on the host whose ``compute`` returns this rank's value without a collective.
 
-    torchmetrics copies ``sync_on_compute`` to ``_to_sync`` at construction and at resets, so both are set.
+    torchmetrics copies ``sync_on_compute`` to ``_to_sync`` at construction and at resets, so both are set to False.
     """
     # Process groups cannot be copied.
     left_out = (metric.process_group, metric.dist_sync_fn, metric.distributed_available_fn)
@@ -287,14 +299,14 @@ def _is_not_distributed() -> bool:
 
 
 def _joined(state: Tensor | list[Tensor]) -> Tensor:
-    """Return a list state as one tensor; other states unchanged."""
+    """Return a list state as one concatenated tensor. Return other states unchanged."""
     if not isinstance(state, list):
         return state
     return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in state]) if state else torch.empty(0)
 
 
 def _to_host(state: Tensor) -> Tensor:
-    """Return a copy on the host, which may be incomplete until the CUDA stream has finished it."""
+    """Return a copy of a state on the host. From CUDA the copy is asynchronous, on the current stream."""
     if state.device.type != "cuda":
         return state.detach().to("cpu", copy=True)
     host = torch.empty(state.shape, dtype=state.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Append-only file without a buffer or a lock, which a forked child can close safely."""
+"""Append-only file without a buffer or a lock, so that a forked child can close it safely."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 class AppendedFile:
-    """Appends text to a file. When :meth:`append` returns, the operating system has the text.
+    """Append-only text file. When :meth:`append` returns, the operating system has the text.
 
     A buffered file object has a lock. If a thread of the parent holds it during a fork, the child hangs when it closes
     the file. If the buffer holds text, the child writes it again. This class has neither lock nor buffer.
 
     Args:
         path: the file; it must have no other writer.
-        replace: truncate the file first.
+        replace: True to truncate the file when it is opened.
 
     Raises:
         OSError: if the file cannot be opened.

@@ -22,10 +22,13 @@ _PHASES = {Phase.BEGIN: "b", Phase.END: "e", Phase.INSTANT: "i"}
 
 
 class ChromeTraceSink(Sink):
-    """Writes a trace file, replacing an existing one.
+    """Writes a trace file. An existing file is replaced.
 
     Args:
         path: the file, ending with ``.json``.
+
+    Raises:
+        OSError: if the file cannot be opened or written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -34,13 +37,17 @@ class ChromeTraceSink(Sink):
         self._file.append("[\n")
 
     def deliver(self, batch: Batch) -> None:
-        """Append the batch, or nothing if the disk is full."""
+        """Append the batch, or leave the file unchanged.
+
+        Raises:
+            OSError: if the write fails, such as on a full disk.
+        """
         lines = [self._event(event) for event in batch.events]
         lines += [self._curve(report) for report in batch.windows if report.values]
         self._file.append("".join(json.dumps(line, allow_nan=False) + ",\n" for line in lines))
 
     def close(self) -> None:
-        """End the array and close the file."""
+        """Write the end of the JSON array and close the file."""
         try:
             self._file.append("{}]\n")
         finally:
@@ -60,7 +67,7 @@ class ChromeTraceSink(Sink):
             "tid": 0,
             "args": {"message": event.message, **{key: json_value(value) for key, value in event.data.items()}},
         }
-        # Asynchronous events: spans of several threads and tasks need not nest.
+        # Spans are asynchronous events ("b", "e"), because spans of several threads and tasks need not nest.
         return line | ({"s": "p"} if event.phase is Phase.INSTANT else {"id": f"{event.span:x}"})
 
     def _curve(self, report: WindowReport) -> dict[str, object]:

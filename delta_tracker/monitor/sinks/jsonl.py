@@ -16,14 +16,18 @@ _S = 1e-9
 
 
 class JsonlSink(Sink):
-    """Appends to a file. A batch is written completely, or not at all if the disk is full.
+    """Appends windows and events to a file. A batch is written completely, or not at all if the disk is full.
 
-    A line is an object with ``kind`` ("window", "total" or "event"), ``time`` in seconds since the epoch, and further
-    fields. Figures without data are omitted. Numbers that are not finite are strings.
+    Each line is an object with ``kind`` ("window", "total" or "event"), ``time`` in seconds since the epoch, and
+    further fields. Undefined values are omitted from windows and null in totals. Numbers that are not finite are
+    strings.
 
     Args:
         path: the file; its folder is created if missing.
-        totals: also write the totals of all stats at every collection.
+        totals: True to also write the totals of all stats at every collection.
+
+    Raises:
+        OSError: if the file cannot be opened.
     """
 
     def __init__(self, path: str | Path, *, totals: bool = False) -> None:
@@ -32,7 +36,11 @@ class JsonlSink(Sink):
         self._file = AppendedFile(path)
 
     def deliver(self, batch: Batch) -> None:
-        """Append the batch's lines."""
+        """Append the lines of the batch, or leave the file unchanged.
+
+        Raises:
+            OSError: if the write fails, such as on a full disk.
+        """
         lines = [window_line(report, batch.attributes) for report in batch.windows]
         if self._totals:
             lines += [total_line(report, batch) for report in batch.totals]
@@ -49,7 +57,7 @@ class JsonlSink(Sink):
 
 
 def window_line(report: WindowReport, attributes: Mapping[str, str]) -> dict[str, object]:
-    """Return a window as a JSON object."""
+    """Return a window as a JSON object, with the attributes of the process."""
     window = report.window
     line: dict[str, object] = {
         "kind": "window",
@@ -87,7 +95,10 @@ def total_line(report: TotalReport, batch: Batch) -> dict[str, object]:
 
 
 def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]:
-    """Return an event as a JSON object. Ids are hexadecimal strings, because many JSON readers round 64-bit numbers."""
+    """Return an event as a JSON object, with the attributes of the process.
+
+    Ids are hexadecimal strings, because many JSON readers round 64-bit numbers.
+    """
     return {
         "kind": "event",
         "time": event.time_ns * _S,

@@ -1,4 +1,4 @@
-"""Log lines for events and windows, through the standard library's logging."""
+"""Logging of events and windows through :mod:`logging`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoggingSink(Sink):
         self._window_level = window_level
 
     def deliver(self, batch: Batch) -> None:
-        """Log the batch."""
+        """Log each event and window of the batch as one line."""
         for event in batch.events:
             self._logger.log(event.severity, "%s", event_text(event))
         if self._window_level is not None and self._logger.isEnabledFor(self._window_level):

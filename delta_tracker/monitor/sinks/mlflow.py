@@ -23,15 +23,15 @@ _MAX_METRICS, _MAX_PARAMS = 1000, 100
 class MlflowSink(Sink):
     """Logs to one run of a tracking server.
 
-    The data of an event ``training.start`` become the run's parameters, the data of ``training.end`` its tags. The
-    newest published version is a tag, too. Windows become metrics over the step. The run ends when the sink is closed,
-    as FAILED if a ``training.end`` had severity ERROR or CRITICAL.
+    The data of the event ``training.start`` is logged as parameters of the run, and the data of ``training.end`` as
+    tags. The newest published version is also a tag. The values of each window are logged as metrics at its step. The
+    run ends when the sink is closed, with status FAILED if ``training.end`` had severity ERROR or CRITICAL.
 
     Args:
         experiment: name of the experiment; created if missing.
-        run_name: name of the run.
+        run_name: name of the run; None for a name chosen by MLflow.
         parameters: parameters to log immediately.
-        tracking_uri: URI of the server, MLflow's default if None.
+        tracking_uri: URI of the server; None for MLflow's default.
 
     Raises:
         MissingExtraError: if neither mlflow nor mlflow-skinny is installed.
@@ -59,7 +59,7 @@ class MlflowSink(Sink):
         self._log_parameters(parameters or {})
 
     def deliver(self, batch: Batch) -> None:
-        """Log the batch."""
+        """Log the events, windows and the published version of the batch."""
         for event in batch.events:
             self._log_event(event)
         metrics = self._metrics(batch)
@@ -102,7 +102,7 @@ class MlflowSink(Sink):
 
 
 def _series(report: WindowReport | TotalReport) -> str:
-    """Return name and labels joined by dots."""
+    """Return the name and the labels, each as ``label_value``, joined by dots."""
     return ".".join([report.definition.name, *(f"{key}_{value}" for key, value in report.labels)])
 
 

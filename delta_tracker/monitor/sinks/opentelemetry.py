@@ -1,7 +1,7 @@
 """Export of metrics, spans and log records to an OTLP endpoint over HTTP.
 
-It uses the data model and exporters of the OpenTelemetry SDK, but not its instruments, because recording with them is
-many times as expensive. Histograms are exported as exponential histograms with the same buckets.
+The sink uses the data model and exporters of the OpenTelemetry SDK, but not its instruments, because
+recording with these is many times slower. Histograms are exported as exponential histograms with the same buckets.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ _SEVERITIES = {
 
 
 class OpenTelemetrySink(Sink):
-    """Sends each batch to a collector: totals as metrics, ended spans as spans, instant events as log records.
+    """Sends each batch to an OpenTelemetry collector.
+
+    Totals are sent as metrics, ended spans as spans, and instant events as log records.
 
     Args:
         endpoint: address of the collector, such as ``http://127.0.0.1:4318``. The sink posts to its paths
             ``/v1/metrics``, ``/v1/traces`` and ``/v1/logs``.
-        service: ``service.name`` of the resource, which also has the monitor's attributes.
+        service: attribute ``service.name`` of the resource. The attributes of the process are added to the resource.
         headers: headers of each request.
         timeout_seconds: time limit of a request including retries. Keep it below the monitor's deadline.
 
@@ -95,7 +97,7 @@ class OpenTelemetrySink(Sink):
 
 
 def metrics_data(batch: Batch, resource: Any) -> Any:  # noqa: ANN401  the SDK's classes
-    """Return the totals of a batch as the SDK's ``MetricsData``."""
+    """Return the totals of a batch as the SDK's ``MetricsData``, with the SDK's ``Resource`` of the process."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
 
@@ -129,7 +131,7 @@ def _number(report: TotalReport, value: float, batch: Batch) -> Any:  # noqa: AN
 
 
 def _histogram(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
-    """Return a histogram data point; without buckets, only with count, sum, min and max."""
+    """Return a histogram data point. If there are no buckets, it has only count, sum, min and max."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
 
     figures: Aggregate = report.figures
@@ -203,5 +205,5 @@ def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
 
 
 def _trace_id(event: Event) -> int:
-    """Return the 128-bit trace id; 0 (no trace) only for events outside of spans."""
+    """Return the trace id as 128 bits. Events outside of spans have 0, which means no trace."""
     return event.trace % 2**128

@@ -1,4 +1,4 @@
-"""Export to Prometheus by an HTTP endpoint, or by a text file for node_exporter's textfile collector.
+"""Export to Prometheus through an HTTP endpoint, or through a text file for node_exporter's textfile collector.
 
 ``prometheus_client`` provides the data model and the exposition format; this module converts totals to its metric
 families.
@@ -25,7 +25,7 @@ _SUFFIX = "_total"
 
 
 class _Snapshot:
-    """The newest totals, as a collector for ``prometheus_client``."""
+    """Collector for ``prometheus_client`` that returns the totals of the newest batch."""
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
@@ -39,7 +39,7 @@ class _Snapshot:
             yield family(definition, list(reports), tuple(batch.attributes.items()))
 
     def describe(self) -> Iterable[Metric]:
-        """Return no families, because none are known before the first batch."""
+        """Return no metric families, because they are unknown before the first batch."""
         return ()
 
     def registry(self) -> Any:  # noqa: ANN401  a class of prometheus_client
@@ -52,12 +52,12 @@ class _Snapshot:
 class PrometheusSink(Sink):
     """Serves ``/metrics`` with the totals of the last collection. Collect at least as often as Prometheus scrapes.
 
-    Counters are totals since the process started. Stats become summaries, and histograms have bounds at powers of two.
-    Both are cumulative, so that Prometheus can compute any window. The unit, and ``_total`` for counters, is appended
-    to the name.
+    Counters are exported as totals since the process started, gauges as their newest reading, stats as summaries, and
+    histograms with bounds at powers of two. Summaries and histograms also cover all records since the process started.
+    The unit is appended to each name, and ``_total`` to the names of counters.
 
     Args:
-        port: port to listen on, 0 for any free one, see :attr:`port`.
+        port: port to listen on; 0 for any free port, see :attr:`port`.
         host: address to listen on; the default is not reachable from other machines.
 
     Raises:
@@ -89,12 +89,12 @@ class PrometheusSink(Sink):
         self._server.server_close()
 
     def forget(self) -> None:
-        """Close the child's copy of the socket, which would keep the port open after the parent exits."""
+        """Close the child's copy of the socket, because it would keep the port open after the parent exits."""
         self._server.socket.close()
 
 
 class PrometheusFileSink(Sink):
-    """Writes a file at each collection, replacing the previous one atomically.
+    """Writes the totals to a text file at each collection. The previous file is replaced atomically.
 
     Args:
         path: the file, ending with ``.prom`` for node_exporter.
@@ -118,10 +118,10 @@ class PrometheusFileSink(Sink):
 
 
 def family(definition: Definition, reports: Sequence[TotalReport], attributes: Sequence[tuple[str, str]]) -> Metric:
-    """Build the metric family of a stat.
+    """Return the metric family of a stat.
 
     Args:
-        definition: the stat.
+        definition: definition of the stat.
         reports: totals of its cells.
         attributes: labels added to every sample, unless the stat has a label of the same name.
     """
@@ -154,7 +154,7 @@ def family(definition: Definition, reports: Sequence[TotalReport], attributes: S
 
 
 def _buckets(definition: Definition, report: TotalReport) -> list[tuple[str, float]]:
-    """Return pairs of bound and number of values up to it, for each bound and for infinity."""
+    """Return pairs of an upper bound and the number of values up to this bound. The last bound is infinity."""
     from prometheus_client.utils import floatToGoString  # noqa: PLC0415  optional
 
     low, high = definition.bounds

@@ -11,11 +11,12 @@ class Sink(ABC):
     """Destination of metrics and events.
 
     The collector calls :meth:`deliver` with each batch, in order, one call at a time, in threads of the library.
-    It calls :meth:`close` after the last batch, also if there was none. In a forked child it calls only :meth:`forget`.
+    It calls :meth:`close` after the last batch, even if none was delivered. In a forked child it calls only
+    :meth:`forget`.
 
     If a call raises, the error is counted and logged once, and the sink is muted for a while. The windows and events of
     the batch are delivered again with the next batch, so a sink should write a batch completely or not at all. At most
-    8192 windows, and as many events as the monitor keeps, are queued; beyond that, the oldest are dropped and counted.
+    8192 windows and the monitor's ``capacity`` of events are queued; beyond that, the oldest are dropped and counted.
 
     A call that exceeds the collector's deadline counts as an error. The sink is not called again before that call has
     returned. Its batch counts as delivered if it returns without raising. A sink that never returns is not closed.
@@ -28,7 +29,7 @@ class Sink(ABC):
 
     @abstractmethod
     def deliver(self, batch: Batch) -> None:
-        """Export a batch. All sinks share the batch; it must not be changed."""
+        """Export a batch. It must not be changed, because all sinks share its contents."""
 
     def close(self) -> None:  # noqa: B027  many sinks have nothing to close
         """Flush and release resources. Called once."""

@@ -1,4 +1,4 @@
-"""TensorBoard event files with a curve for each figure over the training step."""
+"""TensorBoard event files with a curve over the training step for each reported value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _S = 1e-9
 
 
 class TensorBoardSink(Sink):
-    """Writes figures and histograms of every window, and events as text, to event files.
+    """Writes the values and histograms of every window, and events as text, to TensorBoard event files.
 
     The x axis is the step, see :class:`~delta_tracker.monitor.sinks.steps.Steps`.
 
@@ -84,7 +84,7 @@ class TensorBoardSink(Sink):
 
 
 def tag(name: str, labels: Labels) -> str:
-    """Return the tag of a series. Dots become slashes, which group tags, and labels are appended.
+    """Return the tag of a series. Dots are replaced by slashes, which group tags, and labels are appended.
 
     Example:
         >>> tag("training.loss", (("task", "click"),))

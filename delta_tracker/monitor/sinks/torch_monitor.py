@@ -1,8 +1,7 @@
-"""Bridge from and to ``torch.monitor``.
+"""Forwarding of events to and from ``torch.monitor``.
 
-Only two functions of ``torch.monitor`` are safe and used here: a handler that is a C function, because a handler in
-Python deadlocks with two threads and aborts the process if it raises; and ``log_event``, from one thread of the
-library.
+The registered handler is a C function, because a handler in Python deadlocks with two threads and aborts the process if
+it raises. ``log_event`` is called from only one thread of the library.
 """
 
 from __future__ import annotations
@@ -55,15 +54,17 @@ class TorchMonitorSink(Sink):
 
 
 class TorchMonitorSource(Source):
-    """Emits the events of ``torch.monitor``, including those of its stats, as ``torch.monitor.<name>``.
+    """Source that emits the events of ``torch.monitor``, including those of its stats, as ``torch.monitor.<name>``.
 
     Register it with ``monitor.registry.add_source(TorchMonitorSource(monitor.events))``; :meth:`close` unregisters it
     from ``torch.monitor``.
 
     Args:
         events: log that receives the events.
-        capacity: maximum number of events per collection; further events are dropped and counted in
-            :attr:`num_dropped`.
+        capacity: maximum number of events per collection. Further events are dropped.
+
+    Attributes:
+        num_dropped: number of dropped events.
 
     Raises:
         InvalidArgumentError: for a capacity below 1.
@@ -83,7 +84,7 @@ class TorchMonitorSource(Source):
         self.num_dropped = 0
 
     def read(self, *, is_last: bool) -> None:
-        """Emit the events received since the last collection."""
+        """Emit the events received since the last collection. Unregister from ``torch.monitor`` if ``is_last``."""
         for place in range(self._queue.qsize()):
             event = self._queue.get()
             if _OURS in event.data:
@@ -96,14 +97,14 @@ class TorchMonitorSource(Source):
             self.close()
 
     def close(self) -> None:
-        """Unregister from torch.monitor. A second call is a no-op; unregistering twice would crash torch."""
+        """Unregister from ``torch.monitor``. A second call is a no-op; unregistering twice would crash torch."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self._torch.unregister_event_handler(handle)
 
 
 def translated(event: torch_monitor.Event) -> Event:
-    """Convert an event of torch.monitor. Characters that are invalid in event names become underscores."""
+    """Convert an event of ``torch.monitor``. Characters that are invalid in event names become underscores."""
     name = "".join(each if (each.isalnum() and each.isascii()) or each in "._" else "_" for each in event.name)
     name = ".".join(part if part and not part[0].isdigit() else f"_{part}" for part in name.split("."))
     time_ns = round(event.timestamp.timestamp() * _US_PER_S) * 1000
