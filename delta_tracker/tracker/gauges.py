@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from delta_tracker.tracker.tracked_model import TrackedModel
     from delta_tracker.types import Delta
 
-# Shorter than the time after which the monitor treats a source as hung.
+# Timeout for acquiring the lock, shorter than the time after which the monitor treats a source as hung.
 _PATIENCE_SECONDS = 1
 _KINDS = ("log", "copy", "carried")
 
@@ -39,12 +39,12 @@ class TrackerGauges:
             cells[key].add(len(rows))
 
     def show(self, log: ChangeLog, model: TrackedModel) -> None:
-        """Set the gauges. Runs in the monitor's thread.
+        """Set the gauges. Called in the monitor's thread.
 
-        If a shard is on a GPU, pending rows are not counted: counting waits for the device while it holds the log's
-        lock, and the next hook would wait for the lock. Ages of pending rows are reported on every device. The gauges
-        keep their values if the lock cannot be acquired in time, for example while a read with top-k waits for other
-        ranks.
+        Pending rows are counted only if all shards are on the CPU. On a GPU, counting would wait for the device while
+        holding the log's lock, and the next hook would wait for the lock. Ages of pending rows are reported on every
+        device. The gauges keep their values if the lock cannot be acquired in time, for example while a read with top-k
+        waits for other ranks.
 
         Args:
             log: the tracker's log.

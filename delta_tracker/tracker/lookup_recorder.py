@@ -13,12 +13,12 @@ from delta_tracker.types import TrackingMode
 
 
 class LookupRecorder:
-    """Records lookups that no hook records. Optional for models whose lookups all run through hooks.
+    """Recorder of lookups that no hook records. Not needed for a model whose lookups all run through hooks.
 
     Args:
         log: the log to record them in.
         model: the tracked model, which maps features to tables.
-        mode: tracking mode, which decides if rows are recorded with their old values.
+        mode: tracking mode. Old values can be recorded only in EMBEDDING mode.
     """
 
     def __init__(self, log: ChangeLog, model: TrackedModel, mode: TrackingMode) -> None:
@@ -52,7 +52,15 @@ class LookupRecorder:
         self._record(kjt, embeddings.detach().reshape(num_ids, -1))
 
     def record_lookup(self, kjt: KeyedIds, states: Tensor) -> None:
-        """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids`, without ``states``, in others."""
+        """Call :meth:`record_embeddings` in EMBEDDING mode and :meth:`record_ids` in the other modes.
+
+        Args:
+            kjt: a KeyedJaggedTensor of local ids.
+            states: the ``embeddings`` of :meth:`record_embeddings`; ignored in the other modes.
+
+        Raises:
+            InvalidArgumentError: if the number or width of the rows is wrong in EMBEDDING mode.
+        """
         if self._mode is TrackingMode.EMBEDDING:
             self.record_embeddings(kjt, states)
         else:

@@ -1,6 +1,6 @@
 """Strategies of the tracking modes: the data that each mode keeps of a changed row.
 
-Letters: ``N`` rows, ``D`` columns of the shard, ``S`` column ranges of the shard.
+Notation: ``N`` is the number of rows, ``D`` the number of columns of the shard, ``S`` the number of its column ranges.
 """
 
 from __future__ import annotations
@@ -28,23 +28,40 @@ class Capture(Protocol):
     """Strategy of a tracking mode. It is stateless: one object serves all tables."""
 
     keeps_old: bool
-    """True if :meth:`old_states` of each row is kept from before its first change."""
+    """True if the result of :meth:`old_states` from before a row's first change is kept with the row."""
     states_are_columns: bool
-    """True if an old state has one number per column of the shard, False if it has one per column range."""
+    """True if an old state has one value per column of the shard, False if it has one value per column range."""
     has_scores: bool
     """True if the mode implements :meth:`scores`."""
 
     def check(self, shard: LocalShard) -> None:
-        """Raise :class:`UnsupportedTableError` with the reason if the mode does not support this shard."""
+        """Reject a shard that the mode does not support.
+
+        Raises:
+            UnsupportedTableError: with the reason.
+        """
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return the current data to keep of the rows with ids ``[N]``; ``[N, ...]``."""
+        """Return the state to keep of each current row, ``[N, ...]``.
+
+        Args:
+            shard: the shard.
+            ids: ``[N]`` int64 local ids.
+        """
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the ``states`` of a delta, ``[N, ...]``; NaN where the old state is required but unknown."""
+        """Return the ``states`` of a delta.
+
+        Args:
+            shard: the shard.
+            rows: the ``N`` changed rows, with old states if :attr:`keeps_old` is set.
+
+        Returns:
+            ``[N, ...]``, NaN where the old state is required but unknown; None in a mode without states.
+        """
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """Return how far each row moved, ``[N]`` float32.
+        """Return the score of each row, by which top-k selects rows, ``[N]`` float32. Larger changes score higher.
 
         Args:
             values: ``[N, D]`` current rows; overwritten.
@@ -92,7 +109,7 @@ class EmbeddingCapture:
         return read_rows(shard, ids)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the rows as the consumer last received them, ``[N, D]``."""
+        """Return the values of the rows that the consumer last received, ``[N, D]``."""
         del shard
         return rows.states
 
@@ -103,14 +120,22 @@ class EmbeddingCapture:
 
 
 class MomentumLastCapture:
-    """Capture of the optimizer's first state at the read. Keeps nothing, because only updates of a row change it."""
+    """Capture of the optimizer's first state of each row at the time of the read.
+
+    No old state is kept: only an update of a row changes its optimizer state, so that the state at the read is the
+    state after the last update.
+    """
 
     keeps_old = False
     states_are_columns = False
     has_scores = True
 
     def check(self, shard: LocalShard) -> None:
-        """Reject an optimizer without a state per row."""
+        """Reject a shard whose optimizer is not fused or keeps no state per row.
+
+        Raises:
+            UnsupportedTableError: with the reason.
+        """
         if not shard.is_fused or (shard.places and num_optimizer_states(shard) == 0):
             raise UnsupportedTableError(shard.spec.table.fqn, "its optimizer keeps no state per row inside the kernel")
 
@@ -119,36 +144,43 @@ class MomentumLastCapture:
         return torch.empty(len(ids), 0, device=shard.device)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the L2 norm of each row's current state, ``[N]`` float32."""
+        """Return the L2 norm of each row's first optimizer state, ``[N]`` float32."""
         if not shard.places:
             return torch.empty(0, device=shard.device)
         norms: Tensor = torch.linalg.vector_norm(read_optimizer(shard, rows.ids)[0].float(), dim=1)
         return norms
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """Return ``states``, the norms."""
+        """Return ``states``, which have one value per row."""
         del values
         return states
 
 
 class MomentumDiffCapture(MomentumLastCapture):
-    """Capture of the growth of a row-wise sum of squared gradients."""
+    """Capture of the growth of each row's sum of squared gradients, as row-wise Adagrad keeps it."""
 
     keeps_old = True
 
     def check(self, shard: LocalShard) -> None:
-        """Reject an optimizer whose first state is not one number per row."""
+        """Reject a shard whose optimizer is not fused, or whose first optimizer state is not one number per row.
+
+        Raises:
+            UnsupportedTableError: with the reason.
+        """
         super().check(shard)
         if shard.places and not has_rowwise_state(shard):
             reason = "its optimizer keeps no row-wise sum of squared gradients, as row-wise Adagrad does"
             raise UnsupportedTableError(shard.spec.table.fqn, reason)
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return the sums, ``[N, S]``."""
+        """Return the current sums of squared gradients of the rows ``ids``, ``[N, S]``."""
         return read_optimizer(shard, ids)[0] if shard.places else torch.empty(len(ids), 0, device=shard.device)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the growth since the consumer's last read, ``[N]``, summed over the shard's column ranges."""
+        """Return the growth of each row's sums since the consumer last received the row, ``[N]``.
+
+        It is the total over the shard's column ranges.
+        """
         assert rows.states is not None, "this mode keeps old states"
         return (self.old_states(shard, rows.ids) - rows.states).sum(dim=1)
 
@@ -170,7 +202,7 @@ UPDATE_MODE_MAP: Mapping[TrackingMode, EmbdUpdateMode] = MappingProxyType(
         TrackingMode.ROWWISE_ADAGRAD: EmbdUpdateMode.FIRST,
     }
 )
-"""Mapping from tracking mode to the state it uses of a row since the last committed read: none, first or last.
+"""Mapping from tracking mode to the state it uses of a row: none, or the first or last one since the last commit.
 
 A ``DeltaStore(UPDATE_MODE_MAP[mode])`` to which every lookup is appended keeps the states of that mode.
 """

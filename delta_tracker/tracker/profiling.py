@@ -10,9 +10,10 @@ _NO_RANGE = nullcontext()
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Return a range that ``torch.profiler`` shows under ``name``, or a null context if no profiler is running.
+    """Return a context manager that ``torch.profiler`` records as a range called ``name``.
 
-    A range takes microseconds to open even if no profiler is running.
+    Returns a null context if no profiler is running.
     """
-    # torch's own optimizers and data loaders check this flag for the same reason.
+    # Opening a range takes microseconds even if no profiler is running. torch's optimizers and data loaders check this
+    # flag for the same reason.
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_RANGE  # noqa: SLF001

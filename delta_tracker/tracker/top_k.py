@@ -1,9 +1,10 @@
 """Top-k: select the changed rows that a delta of limited size contains.
 
-All ranks agree on one threshold per budget by a radix search over the scores' bits. It takes three histograms and one
-exchange of ties: four collectives whose size does not depend on the number of rows. Ranks exchange no rows or scores.
+All ranks find the same threshold for each budget by a radix search over the bits of the scores. The search takes four
+collectives: a histogram for each of three digits, and an exchange of ties. Their size does not depend on the number of
+rows. Ranks exchange no rows or scores.
 
-Letters: ``G`` budgets, ``N`` rows of a table.
+Notation: ``G`` is the number of budgets (1, or one per table), ``N`` the number of changed rows of a table.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from delta_tracker.types import DeltaRows
 
 Score = Callable[[str, DeltaRows], Tensor]
 
-_DIGITS = (21, 10, 0)  # shifts: 11, 11 and 10 bits of a 32-bit key
+_DIGITS = (21, 10, 0)  # right shifts of the three digits of a 32-bit key, which have 11, 11 and 10 bits
 _NUM_BINS = 1 << 11
 _KEY_BITS = 32
-_HEADER = 3  # columns of the header
-_FAILED = 2  # column of the header that is above 0 if a rank failed
+_HEADER = 3  # number of columns of the header, see _Search.header()
+_FAILED = 2  # index of the header's column that is above 0 if a rank failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +34,17 @@ class TopK:
     """Budget of a delta, and the score by which its rows are selected. Pass exactly one of the three budgets.
 
     Rows are selected in descending order of score. Ties are ordered by rank, then by table, then by id. Rows whose old
-    state is unknown come first. Rows that are left out stay pending with their old state, so that their score
-    accumulates until they are sent. A row of a column-wise table counts once for each rank that holds a part of it.
+    state is unknown are selected first. Rows that are left out stay pending with their old state, so that their score
+    includes all changes until they are sent. A row of a column-wise sharded table counts once for each rank that has a
+    part of the row.
 
     Args:
         rows: maximum number of rows.
         fraction: maximum fraction of the changed rows, above 0 and up to 1, rounded up.
         num_bytes: maximum number of bytes of values and ids, with 8 bytes per id.
         per_table: True to apply the budget to each table over all ranks, False to all tables and ranks together.
-        max_age: a row that this many committed reads have left out is part of the next read, even above the budget.
+        max_age: number of committed reads that may leave a row out. The next read selects the row even if this exceeds
+            the budget. None for no limit.
         score: function of a table's FQN and :class:`~delta_tracker.types.DeltaRows` with values, which are copies that
             it may overwrite. Returns ``[N]`` scores; higher scores are selected first. The default depends on the mode:
             L2 norm of (current - old) in EMBEDDING, the momentum or its growth in the momentum modes.
@@ -80,7 +83,7 @@ class Candidates:
     Args:
         scores: ``[N]`` float32, ``inf`` for rows to select first.
         is_due: ``[N]`` bool, True for rows to select regardless of the budget.
-        row_bytes: bytes that a row takes of a budget in bytes.
+        row_bytes: bytes of one row's values and id, counted against ``TopK.num_bytes``.
     """
 
     scores: Tensor
@@ -92,17 +95,17 @@ class Agreement(Protocol):
     """Collectives of the ranks that share a budget. Every rank must call the same methods in the same order."""
 
     def total(self, counts: Tensor) -> Tensor:
-        """Return the sum of int64 ``counts`` over all ranks."""
+        """Return the elementwise sum of int64 ``counts`` over all ranks."""
 
     def before(self, counts: Tensor) -> Tensor:
-        """Return the sum of int64 ``counts`` over all lower ranks."""
+        """Return the elementwise sum of int64 ``counts`` over all ranks lower than this one."""
 
 
 class AllRanks:
     """Collectives of all ranks of a group, which share a budget.
 
     Args:
-        group: the ranks. None creates a group of all ranks of the default process group, which is a collective.
+        group: the ranks. None creates a group of all ranks of the default process group; this is a collective.
 
     Raises:
         RankLostError: if a rank dies or does not make the call in time.
@@ -113,16 +116,19 @@ class AllRanks:
         self.rank = self._group.rank
 
     def total(self, counts: Tensor) -> Tensor:
-        """Return the sum of ``counts`` over all ranks, in the same tensor."""
+        """Replace ``counts`` in place with the sum over all ranks, and return it."""
         self._group.add(counts)
         return counts
 
     def leave(self) -> None:
-        """Make every later collective raise, because this rank was interrupted in a selection. Not a collective."""
+        """Make every later collective of this object raise, because this rank was interrupted during a selection.
+
+        Not a collective.
+        """
         self._group.leave("this rank was interrupted while it selected rows")
 
     def before(self, counts: Tensor) -> Tensor:
-        """Return the sum of ``counts`` over all lower ranks."""
+        """Return the sum of ``counts`` over all ranks lower than this one."""
         every = self._group.all_gather(counts)
         return torch.stack([torch.zeros_like(counts), *every]).cumsum(0)[self.rank]
 
@@ -136,7 +142,7 @@ def choose(
         top_k: the budget.
         tables: FQN to candidates, for some or all of ``fqns``; or the error that prevented this rank from computing
             them, which is reported to all ranks.
-        fqns: all tables, in the same order on every rank.
+        fqns: FQNs of all tables, in the same order on every rank.
         ranks: ranks that share the budget.
 
     Returns:
@@ -166,7 +172,7 @@ def choose(
 
 
 def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
-    """Return the masks of this rank's tables; None if a rank has failed."""
+    """Return the masks of :meth:`_Search.masks`; None if a rank has failed. A collective."""
     agreed = rounds.next(torch.cat([search.header(), search.histograms(_DIGITS[0])], dim=1))
     if bool(agreed[:, _FAILED].any()):
         return None
@@ -178,7 +184,9 @@ def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
 
 
 class _Rounds:
-    """Collectives of one selection, in order. A rank that fails takes part in the rest, so that no other rank waits.
+    """Collectives of one selection, in order.
+
+    A rank that fails calls :meth:`finish` to take part in the remaining ones, so that no other rank waits for it.
 
     Args:
         ranks: ranks that share the budget.
@@ -195,22 +203,34 @@ class _Rounds:
         ]
 
     def next(self, counts: Tensor) -> Tensor:
-        """Run the next collective on ``counts`` and return its result."""
+        """Run the next collective on int64 ``counts`` and return its result.
+
+        The shape is ``[G, _HEADER + _NUM_BINS]`` for the first collective, ``[G, _NUM_BINS]`` for the other histograms
+        and ``[G]`` for the ties.
+        """
         collective, _ = self._left.pop(0)
         return collective(counts)
 
     def finish(self) -> None:
-        """Take part in the remaining collectives without rows. If none has run yet, all ranks stop after the first."""
+        """Take part in the remaining collectives without rows, because this rank has failed.
+
+        If none has run yet, the first one reports the failure, after which all ranks stop.
+        """
         has_begun = len(self._left) <= len(_DIGITS)
         for collective, nothing in self._left if has_begun else self._left[:1]:
             collective(nothing)
 
 
 class _Search:
-    """Radix search for each budget's threshold, over the keys of this rank's rows.
+    """Radix search for each budget's threshold, over the integer keys of this rank's scores.
 
-    ``_prefix`` has the digits found so far of each threshold. ``_remaining`` is the rest of each budget after all keys
-    above the prefix. ``_under`` are the keys that start with the prefix and are not due.
+    ``_prefix`` has the digits of each threshold that were found so far. ``_remaining`` is the part of each budget that
+    is left after the due rows and all rows with higher keys. ``_under`` has the keys of each table that match the
+    prefix and are not due. ``_takes_all`` is True for budgets that all rows fit into.
+
+    Args:
+        top_k: the budget.
+        groups: for each of the ``G`` budgets, the candidates of this rank's tables that share it.
     """
 
     def __init__(self, top_k: TopK, groups: list[list[Candidates]]) -> None:
@@ -225,7 +245,11 @@ class _Search:
         self._takes_all = torch.zeros(len(groups), dtype=torch.bool)
 
     def header(self) -> Tensor:
-        """Return ``[G, 3]``: number of changed rows, cost of the due rows, and 0, because this rank has not failed."""
+        """Return the header of each budget on this rank, ``[G, 3]`` int64.
+
+        The columns are the number of changed rows, the cost of the due rows, and the failure flag, which is 0 here.
+        Costs are in rows, or in bytes if the budget is.
+        """
         return torch.tensor(
             [
                 [
@@ -239,7 +263,7 @@ class _Search:
         ).reshape(-1, 3)
 
     def histograms(self, shift: int) -> Tensor:
-        """Return ``[G, bins]``: cost of the rows that match the prefix, by the digit at ``shift``."""
+        """Return the cost of this rank's rows that match the prefix, by the digit at ``shift``, ``[G, _NUM_BINS]``."""
         rows = [torch.zeros(_NUM_BINS, dtype=torch.int64) for _ in self._groups]
         for index, group in enumerate(self._groups):
             for number, table in enumerate(group):
@@ -248,7 +272,7 @@ class _Search:
         return torch.stack(rows)
 
     def set_budgets(self, num_rows: Tensor, due_cost: Tensor) -> None:
-        """Set the budgets that remain after the due rows.
+        """Set the part of each budget that is left after the due rows.
 
         Args:
             num_rows: ``[G]`` changed rows over all ranks.
@@ -262,7 +286,12 @@ class _Search:
         self._remaining = (budgets - due_cost).clamp(min=0)
 
     def narrow(self, shift: int, histograms: Tensor) -> None:
-        """Find each threshold's digit at ``shift``, at which the budget is exhausted, from all ranks' histograms."""
+        """Find the next digit of each threshold: the highest digit at which the rows exceed the remaining budget.
+
+        Args:
+            shift: right shift of the digit.
+            histograms: ``[G, _NUM_BINS]`` sums of :meth:`histograms` over all ranks.
+        """
         for index, histogram in enumerate(histograms):
             if self._takes_all[index]:
                 continue
@@ -276,7 +305,7 @@ class _Search:
             self._prefix[index] |= (_NUM_BINS - 1 - num_fitting) << shift
 
     def ties(self) -> Tensor:
-        """Return ``[G]``: cost of this rank's rows whose key equals the threshold."""
+        """Return the cost of this rank's rows whose key equals the threshold, ``[G]`` int64."""
         costs = [
             0
             if bool(self._takes_all[index])
@@ -289,9 +318,10 @@ class _Search:
         return torch.tensor(costs, dtype=torch.int64)
 
     def masks(self, spent_before: Tensor) -> list[Tensor]:
-        """Return ``[N]`` bool for each table, in the order of the groups.
+        """Return the mask of the selected rows, ``[N]`` bool, of each table, in the order of the groups.
 
-        A row is selected if it is due, its key is above the threshold, or it is a tie that fits into the budget.
+        A row is selected if it is due, if its key is above the threshold, or if its key equals the threshold (a tie)
+        and the row fits into the remaining budget.
 
         Args:
             spent_before: ``[G]`` cost of the ties of all lower ranks.
@@ -319,7 +349,13 @@ class _Search:
         return table.row_bytes if self._top_k.num_bytes is not None else 1
 
     def _narrowed(self, index: int, number: int, shift: int) -> Tensor:
-        """Return a table's keys that match the prefix above ``shift``, and drop the others from ``_under``."""
+        """Return a table's keys that match the prefix above the digit at ``shift``. Drops the others from ``_under``.
+
+        Args:
+            index: index of the budget.
+            number: index of the table in the budget's group.
+            shift: right shift of the digit.
+        """
         keys = self._under[index][number]
         bits = shift + _bins(shift).bit_length() - 1
         if bits < _KEY_BITS:
@@ -329,7 +365,7 @@ class _Search:
 
 
 def _bins(shift: int) -> int:
-    """Return the number of bins of the digit at ``shift``. The lowest digit has ten bits, the others eleven."""
+    """Return the number of values of the digit at ``shift``. The lowest digit has ten bits, the others eleven."""
     return _NUM_BINS if shift else 1 << _DIGITS[1]
 
 

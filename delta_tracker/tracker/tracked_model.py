@@ -16,21 +16,21 @@ from delta_tracker.tracker.modes import Capture
 class TrackedModel:
     """A model and its current shards, all of which can be tracked.
 
-    The stores, the reader and the checkpoints of a tracker share one instance and look up shards at each use, so that
-    :meth:`take` is the only update needed after the model was resharded.
+    The stores, the reader and the checkpoints of a tracker share one instance and look up shards at each use. After the
+    model was resharded, a call of :meth:`take` updates all of them.
 
     Args:
         module: the model.
-        fqns_to_skip: as in :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
-        capture: the tracking mode, which may reject a shard.
+        fqns_to_skip: see :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
+        capture: strategy of the tracking mode, which checks the shards.
 
     Attributes:
         module: the model.
-        found: the discovery passed to the last :meth:`take`, or that of the constructor.
+        found: the discovered tables and modules, replaced by :meth:`take`.
         shards: table FQN to this rank's shard.
         is_attached: True if the tracker's hooks are registered.
 
-    Raises: the errors of :meth:`discover`.
+    The constructor raises the errors of :meth:`discover`.
     """
 
     def __init__(self, module: nn.Module, fqns_to_skip: Iterable[str], capture: Capture) -> None:
@@ -42,7 +42,7 @@ class TrackedModel:
         self.is_attached = False
 
     def discover(self) -> Discovery:
-        """Find the model's tables and their current shards. Changes nothing.
+        """Return the model's tables and their current shards. Does not change this object.
 
         Raises:
             NoShardedModuleError: if the model has nothing to track.
@@ -59,7 +59,7 @@ class TrackedModel:
         return found
 
     def take(self, found: Discovery) -> None:
-        """Replace the modules and shards with those of ``found``."""
+        """Replace :attr:`found` and update :attr:`shards` with the discovered shards."""
         self.found = found
         self.shards = {**self.shards, **found.shards}
 
@@ -74,7 +74,7 @@ class TrackedModel:
         return self.shards[fqn]
 
     def check_attached(self) -> None:
-        """Reject a call that requires the hooks.
+        """Raise an error if the tracker's hooks are not registered.
 
         Raises:
             DetachedError: if the tracker is detached.
