@@ -1,4 +1,4 @@
-"""``inspect``: show the contents of a stream, what a new predictor reads, and the followers."""
+"""``inspect``: show the contents of a stream, the entries that a new predictor reads, and the predictors."""
 
 from __future__ import annotations
 

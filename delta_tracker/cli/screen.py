@@ -1,4 +1,4 @@
-"""Screen of ``top``, fitted to the terminal: the most important rows are kept."""
+"""Screen of ``top``. If it does not fit the terminal, only the most important rows are shown."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _KINDS = {"snapshot": "cyan", "claim": "yellow"}
 
 
 def screen(view: View, width: int, height: int | None = None) -> RenderableType:
-    """Return the screen.
+    """Return the screen as a rich renderable.
 
     Args:
-        view: the data.
+        view: data to show.
         width: width of the terminal in characters.
         height: height of the terminal in lines; None for no limit.
     """
@@ -45,7 +45,17 @@ def screen(view: View, width: int, height: int | None = None) -> RenderableType:
 
 
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
-    """Distribute ``room`` lines: a few for each part, then one at a time in turn, up to the wanted numbers."""
+    """Distribute lines of the screen among its tables.
+
+    Each table first gets the same few lines, then one more in turn, until no line is left or it has all it needs.
+
+    Args:
+        room: number of lines to distribute.
+        wanted: number of lines that each table needs.
+
+    Returns:
+        The number of lines for each table.
+    """
     least = max(1, min(_LEAST, room // len(wanted)))
     given = [min(least, want) for want in wanted]
     while sum(given) < room and given != list(wanted):
@@ -104,7 +114,7 @@ def _predictors(view: View, lines: int) -> Table:
 
 
 def _tables(view: View, width: int) -> list[tuple[Text, ...]]:
-    """Return a row for each table, by descending bytes."""
+    """Return the cells of a row for each table of the stream, most bytes first."""
     watch, seconds = view.watch, view.watch.seconds(view.now)
     amounts = sorted(watch.amounts(view.now).items(), key=lambda each: (-each[1].num_bytes, each[0]))
     found: list[tuple[Text, ...]] = []
@@ -147,7 +157,14 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
 
 
 def _fitting(made: Table, rows: Sequence[_T], lines: int, num_gone: int = 0) -> Sequence[_T]:
-    """Return the first ``lines`` rows; the heading gets the number of the others."""
+    """Return the first ``lines`` rows, and add the number of omitted ones to the heading of the first column.
+
+    Args:
+        made: table of the rows; its heading is modified.
+        rows: all rows.
+        lines: maximum number of rows.
+        num_gone: number of predictors without a heartbeat in the last hour, shown in the heading if no row is omitted.
+    """
     left = len(rows) - lines
     if left > 0:
         made.columns[0].header = _one_line(f"{made.columns[0].header} (and {count(left)} more)")
@@ -157,7 +174,11 @@ def _fitting(made: Table, rows: Sequence[_T], lines: int, num_gone: int = 0) -> 
 
 
 def _table(*columns: str) -> Table:
-    """Return a table whose last column is narrowed first if the table is too wide."""
+    """Return an empty table whose last column is narrowed first if the table is too wide.
+
+    Args:
+        columns: column names. A column whose name begins with ``>`` is right-aligned, and the ``>`` is not shown.
+    """
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold blue")
     for name in columns:
         made.add_column(
@@ -184,7 +205,7 @@ def _one_line(text: str, style: str = "") -> Text:
 
 
 def _short(name: str, width: int) -> str:
-    """Shorten a name to ``width`` characters, keeping its end."""
+    """Shorten a name to at most ``width`` characters, replacing its beginning by an ellipsis."""
     return name if len(name) <= width else f"…{name[1 - width :]}"
 
 

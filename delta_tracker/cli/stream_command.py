@@ -37,7 +37,11 @@ _JSON = click.Option(["--json", "is_json"], is_flag=True, help="Print JSON on st
 
 
 class MeteredStorage(Storage):
-    """Storage that calls ``on_read``, if set, with the number of bytes of each read."""
+    """Storage that calls ``on_read`` with the number of bytes of each read.
+
+    Attributes:
+        on_read: the function to call; None for none.
+    """
 
     on_read: Callable[[int], None] | None = None
 
@@ -49,11 +53,11 @@ class MeteredStorage(Storage):
         out: NDArray[np.uint8] | None = None,
         transfer: Transfer | None = None,
     ) -> NDArray[np.uint8] | None:
-        """See :meth:`Storage.read`."""
+        """Read an object as :meth:`Storage.read` does, and report its bytes."""
         return self._told(super().read(name, max_bytes=max_bytes, out=out, transfer=transfer))
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """See :meth:`Storage.read_range`."""
+        """Read a range as :meth:`Storage.read_range` does, and report its bytes."""
         return self._told(super().read_range(name, begin, end))
 
     def _told(self, data: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
@@ -109,10 +113,13 @@ class Stream:
 def stream_command(function: Callable[..., int]) -> Callable[..., int]:
     """Add the argument ``URL`` and the options ``--option`` and ``--json`` to a click command.
 
-    Place it directly below ``click.command``, above the command's own arguments and options.
+    Place it below ``click.command`` and above the command's own arguments, so that ``URL`` is the first argument.
 
     Args:
         function: takes a :class:`Stream`, then the command's own parameters; returns the exit code.
+
+    Returns:
+        A function with the parameters of the command line, which opens the store and calls ``function``.
     """
 
     @functools.wraps(function)
@@ -127,7 +134,7 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def store_url(url: str) -> str:
-    """Return the URL of a store; convert a plain path to a ``file://`` URL."""
+    """Return a URL unchanged, and a plain path as a ``file://`` URL."""
     return url if _SCHEME.match(url) else Path(url).absolute().as_uri()
 
 
@@ -135,7 +142,8 @@ def store_options(options: Sequence[str]) -> dict[str, str] | None:
     """Parse the values of ``--option name=value``; return None if there are none.
 
     Raises:
-        InvalidArgumentError: for an option without a name or without ``=``. The error omits the text: it may be secret.
+        InvalidArgumentError: for an option without a name or without ``=``. The message omits the option's text, which
+            may be secret.
     """
     pairs = [option.partition("=") for option in options]
     for name, equals, _ in pairs:

@@ -1,4 +1,4 @@
-"""Summary of a stream from one read of its entries, for screens and reports."""
+"""Summary of a stream from one read of all its entries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Start:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of all parts."""
+        """Number of bytes of all parts."""
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
@@ -71,8 +71,9 @@ class Survey:
         part_bytes: bytes of these objects.
         start: entries that a new predictor reads; None if there is no snapshot to start from.
         followers: predictors with a heartbeat in the last hour.
-        num_gone: number of other predictors.
-        findings: descriptions of damage.
+        num_gone: number of predictors whose last heartbeat is older than an hour.
+        findings: descriptions of malformed entries, and of the problem that prevents a new predictor from reaching the
+            head.
     """
 
     head: Manifest
@@ -90,21 +91,24 @@ class Survey:
     findings: Sequence[str]
 
     def in_snapshot(self, fqn: str) -> Amount:
-        """Return the amount of a table in the snapshot that a new predictor starts from."""
+        """Return the amount of data of a table in the snapshot from which a new predictor starts."""
         return _NONE if self.start is None else self.start.entries[0].tables.get(fqn, _NONE)
 
     def in_deltas(self, fqn: str) -> Amount:
-        """Return the amount of a table in all deltas."""
+        """Return the amount of data of a table in all deltas of ``entries``."""
         deltas = (entry for entry in self.entries if entry.kind == "delta")
         return sum((entry.tables.get(fqn, _NONE) for entry in deltas), start=_NONE)
 
     def generations(self) -> Iterator[tuple[int, list[Entry]]]:
-        """Yield each generation with its entries."""
+        """Yield each generation with its entries, in ascending order."""
         for generation, entries in groupby(self.entries, key=lambda entry: entry.generation):
             yield generation, list(entries)
 
     def behind_seconds(self, follower: FollowerView) -> float | None:
-        """Return the age of the oldest version that a predictor has not applied; 0 for none, None if unknown."""
+        """Return the age of the oldest version that a predictor has not applied, in seconds.
+
+        0 if it has applied all versions; None if unknown.
+        """
         held = follower.beat.version
         if follower.lag_versions is None or held is None:
             return None
@@ -151,7 +155,7 @@ class Survey:
 
 
 def survey(stream: Stream) -> Survey:
-    """Read every entry of the log, and list all other objects.
+    """Summarise a stream: read every entry of the log and the heartbeats, and list merged entries and parts.
 
     Raises:
         InvalidArgumentError: if there is no stream.
@@ -191,7 +195,12 @@ def survey(stream: Stream) -> Survey:
 
 
 def contiguous(versions: Sequence[int]) -> int:
-    """Return the index of the first version of the contiguous range that ends at the last one. Readers use no others.
+    """Return the index at which the contiguous range that ends at the last version begins; 0 for an empty list.
+
+    A new reader only uses versions of this range.
+
+    Args:
+        versions: versions in ascending order.
 
     Example:
         >>> contiguous([0, 1, 5, 6, 7])
@@ -209,7 +218,13 @@ def count_kinds(entries: Sequence[Entry]) -> Counter[str]:
 
 
 def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[Start | None, list[str]]:
-    """Return the entries that a new predictor reads, and the problems that keep it from the head."""
+    """Return the entries that a new predictor reads, and a list of at most one problem, if it cannot reach the head.
+
+    Args:
+        stream: the stream.
+        head: newest entry.
+        held: version to summary of each readable entry.
+    """
     try:
         snapshot = next(StreamCursor(stream.log).starts())
     except (MalformedError, NoSnapshotError) as error:

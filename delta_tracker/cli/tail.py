@@ -13,7 +13,7 @@ from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import Manifest
 
 _STYLES = {"snapshot": "cyan", "claim": "yellow", "delta": ""}
-# Number of polls per listing of the log, which distinguishes a gap from the head.
+# Number of polls between two listings of the log. A listing shows if the next version is missing or not committed yet.
 _LOOKS_PER_LISTING = 10
 _COLUMNS = "{:<19}  {:>9}  {:<8}  {:>4}  {:>11}  {:>7}  {:>7}  {:>9}"
 
@@ -60,7 +60,7 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
             num_shown += _show(stream, manifest)
             if num_shown == limit:
                 return 0
-        elif num_shown > 0:  # before the first line, retention deleted them
+        elif num_shown > 0:  # older missing versions were deleted by retention
             stream.out.note(f"version {version} is missing. Run delta-tracker verify to see if readers are affected")
     cursor.moved(head)
     num_looks = 0

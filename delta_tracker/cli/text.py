@@ -1,4 +1,4 @@
-"""Formatting of values for people, and escaping of untrusted text. Uses only the standard library."""
+"""Formatting of values for output, and escaping of untrusted text. Depends only on the standard library."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MAX_TEXT = 400
 
 
 def plain(text: object) -> str:
-    r"""Escape control characters in text of a stream, or of an error that quotes it.
+    r"""Escape control characters in text from a stream or an error.
 
-    Table names and errors in heartbeats are untrusted. Escape codes, line breaks and bidirectional marks are replaced
+    Table names, and errors in heartbeats, are untrusted. Escape codes, line breaks and bidirectional marks are replaced
     by Python escape sequences.
 
     Example:
@@ -28,7 +28,7 @@ def plain(text: object) -> str:
 
 
 def error_text(error: DeltaTrackerError) -> str:
-    """Return problem and remedy of an error as one paragraph."""
+    """Return the problem, truncated to 400 characters, and the remedy of an error as one paragraph."""
     return plain(f"error: {_cut(error.problem)}. {error.remedy}.")
 
 
@@ -43,7 +43,7 @@ def count(number: int) -> str:
 
 
 def several(number: int, one: str, many: str = "") -> str:
-    """Format a number with a noun in the singular or plural.
+    """Format a number with a noun in the singular or plural. The default plural is ``one`` with an ``s``.
 
     Example:
         >>> several(1, "entry", "entries"), several(2000, "part")
@@ -53,7 +53,7 @@ def several(number: int, one: str, many: str = "") -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Format a number of bytes with a decimal unit.
+    """Format a number of bytes with a decimal unit, from B to PB.
 
     Example:
         >>> size(999), size(1500), size(20_000_000)
@@ -67,7 +67,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time span with one unit.
+    """Format a time span in seconds with a suitable unit, from ms to d.
 
     Example:
         >>> duration(0.0123), duration(4.25), duration(600), duration(100_000)
@@ -85,7 +85,7 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Format a Unix time in this host's time zone. Accepts any number that a manifest may hold.
+    """Format a Unix time in this host's time zone; only the year if ``datetime`` cannot represent the time.
 
     Example:
         >>> moment(1e15)

@@ -54,7 +54,7 @@ Examples:
 @click.option("--once", is_flag=True, help="Show the screen once and exit.")
 @stream_command
 def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
-    """Show the screen repeatedly, or with ``--json`` print one line per refresh."""
+    """Show the screen and refresh it, or with ``--json`` print one line per refresh."""
     views = _views(stream, window)
     console = stream.out.console
     if once or stream.out.is_json or not console.is_terminal:
@@ -75,7 +75,10 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
 
 
 def _views(stream: Stream, window: float) -> Iterator[View]:
-    """Yield one view per refresh. An error in the first read is raised, a later one is shown and the read retried."""
+    """Yield one view per refresh, without end.
+
+    An error of the first read is raised. A later error is stored in the view, and the next refresh retries.
+    """
     stream.head()
     watch = Watch(stream.log, window)
     view = View(stream.storage.url, time.time(), watch)
@@ -96,12 +99,16 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
 
 
 class _Notes(logging.Handler):
-    """Handler that keeps the last warning for the screen, because writing it to the terminal would break the screen."""
+    """Log handler that stores the last message for the screen, because writing to the terminal would corrupt it.
+
+    Attributes:
+        last: the last message; None before the first.
+    """
 
     last: str | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message."""
+        """Store the message."""
         self.last = record.getMessage()
 
 

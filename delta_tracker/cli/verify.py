@@ -1,4 +1,4 @@
-"""``verify``: check every hash and every link of a stream."""
+"""``verify``: check the hashes of all entries and parts of a stream, and the links between entries."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def command(stream: Stream, *, quick: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Damaged entry or part.
+    """Damage of an entry or part.
 
     Args:
         where: name of the entry or part.
@@ -82,7 +82,19 @@ class Finding:
 
 @dataclass
 class _Check:
-    """Check of one stream."""
+    """Check of one stream.
+
+    Args:
+        stream: the stream.
+        is_quick: True to compare only the sizes of parts.
+
+    Attributes:
+        findings: damage found so far.
+        num_entries: number of well-formed entries of the log.
+        num_merged: number of well-formed merged entries.
+        num_parts: number of checked parts, including damaged ones.
+        num_bytes: bytes of these parts.
+    """
 
     stream: Stream
     is_quick: bool
@@ -91,7 +103,7 @@ class _Check:
     num_merged: int = 0
     num_parts: int = 0
     num_bytes: int = 0
-    _start: int = -1  # the newest snapshot
+    _start: int = -1  # version of the newest snapshot, -1 for none
     _links: dict[int, Link] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)
 
@@ -173,7 +185,7 @@ class _Check:
             self.num_bytes += part.num_bytes
 
     def _is_without_parts(self, manifest: Manifest, part: Part) -> bool:
-        """Return True for an entry that retention keeps without parts, because the next entry is a claim."""
+        """Return True if retention deleted the parts of an entry, and kept the entry because a claim follows it."""
         log = self.stream.log
         return manifest.version < self._start and log.storage.size(part.name) is None and log.precedes_claim(manifest)
 
@@ -200,7 +212,13 @@ class _Check:
 
 
 def _chain_problems(manifest: Manifest, before: Manifest | None, head: Manifest) -> Iterator[str]:
-    """Yield the ways in which an entry does not follow its predecessor."""
+    """Yield descriptions of the fields of an entry that contradict the head or the entry's predecessor.
+
+    Args:
+        manifest: the entry.
+        before: its predecessor; None if that is missing or malformed.
+        head: newest entry of the stream.
+    """
     if manifest.stream != head.stream:
         yield f"it belongs to stream {manifest.stream}, and the head to {head.stream}"
     if before is None:

@@ -35,13 +35,14 @@ def contents_of(storage: Storage, manifest: Manifest, tables: Collection[str] | 
         tables: FQNs of the tables whose parts are read; None for all.
 
     Raises:
-        CorruptPartError, StorageError: as :class:`~delta_tracker.stream.format.contents.Contents`.
+        CorruptPartError: if a part does not match its record.
+        StorageError: if the store cannot be read.
     """
     return Contents(storage, replace(manifest, parts=_parts(manifest, tables)), memory_bytes=_MEMORY_BYTES)
 
 
 def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest) -> None:
-    """Reject a version whose tables differ from those of its snapshot.
+    """Check that the tables of a version equal those of the snapshot before it.
 
     Args:
         manifest: manifest of the version.
@@ -49,7 +50,7 @@ def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest
         snapshot: manifest of the snapshot.
 
     Raises:
-        MalformedError: if a table differs.
+        MalformedError: if the spec of a table differs, or the snapshot does not have the table.
     """
     for fqn, spec in manifest.tables.items():
         if fqn in tables and spec != snapshot.tables.get(fqn):
@@ -59,7 +60,12 @@ def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest
 
 
 def bytes_to_read(manifests: Iterable[Manifest], tables: Collection[str] | None = None) -> int:
-    """Estimate the bytes that :func:`contents_of` and :func:`write_rows` read. Large parts are read twice."""
+    """Estimate the bytes that :func:`contents_of` and :func:`write_rows` read. Large parts are read twice.
+
+    Args:
+        manifests: manifests of the versions.
+        tables: FQNs of the tables whose parts are read; None for all.
+    """
     parts = [part for manifest in manifests for part in _parts(manifest, tables)]
     return sum(part.num_bytes * (1 if part.num_bytes <= _MEMORY_BYTES else 2) for part in parts)
 
@@ -84,12 +90,12 @@ def write_rows(contents: Contents, tables: Mapping[str, Tensor]) -> None:
 def mapped(
     path: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], header: bytes = b""
 ) -> dict[str, Tensor]:
-    """Create a file and return its mapped tensors. Allocates the disk space immediately.
+    """Create a file and return the tensors in it by name, memory-mapped. Allocates the disk space immediately.
 
     Args:
         path: path of the new file.
         specs: name to spec of the tensors, in the order of the file.
-        header: bytes before the tensors.
+        header: first bytes of the file, before the tensors.
 
     Raises:
         OSError: if the disk is full, or the file cannot be written.
@@ -112,12 +118,12 @@ def mapped(
 
 
 def shape_of(spec: TableSpec | DenseSpec) -> tuple[int, ...]:
-    """Return the shape of the tensor."""
+    """Return the shape of the tensor that ``spec`` describes."""
     return spec.shape if isinstance(spec, DenseSpec) else (spec.num_rows, spec.dim)
 
 
 def _parts(manifest: Manifest, tables: Collection[str] | None) -> tuple[Part, ...]:
-    """Return the parts with rows of ``tables``; all parts if None."""
+    """Return the parts with rows of ``tables``; all parts if ``tables`` is None."""
     return tuple(
         part for part in manifest.parts if tables is None or any(block.table in tables for block in part.blocks)
     )

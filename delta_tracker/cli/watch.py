@@ -21,18 +21,18 @@ _NUM_LISTED = 20
 
 
 class Watch:
-    """Versions of a time window, and the newest ones before it.
+    """Newest entries of a stream: those of a time window that ends now, and some before it.
 
     Args:
         log: log of the stream.
         window_seconds: length of the window.
 
     Attributes:
-        head: the newest entry read, None before the first.
-        entries: kept versions and claims, ascending; at least one from before the window if there is one.
-        tables: FQN to table, as of the newest version that has tables.
+        head: the newest entry read; None before the first.
+        entries: the entries, ascending: at most 5,000, and at least one from before the window if that was read.
+        tables: FQN to table, as of the newest entry that has tables.
         changed: FQN to the newest delta with rows of that table.
-        starts: number of reads from the head down: the first, and one after each replacement or gap of the stream.
+        starts: number of times that :meth:`refresh` read the log from the head backwards.
     """
 
     def __init__(self, log: StreamLog, window_seconds: float) -> None:
@@ -46,7 +46,10 @@ class Watch:
         self._next_check = 0.0
 
     def refresh(self, now: float) -> None:
-        """Read the versions committed since the last call; in the first call, the window from the head down.
+        """Read the entries created since the last call, at most 500.
+
+        The first call reads from the head backwards instead, and so does a call after the stream was replaced or has a
+        gap.
 
         Args:
             now: Unix time in seconds.
@@ -61,7 +64,7 @@ class Watch:
             self.entries.popleft()
 
     def recent(self, now: float) -> list[Entry]:
-        """Return the snapshots and deltas of the window."""
+        """Return the snapshots and deltas of the window that ends at ``now``, a Unix time."""
         return [entry for entry in self.entries if entry.kind != "claim" and entry.created > now - self._window_seconds]
 
     def newest(self, count: int) -> list[Entry]:
@@ -69,12 +72,15 @@ class Watch:
         return list(islice(reversed(self.entries), count))
 
     def seconds(self, now: float) -> float:
-        """Return the length of the known part of the window, which is shorter for a stream that began within it."""
+        """Return the seconds of the window that the entries cover, from 1 to its length.
+
+        Fewer than its length if the oldest entry is in the window.
+        """
         oldest = self.entries[0].created if self.entries else now
         return min(self._window_seconds, max(1.0, now - oldest))
 
     def amounts(self, now: float) -> dict[str, Amount]:
-        """Return the amount of each table in the window's deltas."""
+        """Return the amount of data of each table in the window's deltas, by FQN."""
         found = {fqn: Amount() for fqn in self.tables}
         for entry in self.recent(now):
             if entry.kind == "delta":
@@ -83,16 +89,20 @@ class Watch:
         return found
 
     def pulse(self, now: float, count: int) -> list[int]:
-        """Return the bytes of deltas in ``count`` equal spans of :meth:`seconds`, oldest first."""
+        """Return the bytes of deltas in each of ``count`` equal parts of the last :meth:`seconds`, oldest first."""
         found = Counter[int]()
         for entry in self.recent(now):
             ago = max(0.0, now - entry.created) / self.seconds(now)
-            if entry.kind == "delta":  # a snapshot would dwarf all deltas
+            if entry.kind == "delta":  # snapshots are so large that deltas would not be visible
                 found[count - 1 - min(count - 1, int(ago * count))] += entry.num_bytes
         return [found[index] for index in range(count)]
 
     def _go_on(self, head: Manifest) -> bool:
-        """Read the versions after the head; return False if the stream does not continue there."""
+        """Read the entries after ``head``, at most 500.
+
+        Returns:
+            False if the stream was replaced, or the entry after the last one read is missing.
+        """
         for _ in range(_MAX_READS):
             manifest = self._log.read(head.version + 1)
             if manifest is None:
@@ -104,7 +114,10 @@ class Watch:
         return True
 
     def _is_elsewhere(self, head: Manifest) -> bool:
-        """Return True if the stream was replaced or has a gap. Lists the log, so checks at most every 10 seconds."""
+        """Return True if the stream was replaced, or the entry after ``head`` is missing.
+
+        Checks at most every 10 seconds, because it lists the log, and otherwise returns False.
+        """
         if time.monotonic() < self._next_check:
             return False
         self._next_check = time.monotonic() + _CHECK_SECONDS
@@ -143,15 +156,15 @@ class Watch:
 
 @dataclass(slots=True)
 class View:
-    """Data of one refresh.
+    """Data of one refresh of the screen.
 
     Args:
         url: URL of the stream.
-        now: Unix time in seconds.
-        watch: the newest versions.
+        now: Unix time of the refresh, in seconds.
+        watch: the newest entries.
         followers: predictors with a heartbeat in the last hour.
-        num_gone: number of other predictors.
-        problem: error of the last read, None if it succeeded.
+        num_gone: number of predictors whose last heartbeat is older than an hour.
+        problem: error of the last read; None if it succeeded.
     """
 
     url: str
@@ -162,7 +175,7 @@ class View:
     problem: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return one refresh for JSON. Times are Unix seconds, rates are averages over ``window_seconds``."""
+        """Return the data for JSON. Times are Unix seconds. Rates are averages over the returned ``window_seconds``."""
         watch, now, head = self.watch, self.now, self.watch.head
         seconds, recent = watch.seconds(now), watch.recent(now)
         return {
