@@ -325,7 +325,7 @@ def recorded_by_hand(rank: int, world_size: int) -> None:
                 assert torch.equal(state, rows[features.values().tolist().index(row)])
         wrong = torch.zeros(len(features.values()), 5)
         said = attempt(lambda: tracker.record_embeddings(features, wrong))
-        assert ("rows of 8 numbers" in said) == (rank == 0)
+        assert ("rows of 8 columns" in said) == (rank == 0)
         assert tracker.get_delta().num_rows == 0
         assert "embeddings=(3,)" in attempt(lambda: tracker.record_embeddings(features, torch.empty(3)))
 

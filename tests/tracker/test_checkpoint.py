@@ -100,7 +100,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_p
         ),
         "dtype": ("StateMismatchError", "'ec.embeddings.t0': 17 x 8 float16"),
         "one rank's consumers": ("StateMismatchError", "consumers ['a', 'b', "),
-        "part": ("PartialStateError", "parts missing of ranks: "),
+        "part": ("PartialStateError", "missing parts of ranks: "),
         "no header": ("MalformedStateError", "no header"),
         "a tensor": (
             "MalformedStateError",
@@ -124,7 +124,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_p
         for name, (kind, words) in expected.items():
             assert messages[name].startswith(f"{kind}: "), (name, messages[name])
             assert words in messages[name], (name, messages[name])
-        assert f"missing of ranks: {rank}." in messages["part"]
+        assert f"missing parts of ranks: {rank}." in messages["part"]
         assert sorted(messages) == sorted(expected)
 
 
