@@ -34,7 +34,7 @@ class _Wake(Enum):
 
 
 class Collector:
-    """Collects stats and events and delivers them to sinks and handlers.
+    """Periodic collection of stats and events, and their delivery to sinks and handlers.
 
     After :meth:`start` it runs in its own thread. Sinks, handlers and callbacks run in a second thread, which is
     abandoned if one of them exceeds the deadline.

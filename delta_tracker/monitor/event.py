@@ -122,7 +122,7 @@ class Event:
     message: str = ""
     data: Mapping[str, Value] = field(default_factory=dict)
     severity: Severity = Severity.INFO
-    time_ns: int = field(default_factory=lambda: time.time_ns())  # noqa: PLW0108  looked up when it is called
+    time_ns: int = field(default_factory=lambda: time.time_ns())  # noqa: PLW0108  the function is looked up at each call
     monotonic_ns: int = field(default_factory=lambda: time.monotonic_ns())  # noqa: PLW0108
     id: int = field(default_factory=new_id)
     span: int = field(default_factory=lambda: _current("span"))

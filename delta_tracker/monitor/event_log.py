@@ -101,7 +101,7 @@ class Subscription:
 
 
 class EventLog:
-    """Queues events from any thread until the collector takes them. Emitting an event never blocks or raises.
+    """Queue of events from any thread, which the collector empties. Emitting an event never blocks or raises.
 
     Args:
         clock: clock of the rate limits.

@@ -18,7 +18,7 @@ _JOULES_PER_KILOWATT_HOUR = 3_600_000
 
 
 class NvmlMetrics(Source):
-    """Metrics of all NVIDIA devices visible to the driver, read once per collection.
+    """Source of the metrics of all NVIDIA devices visible to the driver, read once per collection.
 
     Energy is counted since the driver was loaded, for all processes on the device.
 

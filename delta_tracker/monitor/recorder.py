@@ -57,7 +57,11 @@ class Recorder:
         self.monitor.add_source(self._life)
 
     def __getattr__(self, metric: str) -> BoundStat:
-        """Return a built-in metric with the name as a label."""
+        """Return a built-in metric with the name as a label.
+
+        Raises:
+            AttributeError: if no built-in metric has this name.
+        """
         if metric.startswith("_"):
             raise AttributeError(metric)
         return BoundStat(getattr(self.monitor.metrics, metric), self.role, self.name)

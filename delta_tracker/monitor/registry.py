@@ -35,7 +35,7 @@ class Registry:
         self._sources: dict[str, Source] = {}
 
     def define(self, definition: Definition, **settings: Any) -> Stat:  # noqa: ANN401  the fields of Policy
-        """Register a stat, or return the one registered with the same definition.
+        """Register a stat and return it. If one is registered with the same definition, return that one.
 
         Args:
             definition: name, kind, unit and labels of the stat.

@@ -91,7 +91,7 @@ class Hooks:
 
 
 class Stat:
-    """Named series of samples; the base of :class:`Counter`, :class:`Gauge` and :class:`Histogram`.
+    """Named series of samples; base class of :class:`Counter`, :class:`Gauge` and :class:`Histogram`.
 
     Without labels, call :meth:`add`. With labels, look up the cell once with :meth:`cell` and keep it.
 
@@ -219,7 +219,7 @@ class Stat:
 
 
 class Counter(Stat):
-    """Total that only grows. ``add(n)`` adds ``n``, default 1; negative values are rejected."""
+    """Total that only grows. ``add(n)`` adds ``n``, by default 1. Negative values are rejected."""
 
     add: Callable[..., None]
 
@@ -229,7 +229,7 @@ class Histogram(Stat):
 
 
 class Gauge(Stat):
-    """Value that can go up and down. Its total is the newest reading, even if the last windows have no reading."""
+    """Value that can go up and down. Sinks that export totals export its newest reading."""
 
     def set(self, value: float, **labels: object) -> None:
         """Record a reading."""

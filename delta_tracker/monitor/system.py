@@ -124,7 +124,7 @@ SYSTEM_NAMES = tuple(name for name, *_ in _METRICS)
 
 
 class SystemMetrics(Source):
-    """All metrics of this module, read once per collection.
+    """Source of all metrics of this module, read once per collection.
 
     Args:
         registry: registry in which the metrics are registered.

@@ -60,7 +60,7 @@ class _DeviceStat(DeviceState):
         return self._cell.enabled
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate computed from the ``num_sums`` sums of some values."""
+        """Return the aggregate computed from ``num_sums`` sums, such as the growth between two readings."""
         raise NotImplementedError
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
@@ -127,7 +127,7 @@ class DeviceMean(_DeviceStat):
             self._add(_HOST, _single(value, weight))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert total, weight, number of accepted values and number of all values."""
+        """Return the aggregate computed from total, weight, number of accepted values and number of all values."""
         return _figures(*sums)
 
     def _update(self, value: Tensor, weight: Tensor | float) -> None:
@@ -212,7 +212,7 @@ class DeviceCounter(_DeviceStat):
         self._add(value.device, torch.stack((total, num_good, num_good, num_values)))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Convert total, weight, number of accepted values and number of all values."""
+        """Return the aggregate computed from total, weight, number of accepted values and number of all values."""
         total, *rest = sums
         return _figures(int(total) if total.is_integer() else total, *rest)
 
@@ -303,7 +303,7 @@ def _figures(total: float, weight: float, count: float, num_values: float) -> Ag
 
 
 def _single(value: float, weight: float = 1) -> Tensor:
-    """Return the total, weight, number of accepted values and number of all values of one number, ``[4]``."""
+    """Return total, weight, number of accepted values and number of all values of a single value, ``[4]``."""
     weighted = float(value) * float(weight)
     sums = (weighted, float(weight), 1.0, 1.0) if math.isfinite(weighted) else (0.0, 0.0, 0.0, 1.0)
     return torch.tensor(sums, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Trace file for chrome://tracing and Perfetto: spans as bars, events as marks, figures as curves.
+"""Trace file for chrome://tracing and Perfetto: spans as bars, events as marks, values of windows as curves.
 
 The format is the JSON array of the Trace Event Format. Its closing bracket is optional, so the file of a program that
 was killed is readable. Timestamps are microseconds of the monotonic clock, like those of torch's profiler on Linux. No
@@ -22,7 +22,7 @@ _PHASES = {Phase.BEGIN: "b", Phase.END: "e", Phase.INSTANT: "i"}
 
 
 class ChromeTraceSink(Sink):
-    """Writes a trace file. An existing file is replaced.
+    """Sink that writes a trace file. An existing file is replaced.
 
     Args:
         path: the file, ending with ``.json``.

@@ -16,7 +16,7 @@ _S = 1e-9
 
 
 class JsonlSink(Sink):
-    """Appends windows and events to a file. A batch is written completely, or not at all if the disk is full.
+    """Sink that appends windows and events to a file. If a write fails, no part of the batch is written.
 
     Each line is an object with ``kind`` ("window", "total" or "event"), ``time`` in seconds since the epoch, and
     further fields. Undefined values are omitted from windows and null in totals. Numbers that are not finite are

@@ -11,7 +11,7 @@ from delta_tracker.monitor.sinks.sink import Sink
 
 
 class LoggingSink(Sink):
-    """Logs events at their severity, and windows at a fixed level.
+    """Sink that logs events at their severity and windows at a fixed level.
 
     Args:
         logger: name of the logger.

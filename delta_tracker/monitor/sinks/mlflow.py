@@ -21,7 +21,7 @@ _MAX_METRICS, _MAX_PARAMS = 1000, 100
 
 
 class MlflowSink(Sink):
-    """Logs to one run of a tracking server.
+    """Sink that logs to one run of an MLflow tracking server.
 
     The data of the event ``training.start`` is logged as parameters of the run, and the data of ``training.end`` as
     tags. The newest published version is also a tag. The values of each window are logged as metrics at its step. The

@@ -33,7 +33,7 @@ _SEVERITIES = {
 
 
 class OpenTelemetrySink(Sink):
-    """Sends each batch to an OpenTelemetry collector.
+    """Sink that sends each batch to an OpenTelemetry collector.
 
     Totals are sent as metrics, ended spans as spans, and instant events as log records.
 

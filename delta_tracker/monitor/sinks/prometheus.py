@@ -50,7 +50,9 @@ class _Snapshot:
 
 
 class PrometheusSink(Sink):
-    """Serves ``/metrics`` with the totals of the last collection. Collect at least as often as Prometheus scrapes.
+    """Sink that serves the totals of the last collection at ``/metrics``.
+
+    Collect at least as often as Prometheus scrapes.
 
     Counters are exported as totals since the process started, gauges as their newest reading, stats as summaries, and
     histograms with bounds at powers of two. Summaries and histograms also cover all records since the process started.
@@ -94,7 +96,7 @@ class PrometheusSink(Sink):
 
 
 class PrometheusFileSink(Sink):
-    """Writes the totals to a text file at each collection. The previous file is replaced atomically.
+    """Sink that writes the totals to a text file at each collection. The previous file is replaced atomically.
 
     Args:
         path: the file, ending with ``.prom`` for node_exporter.

@@ -8,7 +8,7 @@ from delta_tracker.monitor.batch import WindowReport
 
 
 class Steps:
-    """Assigns a step to each window of a series.
+    """Training steps of the windows of all series.
 
     The step is the one set by :meth:`~delta_tracker.monitor.monitor.Monitor.step` when the window closed. If no step
     was set, it is the number of the window in its series, starting at 1.

@@ -17,7 +17,7 @@ _S = 1e-9
 
 
 class TensorBoardSink(Sink):
-    """Writes the values and histograms of every window, and events as text, to TensorBoard event files.
+    """Sink that writes values and histograms of windows, and events as text, to TensorBoard event files.
 
     The x axis is the step, see :class:`~delta_tracker.monitor.sinks.steps.Steps`.
 

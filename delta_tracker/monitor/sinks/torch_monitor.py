@@ -27,7 +27,7 @@ _US_PER_S = 1_000_000
 
 
 class TorchMonitorSink(Sink):
-    """Logs every event and window as an event of ``torch.monitor``, for handlers registered there.
+    """Sink that logs every event and window as an event of ``torch.monitor``, for handlers registered there.
 
     Python handlers registered there run in a thread of the library.
 
