@@ -96,7 +96,7 @@ def _scratch() -> Iterator[Path]:
 
 
 def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
-    """Return the table named ``fqn``, or the only one if None.
+    """Return the table ``fqn`` of a snapshot; if None, its only table.
 
     Raises:
         InvalidArgumentError: if the snapshot has no such table, or has several and ``fqn`` is None.

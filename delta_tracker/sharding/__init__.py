@@ -2,7 +2,7 @@
 
 Open ``discover.py`` first: it finds the tables. ``kernel_hooks.py``, ``odist_hook.py`` and ``write_hooks.py`` report
 lookups, updates and other writes. ``kernel_memory.py`` and ``weights.py`` read rows and optimizer states.
-``refusals.py`` lists the supported optimizers and rejects models that cannot be tracked. ``torchrec_api.py`` has every
-attribute of torchrec that is used, with the differences between its versions. ``inference_tables.py`` finds the tables
-of serving models.
+``refusals.py`` lists the supported optimizers and rejects models that cannot be tracked. ``torchrec_api.py`` imports
+torchrec's classes and handles the differences between its versions. ``inference_tables.py`` finds the tables of serving
+models.
 """

@@ -1,8 +1,8 @@
 """Find the sharded tables of a model, this rank's shards of them, and the kernels that hold the shards.
 
-A kernel is TorchRec's ``BatchedFusedEmbedding``/``...Bag``: one table-batched embedding (TBE) with one autograd node
-for a group of tables. A table is identified by its position in the kernel, because names of features and tables are
-not unique.
+A kernel is one of TorchRec's modules ``BatchedFusedEmbedding``, ``BatchedDenseEmbedding`` and their ``...Bag``
+variants: a table-batched embedding (TBE) with one autograd node for a group of tables. Within a kernel, a table is
+identified by its position, because names of features and tables are not unique.
 """
 
 from __future__ import annotations

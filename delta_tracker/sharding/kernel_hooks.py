@@ -64,9 +64,9 @@ class UpdateListener(Protocol):
         """Handle the end of the write ``key`` in the tables with the FQNs ``tables``. The values are ignored."""
 
     def ended(self, key: int) -> None:
-        """Handle the end of the backward pass of the write ``key``, also after an error: its rows are final.
+        """Handle the end of the backward pass of the write ``key``, also after an error.
 
-        Called in any thread, also in a destructor; must be lock-free.
+        No more rows of the write will be written. Called in any thread, also in a destructor; must be lock-free.
         """
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
@@ -115,7 +115,7 @@ class Watcher:
         self.num_errors = 0
 
     def remove(self) -> None:
-        """Stop reporting, also the remaining steps of a lookup or write in progress."""
+        """Stop reporting, including the rest of a lookup or write in progress."""
         self._listener = _Deaf()
 
     def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:

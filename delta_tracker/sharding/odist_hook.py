@@ -1,7 +1,7 @@
 """Run work after a sharded collection has launched its output distribution, overlapped with the communication.
 
-TorchRec calls one function at this point, the post-odist slot of the collection. :class:`OdistSlot` is the function in
-that slot: it calls the hooks of all trackers and the function that was in the slot before.
+At this point TorchRec calls the function in the collection's post-odist slot, which holds only one. That function is an
+:class:`OdistSlot`, which calls the function that was in the slot before and the hooks of all trackers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OdistSlot:
-    """Function in TorchRec's post-odist slot of one collection: calls the previous function, then all trackers' hooks.
+    """Function for TorchRec's post-odist slot of one collection: calls the previous function, then all trackers' hooks.
 
     Without hooks it only calls the previous function. Another function that replaced it in the slot may therefore still
     call it.
@@ -46,7 +46,7 @@ class OdistSlot:
 
 
 class PostOdistHook(Watcher):
-    """Hook that reports each launch of a collection's output distribution, of which it has one per sharding type.
+    """Hook that reports each launch of a collection's output distributions, one for each of its sharding types.
 
     Uses TorchRec's slot if the collection has and calls it, otherwise module hooks. A managed-collision module
     distributes the output of its collection itself and does not call the slot.

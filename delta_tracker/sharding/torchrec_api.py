@@ -1,7 +1,7 @@
-"""Classes and attributes of torchrec that the package uses, imported when they are first needed.
+"""Classes of torchrec that the package uses, imported when they are first needed, and properties of sharding plans.
 
-The attribute paths below are the same in torchrec 1.3.0 to 1.9.2, which `make test-matrix` checks. Handle differences
-between versions in this file.
+The names below are the same in torchrec 1.3.0 to 1.9.2, which `make test-matrix` checks. Handle differences between
+versions in this file.
 """
 
 from __future__ import annotations
