@@ -1,4 +1,4 @@
-"""Choose the engine that holds the changed rows of a shard."""
+"""Choose the engine of the row sets that hold the changed rows of a shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES = tuple(_BY_NAME)
 
 
 def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
-    """Return the class of row sets for a device.
+    """Return an engine for a device, as a class of row sets.
 
     Args:
         name: one of :data:`ENGINES`: ``"torch"`` (any device), ``"numba"`` (CPU) or ``"triton"`` (CUDA). None chooses
@@ -24,8 +24,9 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
         device: device of the shard.
 
     Returns:
-        A class; ``choose_engine(name, device)(num_rows, device)`` is an empty set. Its constructor raises
-        ``MissingExtraError`` if the package of a named engine is not installed. None returns an installed engine.
+        A subclass of :class:`RowSet`; ``choose_engine(name, device)(num_rows, device)`` is an empty set. The
+        constructor of the class raises :class:`MissingExtraError` if the engine was selected by name and its package is
+        not installed.
 
     Raises:
         InvalidArgumentError: if the name is unknown or the engine does not support the device.

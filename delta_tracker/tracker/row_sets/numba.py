@@ -1,4 +1,7 @@
-"""Row sets on the CPU, compiled by numba (the extra ``numba``)."""
+"""Row sets on the CPU, compiled by numba (the extra ``numba``).
+
+Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids of a call.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,23 @@ from delta_tracker.tracker.row_sets.row_set import RowSet
 _ROWS_PER_BLOCK = 128
 _WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 64
 _ROWS_PER_SPAN = 512
-# While few rows of a large shard are marked, their ids are kept in lists, which a scan sorts. This is faster than a
-# cache miss for each bit. The lists take at most an eighth of the memory of the bits, which are not allocated yet.
+# While few rows of a large shard are marked, no bits are allocated. Their ids are kept in lists, which a scan sorts.
+# This is faster than a cache miss for each bit. The lists take at most an eighth of the memory of the bits.
 _ROWS_PER_LISTED_ID = 512
 _MAX_LISTS = 128
 # If the words fit into a core's cache, they are marked without their summary, which halves the time per id. This pays
 # off only for calls with many ids, because the summary is then rebuilt from all words.
 _MAX_CACHED_WORDS = 2**18
-_WORDS_PER_ID = 4  # words that can be summarised in the time saved per id
+_WORDS_PER_ID = 4  # number of words that can be summarised in the time that is saved for one id
 
 
 class NumbaRows(RowSet):
     """Row set with one bit per row and one per block of 128 rows, so that a scan's time depends on the marked rows.
 
-    It takes ``R / 8 + R / 1024`` bytes of address space, of which only pages that were written use memory. While few
-    rows of a large shard are marked, it takes 8 bytes per marked id instead. All loops release the GIL.
-    :meth:`mark_new` returns ids in the order of their first occurrence. The first set compiles the loops, which takes
-    seconds; later processes load them from numba's cache.
+    It reserves ``R / 8 + R / 1024`` bytes of address space, of which only pages that were written take memory. While
+    few rows of a large shard are marked, it takes at most 8 bytes per marked id instead, repeats included. All loops
+    release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set compiles the
+    loops, which takes seconds; later processes load them from numba's cache.
 
     Raises:
         MissingExtraError: if numba is not installed.
@@ -63,7 +66,7 @@ class NumbaRows(RowSet):
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
-        """Return True for a little-endian CPU."""
+        """Return True for the CPU of a little-endian machine."""
         return device.type == "cpu" and sys.byteorder == "little"
 
     @property
@@ -82,7 +85,7 @@ class NumbaRows(RowSet):
         self._unlisted().mark(array)
 
     def _unlisted(self) -> _Bits:
-        """Return the bits. The first call allocates them and moves the listed ids into them."""
+        """Return the bits. The first call allocates them and moves the ids from the lists to the bits."""
         if self._bits is None:
             self._bits = _Bits(self.num_rows, self._max_cached_words)
             lists, self._lists = self._lists, []
@@ -142,9 +145,15 @@ class NumbaRows(RowSet):
 
 
 class _Bits:
-    """Bits of ``num_rows`` rows and their summary, which :meth:`_settle` rebuilds after calls that skipped it.
+    """One bit per row, and a summary with one bit per block of 128 rows, which is set if a row of the block is marked.
 
+    Some calls of :meth:`mark` do not update the summary; :meth:`_settle` rebuilds it when it is needed. Arguments
     ``ids`` are ``[N]`` int64. Ids out of range count as row 0.
+
+    Args:
+        num_rows: ``R``.
+        max_cached_words: maximum number of 64-bit words that fit into a core's cache. Only then may :meth:`mark` leave
+            out the update of the summary.
     """
 
     __slots__ = ("_count", "_is_settled", "_loops", "_max_cached_words", "_num_rows", "_octets", "_summary", "_words")
@@ -166,7 +175,7 @@ class _Bits:
 
     @property
     def count(self) -> int:
-        """Number of bits set."""
+        """Number of marked rows."""
         self._settle()
         return self._count
 
@@ -180,7 +189,10 @@ class _Bits:
             self._count += self._loops.mark(self._octets, self._summary, self._num_rows, ids)
 
     def mark_new(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-        """Set the bit of each id. Return ``[N]``, which starts with the ids whose bit was clear, and their number."""
+        """Set the bit of each id. Return the ids whose bit was clear, and their number ``M``.
+
+        The returned array is ``[N]``; its elements after the first ``M`` are undefined.
+        """
         fresh = np.empty(ids.size, dtype=np.int64)
         count: int = self._loops.mark_new(self._octets, self._summary, self._num_rows, ids, fresh)
         self._count += count
@@ -200,7 +212,7 @@ class _Bits:
         self._count = 0
 
     def contains(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return the bit of each id, ``[N]``."""
+        """Return the bit of each id, ``[N]`` bool."""
         found = np.empty(ids.size, dtype=np.bool_)
         self._loops.contains(self._words, self._num_rows, ids, found)
         return found
@@ -211,14 +223,14 @@ class _Bits:
         self._count += self._loops.absorb(self._words, self._summary, other._words, other._summary)
 
     def scan(self) -> NDArray[np.int64]:
-        """Return the positions of the bits that are set, in ascending order."""
+        """Return the marked rows in ascending order, int64."""
         self._settle()
         rows = np.empty(self._count + self._loops.SPARE, dtype=np.int64)
         self._loops.unpack(self._words, self._summary, rows)
         return rows[: self._count]
 
     def rank(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of bits set below each id, ``[N]``."""
+        """Return the number of marked rows below each id, ``[N]`` int64."""
         self._settle()
         before = np.empty(-(-self._num_rows // _ROWS_PER_SPAN), dtype=np.int64)
         self._loops.count_before(self._words, self._summary, before)
@@ -235,7 +247,7 @@ class _Bits:
 
 @cache
 def load_loops() -> ModuleType:
-    """Import :mod:`delta_tracker.tracker.row_sets.numba_loops`.
+    """Import and return :mod:`delta_tracker.tracker.row_sets.numba_loops`.
 
     Raises:
         MissingExtraError: if numba is not installed or does not support the installed numpy.
@@ -247,12 +259,12 @@ def load_loops() -> ModuleType:
 
 
 def _array(ids: Tensor) -> NDArray[np.int64]:
-    """Return ``ids`` as an array, without a copy if they are contiguous."""
+    """Return ``ids`` as an array, which shares their memory if they are contiguous."""
     return ids.contiguous().numpy()
 
 
 def _set_first(words: NDArray[np.int64], num_bits: int) -> None:
-    """Set the first ``num_bits`` bits and clear the others."""
+    """Set the first ``num_bits`` bits of ``words`` and clear the others."""
     full, rest = divmod(num_bits, 64)
     words[:full] = -1
     words[full:] = 0

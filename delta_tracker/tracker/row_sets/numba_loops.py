@@ -2,9 +2,13 @@
 
 The first import compiles the loops, which takes seconds; later ones load them from numba's cache.
 
-Shapes: ``words`` is ``[2 * B]`` int64, a bit per row, for ``B`` blocks of 128 rows. ``octets`` is the same memory as
-``[16 * B]`` uint8, lowest rows first, which requires a little-endian machine. ``summary`` is ``[ceil(B / 64)]`` int64,
-a bit per block that has a marked row.
+Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids, ``B`` the number of blocks of 128 rows.
+Ids outside ``[0, R)`` count as row 0. Shapes:
+
+- ``words`` is ``[2 * B]`` int64, with one bit per row, which is set if the row is marked.
+- ``octets`` is the same memory as ``[16 * B]`` uint8, lowest rows first, which requires a little-endian machine.
+- ``summary`` is ``[ceil(B / 64)]`` int64, with one bit per block, which is set if a row of the block is marked.
+- ``ids`` is ``[N]`` int64.
 
 Nearly all integers are int64, because numba promotes int64 with uint64 to float. All loops release the GIL. No loop
 passes an array to another function of this module, because numba counts references at each such call, which takes
@@ -32,8 +36,8 @@ _Octets = NDArray[np.uint8]
 _Intrinsic = tuple[Signature, Callable[[BaseContext, ir.IRBuilder, Signature, Sequence[ir.Value]], ir.Value]]
 
 _AHEAD = 32  # ids between a prefetch and its use: halves the time on large shards; 24 to 48 are equally fast
-SPARE = 4  # numbers that :func:`unpack` may write after the last one
-_FIRST_OF_FOUR = 0x1111111111111111  # a cache line holds four blocks
+SPARE = 4  # number of elements that :func:`unpack` may write after the last row
+_FIRST_OF_FOUR = 0x1111111111111111  # the lowest of every four bits, because a cache line holds four blocks
 
 
 @intrinsic
@@ -70,7 +74,11 @@ def _prefetch(_typing: Typing, words: types.Type, _at: types.Type) -> _Intrinsic
 
 
 def _loop(signature: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that compiles a function for one signature, cached on disk if the cache is writable."""
+    """Return a decorator that compiles a function, with a cache on disk if the cache is writable.
+
+    Args:
+        signature: types for which to compile the function immediately; None to compile it at its first call.
+    """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
@@ -83,7 +91,10 @@ def _loop(signature: str | None = None) -> Callable[[Callable[..., Any]], Callab
 
 @_loop()
 def _within(row: int, num_rows: int) -> np.uint64:
-    """Return the row, or 0 if it is out of range. Unsigned, because numba checks signed indices for negative values."""
+    """Return the row, or 0 if it is out of range.
+
+    The result is unsigned, because numba checks signed indices for negative values.
+    """
     unsigned = np.uint64(row)  # negative rows become larger than any row
     return unsigned if unsigned < np.uint64(num_rows) else np.uint64(0)
 
@@ -101,7 +112,7 @@ def _place(row: np.uint64) -> int:
 
 @_loop("int64(uint8[::1], int64[::1], int64, int64[::1])")
 def mark(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints) -> int:
-    """Set the bit of each id. Return how many were clear."""
+    """Mark the row of each id and update the summary. Return the number of rows that were not marked before."""
     count = 0
     for i in range(ids.size):
         if i + _AHEAD < ids.size:
@@ -117,7 +128,10 @@ def mark(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints) -> int:
 
 @_loop("void(uint8[::1], int64, int64[::1])")
 def mark_octets(octets: _Octets, num_rows: int, ids: _Ints) -> None:
-    """Set the bit of each id, in a set that fits into a cache. Call :func:`summarize` afterwards."""
+    """Mark the row of each id without an update of the summary. Call :func:`summarize` afterwards.
+
+    Faster than :func:`mark` if the words fit into a core's cache.
+    """
     for i in range(ids.size):
         row = _within(ids[i], num_rows)
         octets[_octet(row)] |= 1 << _place(row)
@@ -125,7 +139,7 @@ def mark_octets(octets: _Octets, num_rows: int, ids: _Ints) -> None:
 
 @_loop("int64(int64[::1], int64[::1])")
 def summarize(words: _Ints, summary: _Ints) -> int:
-    """Write the summary of the words. Return how many bits are set."""
+    """Compute ``summary`` from ``words``. Return the number of marked rows."""
     count = 0
     for i in range(summary.size):
         blocks = 0
@@ -139,7 +153,7 @@ def summarize(words: _Ints, summary: _Ints) -> int:
 
 @_loop("void(int64[::1], int64[::1])")
 def clear(words: _Ints, summary: _Ints) -> None:
-    """Clear every bit."""
+    """Clear all bits of ``words`` and ``summary``. ``summary`` must be up to date."""
     for i in range(summary.size):
         blocks = summary[i]
         summary[i] = 0
@@ -151,7 +165,10 @@ def clear(words: _Ints, summary: _Ints) -> None:
 
 @_loop("int64(uint8[::1], int64[::1], int64, int64[::1], int64[::1])")
 def mark_new(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints, fresh: _Ints) -> int:
-    """Set the bit of each id. Write the ids whose bit was clear to ``fresh``, ``[N]``, and return their number."""
+    """Mark the row of each id and update the summary.
+
+    Write the rows that were not marked before to the start of ``fresh``, ``[N]``, and return their number.
+    """
     count = 0
     for i in range(ids.size):
         if i + _AHEAD < ids.size:
@@ -168,7 +185,7 @@ def mark_new(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints, fresh: 
 
 @_loop("void(int64[::1], int64, int64[::1], bool_[::1])")
 def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) -> None:
-    """Write the bit of each id to ``found``, ``[N]``."""
+    """Write to ``found``, ``[N]``, True for each id whose row is marked, else False."""
     for i in range(ids.size):
         row = int(_within(ids[i], num_rows))
         found[i] = words[row >> 6] >> (row & 63) & 1 != 0
@@ -176,7 +193,10 @@ def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) 
 
 @_loop("int64(int64[::1], int64[::1], int64[::1], int64[::1])")
 def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> int:
-    """Set the bits of another set. Return how many were clear."""
+    """Mark the rows of another set of the same size. Return the number of rows that were not marked before.
+
+    ``other`` and ``other_summary`` are the words and the summary of the other set.
+    """
     count = 0
     for i in range(summary.size):
         blocks = other_summary[i]
@@ -193,7 +213,10 @@ def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> 
 
 @_loop("void(int64[::1], int64[::1], int64[::1])")
 def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
-    """Write the position of each set bit to ``out``, which must be :data:`SPARE` longer than their number."""
+    """Write the marked rows to ``out`` in ascending order.
+
+    ``out`` must have :data:`SPARE` elements more than there are marked rows.
+    """
     at = 0
     for i in range(summary.size):
         if i + 2 < summary.size:
@@ -213,7 +236,7 @@ def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
                 word &= word - 1
                 following = at
                 at += _popcount(word)
-                while word:  # writes four per turn, some of them in excess, because the number of bits is unpredictable
+                while word:  # writes four rows at a time, some in excess, because the number of bits is unpredictable
                     for k in range(following, following + 4):
                         out[k] = (j << 6) + _lowest(word)
                         word &= word - 1
@@ -222,7 +245,7 @@ def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
 
 @_loop("void(int64[::1], int64[::1], int64[::1])")
 def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
-    """Write to ``before``, ``[ceil(R / 512)]``, the number of marked rows before each span of 512 rows."""
+    """Write the number of marked rows before each span of 512 rows to ``before``, ``[ceil(R / 512)]``."""
     rows = 0
     for span in range(before.size):
         before[span] = rows
@@ -233,7 +256,7 @@ def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
 
 @_loop("void(int64[::1], int64[::1], int64, int64[::1], int64[::1])")
 def rank(words: _Ints, before: _Ints, num_rows: int, ids: _Ints, out: _Ints) -> None:
-    """Write to ``out``, ``[N]``, the number of marked rows below each id, given the result of :func:`count_before`."""
+    """Write the number of marked rows below each id to ``out``, ``[N]``. ``before`` is that of :func:`count_before`."""
     for i in range(ids.size):
         row = int(_within(ids[i], num_rows))
         last = row >> 6

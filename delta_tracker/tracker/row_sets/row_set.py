@@ -1,6 +1,7 @@
 """Base class of the row sets of all engines.
 
-Letters: ``R`` rows of the shard, ``N`` ids of a call, ``K`` rows in the set, ``M`` rows that a call added.
+Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids of a call, ``K`` the number of rows in the
+set, ``M`` the number of rows that a call added.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class RowSet(ABC):
     3. Rows are only added, until :meth:`clear` empties the set.
     4. The same calls return the same results, in the same order.
     5. :meth:`scan`, :meth:`mark_new` and :meth:`count` wait for the device, because the size or value of their result
-       depends on the set's content. :meth:`rank` may wait. No other method does.
+       depends on the set's content. :meth:`rank` may wait. No other method waits.
 
     Callers must serialise the calls on one set, including calls on different streams of a device.
 
@@ -33,7 +34,7 @@ class RowSet(ABC):
 
     Args:
         num_rows: ``R``; 0 is allowed.
-        device: device of the set and of all ids.
+        device: device of the set and of all ids. The engine must support it, see :meth:`serves`.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -44,12 +45,12 @@ class RowSet(ABC):
     @classmethod
     @abstractmethod
     def serves(cls, device: torch.device) -> bool:
-        """Return True if this engine supports ``device``, provided that its package is installed."""
+        """Return True if this engine supports ``device``. Does not check that the engine's package is installed."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes held, including summaries."""
+        """Number of bytes that the set holds."""
 
     def mark(self, ids: Tensor) -> None:
         """Add rows.
@@ -66,7 +67,7 @@ class RowSet(ABC):
             self._mark_all()
 
     def clear(self) -> None:
-        """Remove all rows, so that the memory of the set can be reused."""
+        """Remove all rows. The set's memory is kept for reuse."""
         if self.num_rows:
             self._clear()
 
@@ -84,27 +85,29 @@ class RowSet(ABC):
         return ids.new_empty(0)
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows and return those that were not in the set before, padded so as not to wait for the device.
+        """Add rows and return those that were not in the set before, padded to a fixed size.
+
+        Because the size is fixed, the call does not wait for the device.
 
         Args:
             ids: ``[N]`` int64 local ids.
 
         Returns:
-            ``[N]`` int64, the ids that :meth:`mark_new` would return, padded with -1 at the end, and ``[1]`` int64,
-            their number ``M``.
+            The ids that :meth:`mark_new` would return, padded with -1 at the end, ``[N]`` int64, and their number
+            ``M`` without padding, ``[1]`` int64.
         """
         if self.num_rows and ids.numel():
             return self._mark_new_padded(ids)
         return torch.full_like(ids, -1), ids.new_zeros(1)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Return which rows are marked.
+        """Return a mask of the ids whose rows are marked.
 
         Args:
             ids: ``[N]`` int64 local ids.
 
         Returns:
-            ``[N]`` bool.
+            ``[N]`` bool, True where the row is in the set.
         """
         if self.num_rows and ids.numel():
             return self._contains(ids)
@@ -131,11 +134,11 @@ class RowSet(ABC):
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
     def count(self) -> int:
-        """Return the number ``K`` of marked rows. Waits for the device, and allocates no memory for the ids."""
+        """Return the number ``K`` of marked rows. Waits for the device. Does not allocate memory for the ids."""
         return self._num_marked() if self.num_rows else 0
 
     def rank(self, ids: Tensor) -> Tensor:
-        """Return the number of marked rows below each id: for a marked row, its index in the result of :meth:`scan`.
+        """Return the number of marked rows below each id. For a marked row, this is its index in :meth:`scan`.
 
         Args:
             ids: ``[N]`` int64 local ids.

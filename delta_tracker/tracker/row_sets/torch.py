@@ -11,7 +11,7 @@ from delta_tracker.tracker.row_sets.row_set import RowSet
 
 
 def within(ids: Tensor, num_rows: int) -> Tensor:
-    """Return ``ids``, ``[N]``, with each id outside ``[0, num_rows)`` replaced by 0.
+    """Return a copy of ``ids``, ``[N]``, in which 0 replaces each id outside ``[0, num_rows)``.
 
     Example:
         >>> within(torch.tensor([2, -1, 3]), num_rows=3)
@@ -21,7 +21,7 @@ def within(ids: Tensor, num_rows: int) -> Tensor:
 
 
 class TorchRows(RowSet):
-    """Row set with one byte per row, ``R`` bytes in total; a scan reads all of them.
+    """Row set with one byte per row. It takes ``R`` bytes for the ``R`` rows of a shard, and a scan reads all of them.
 
     :meth:`mark_new` returns ids in ascending order. :meth:`rank` waits for the device.
 
@@ -47,7 +47,7 @@ class TorchRows(RowSet):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the marks, ``R``."""
+        """Bytes of the set, one for each row of the shard."""
         return self._marks.nbytes
 
     def _mark(self, ids: Tensor) -> None:

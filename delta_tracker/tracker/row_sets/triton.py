@@ -31,8 +31,9 @@ _BLOCKS_PER_PROGRAM = 64
 class TritonRows(RowSet):
     """Row set with one bit per row and one per block of 512 rows, so that a scan skips blocks without marked rows.
 
-    It takes ``R / 8 + R / 4096`` bytes. :meth:`mark_new` returns ids in ascending order. :meth:`rank` does not wait for
-    the device. Each program is compiled at its first use, which takes seconds; Triton caches it on disk.
+    It takes ``R / 8 + R / 4096`` bytes for the ``R`` rows of a shard. :meth:`mark_new` returns ids in ascending order.
+    :meth:`rank` does not wait for the device. Each program is compiled at its first use, which takes seconds; Triton
+    caches it on disk.
 
     Raises:
         MissingExtraError: if triton is not installed.
@@ -109,7 +110,11 @@ class TritonRows(RowSet):
         self._launch("mark", num_programs, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None)
 
     def _count(self) -> tuple[Tensor, Tensor]:
-        """Return the marked rows in each block, ``[B]`` int32, and in all blocks before it, ``[B]`` int64."""
+        """Return the number of marked rows of each block, and of all blocks before it.
+
+        Returns:
+            ``[B]`` int32 and ``[B]`` int64, for the ``B`` blocks of the set.
+        """
         counts = torch.empty(self._num_blocks, dtype=torch.int32, device=self.device)
         num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
         arguments = (self._words, self._summary, self._num_blocks, counts)
@@ -131,7 +136,7 @@ def _load_programs() -> ModuleType:
 
 
 def _set_first(words: Tensor, num_bits: int) -> None:
-    """Set the first ``num_bits`` bits and clear the others."""
+    """Set the first ``num_bits`` bits of ``words`` and clear the others."""
     full, rest = divmod(num_bits, 32)
     words[:full] = -1
     words[full:] = 0

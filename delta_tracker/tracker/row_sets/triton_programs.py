@@ -1,7 +1,11 @@
 """Device programs of :mod:`delta_tracker.tracker.row_sets.triton`. No other module imports triton.
 
-Shapes: ``words`` is ``[16 * B]`` int32, a bit per row, for ``B`` blocks of 512 rows. ``summary`` is ``[ceil(B / 32)]``
-int32, a bit per block that has a marked row. Rows and positions are int64.
+Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids, ``B`` the number of blocks of 512 rows. Ids
+outside ``[0, R)`` count as row 0. Shapes:
+
+- ``words`` is ``[16 * B]`` int32, with one bit per row, which is set if the row is marked.
+- ``summary`` is ``[ceil(B / 32)]`` int32, with one bit per block, which is set if a row of the block is marked.
+- ``ids`` is ``[N]`` int64, as are all rows and positions.
 """
 
 from __future__ import annotations
@@ -42,7 +46,11 @@ def mark(
     size: tl.constexpr,
     wants_fresh: tl.constexpr,
 ) -> None:
-    """Set each id's bit. With ``wants_fresh``, write the id to ``fresh``, ``[N]``, or R if the bit was already set."""
+    """Mark the row of each id and update the summary.
+
+    If ``wants_fresh`` is set, write each row to ``fresh``, ``[N]``, or ``R`` in its place if it was already marked. Of
+    several equal ids, only one writes the row. Each program processes ``size`` ids.
+    """
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = at < num_ids
     row = _within(tl.load(ids + at, mask=here, other=0), num_rows)
@@ -58,7 +66,10 @@ def mark(
 
 @triton.jit
 def count(words: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor, counts: tl.tensor, size: tl.constexpr) -> None:
-    """Write the number of marked rows of each block to ``counts``, ``[B]`` int32."""
+    """Write the number of marked rows of each block to ``counts``, ``[B]`` int32.
+
+    Each program processes ``size`` blocks.
+    """
     block = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = block < num_blocks
     touched = here & ((tl.load(summary + (block >> 5), mask=here, other=0) & _bit(block)) != 0)
@@ -69,7 +80,11 @@ def count(words: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor, counts: t
 
 @triton.jit
 def scan(words: tl.tensor, counts: tl.tensor, before: tl.tensor, out: tl.tensor) -> None:
-    """Write the marked rows of one block to ``out[before[block]:]``."""
+    """Write the marked rows of one block, in ascending order, to ``out[before[block]:]``.
+
+    ``counts``, ``[B]``, has the number of marked rows of each block, and ``before``, ``[B]``, that of all blocks before
+    it.
+    """
     block = tl.program_id(0).to(tl.int64)
     if tl.load(counts + block) > 0:
         row = block * 512 + tl.arange(0, 512)
@@ -88,7 +103,10 @@ def rank(
     out: tl.tensor,
     size: tl.constexpr,
 ) -> None:
-    """Write the number of marked rows below each id to ``out``, ``[N]``. ``before``, ``[B]``, has it for each block."""
+    """Write the number of marked rows below each id to ``out``, ``[N]``.
+
+    ``before``, ``[B]``, has the number of marked rows before each block. Each program processes ``size`` ids.
+    """
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = at < num_ids
     row = _within(tl.load(ids + at, mask=here, other=0), num_rows)
