@@ -13,17 +13,18 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """Bounds at which :meth:`Publisher.step` publishes. The first bound that is reached starts a version.
+    """Bounds at which :meth:`Publisher.step` publishes. The first bound that any rank reaches starts a version.
 
-    Rows and bytes are those pending on one rank. Tables without a fused optimizer are not counted, because only a read
-    finds their changed rows.
+    Rows and bytes are counted on each rank separately. Tables without a fused optimizer are not counted, because only a
+    read finds their changed rows.
 
     Args:
         batches: number of batches since the last version.
         seconds: number of seconds since the last version, by rank 0's clock.
-        rows: number of pending rows of a rank.
-        num_bytes: size in bytes of the pending rows' values of a rank, in the tables' dtypes.
-        snapshot_every: every n-th version is a snapshot; None for the first one only.
+        rows: number of pending rows on one rank.
+        num_bytes: size in bytes of the values of the pending rows on one rank, in the tables' dtypes.
+        snapshot_every: number of versions from one snapshot to the next, beginning with the first version of the
+            publisher; None to publish a snapshot only if one is needed.
 
     Raises:
         InvalidArgumentError: for a bound that is not a positive number, or without any bound.
@@ -51,15 +52,15 @@ class Cadence:
 
 
 class Pace:
-    """Checks a cadence on one rank.
+    """Checks on one rank if a bound of a cadence is reached.
 
-    An exact count of the pending rows scans the row sets. It runs only when enough lookups were recorded since the last
-    count to reach the bound.
+    An exact count of the pending rows scans the row sets. It is made only if the last count and the lookups recorded
+    since then together reach a bound.
 
     Args:
         cadence: the bounds.
         tracker: tracker of the rows.
-        consumer: consumer of the pending rows.
+        consumer: name of the consumer whose pending rows are counted; None if the tracker has only one.
     """
 
     def __init__(self, cadence: Cadence, tracker: ModelDeltaTracker, consumer: str | None) -> None:
@@ -72,13 +73,17 @@ class Pace:
         self._counted_at = self._recorded()
 
     def restart(self) -> None:
-        """Count from now on, at the cut of a version."""
+        """Restart all counts. Call it at the cut of a version."""
         self._batch = self._tracker.num_batches
         self._time = time.monotonic()
         self._counted, self._counted_at = (0, 0), self._recorded()
 
     def is_due(self, *, is_clock: bool) -> bool:
-        """Return True if a version is due at the next batch. ``seconds`` is checked only if ``is_clock``."""
+        """Return True if a version is due at the next batch.
+
+        Args:
+            is_clock: True to check ``seconds`` too; only rank 0 does.
+        """
         cadence = self._cadence
         if cadence.batches is not None and self._tracker.num_batches + 1 - self._batch >= cadence.batches:
             return True
@@ -91,7 +96,7 @@ class Pace:
         return self._reaches(bounds, self._counted)
 
     def _most(self) -> tuple[int, int]:
-        """Return an upper bound of the pending rows and bytes."""
+        """Return an upper bound of the number of pending rows and of their bytes."""
         now = self._recorded()
         return (
             self._counted[0] + now[0] - self._counted_at[0],
@@ -105,7 +110,7 @@ class Pace:
         return self._sizes(self._tracker.num_recorded)
 
     def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
-        """Return the number of rows and the size of their values in the tables' dtypes."""
+        """Return the number of rows, and the size of their values in bytes, from the number of rows by table FQN."""
         row_bytes = {fqn: shard.num_columns * shard.table.dtype.itemsize for fqn, shard in self._tracker.shards.items()}
         return sum(num_rows.values()), sum(count * row_bytes[fqn] for fqn, count in num_rows.items())
 

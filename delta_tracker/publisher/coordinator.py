@@ -27,14 +27,14 @@ class Draft:
     """Contents of a version on one rank, before they are written.
 
     Args:
-        kind: snapshot or delta.
-        batches: half-open range of step counts that the version covers.
-        cut: unix time of the read.
+        kind: ``"snapshot"`` or ``"delta"``.
+        batches: half-open range of ``step()`` counts that the version covers.
+        cut: Unix time of the read in seconds.
         tables: FQN to table, the same on every rank.
-        pending_rows: number of changed rows of this rank that top-k left out.
-        parts: parts that are already written.
+        pending_rows: number of changed rows on this rank that top-k left out.
+        parts: parts of the version that this rank has already written.
         rows: rows to write.
-        dense: dense tensors to write.
+        dense: name to dense tensor, to write.
     """
 
     kind: Kind
@@ -53,8 +53,8 @@ class Share:
 
     Args:
         draft: contents that were written, or the error of the read.
-        parts: the parts.
-        message: describes the parts, or the error, to the other ranks.
+        parts: the written parts; empty after an error of the read.
+        message: message to the other ranks that describes the parts, or the error of the read or write.
     """
 
     draft: Draft | Exception
@@ -63,14 +63,17 @@ class Share:
 
 
 class Coordinator:
-    """Opens a stream and writes versions to it, together with the other ranks.
+    """Writer of versions to a stream, together with the other ranks.
 
-    The training thread calls the methods; a worker may call :meth:`write_part`, :meth:`write`, :meth:`commit` and
-    :meth:`answer`.
+    Only the training thread may call the methods, except :meth:`write_part`, :meth:`write`, :meth:`commit` and
+    :meth:`answer`, which a worker may call.
 
     Args:
         exchange: communication with the other ranks.
         recorder: records the time of writes and commits.
+
+    Attributes:
+        head: manifest of the last committed version; of the claim before the first.
     """
 
     def __init__(self, exchange: Exchange, recorder: Recorder) -> None:
@@ -89,15 +92,17 @@ class Coordinator:
         return self._storage
 
     def open(self, url: str | Storage) -> None:
-        """Open the store on every rank, claim the stream on rank 0, and check that all use one store. A collective.
+        """Open the store on every rank, claim the stream on rank 0, and check that all ranks use the same store.
+
+        A collective.
 
         Raises:
-            InvalidArgumentError: for an invalid url.
-            UnsafeStoreError: if the store lets two writers create one object.
-            MalformedError: if the stream's head is malformed.
+            InvalidArgumentError: if ``url`` is invalid, or this rank's store is not the store of rank 0.
+            UnsafeStoreError: if the store has no atomic create, on rank 0.
+            MalformedError: if the stream's head is malformed, on rank 0.
             StorageError: if this rank cannot use the store.
-            PublishError: if another rank cannot use the store, or uses another one.
-            RankLostError: if a rank dies in this time.
+            PublishError: if another rank failed for one of these reasons.
+            RankLostError: if a rank dies or does not answer in time.
         """
         exchange = self._exchange.exchange
         exchange(Phase.OPENING, Message.of(lambda: self._open(url)))
@@ -105,16 +110,20 @@ class Coordinator:
         exchange(Phase.CHECKING, Message.of(self._check_same_store))
 
     def vote(self, phase: Phase, batch: int, tables: Mapping[str, TableSpec]) -> Vote:
-        """Return a vote with this rank's batch and tables. No collective."""
+        """Return a vote with this rank's phase, batch and tables. Not a collective."""
         _, tables_hash = self._describe(tables)
         return Vote(phase, batch, tables_hash)
 
     def compare_places(self, batch: int, tables: Mapping[str, TableSpec]) -> None:
-        """Raise if a rank is at another batch than rank 0, or has other tables. A collective.
+        """Check that all ranks are at the same batch and have the same tables. A collective.
+
+        Args:
+            batch: number of batches of this rank.
+            tables: FQN to table of this rank.
 
         Raises:
-            PublishError: if a rank differs.
-            RankLostError: if a rank dies in this time.
+            PublishError: if a rank is at another batch than rank 0 or has other tables.
+            RankLostError: if a rank dies or does not answer in time.
         """
         place = Message.of(lambda: self._place(batch, tables))
         check_alike(self._exchange.exchange(Phase.PLACING, place), "cut", "tables")
@@ -122,8 +131,15 @@ class Coordinator:
     def write_part(self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> Part:
         """Write a part of the next version.
 
+        Args:
+            rows: rows of the part.
+            dense: name to dense tensor; None for a part without dense tensors.
+
+        Returns:
+            Description of the part for the manifest.
+
         Raises:
-            StorageError: if it cannot be written.
+            StorageError: if the part cannot be written.
         """
         name = part_name(self.head.version + 1, self.head.generation, f"r{self._rank}")
         writer = PartWriter(name, rows, dense)
@@ -132,7 +148,7 @@ class Coordinator:
         return writer.part
 
     def write(self, draft: Draft | Exception) -> Share:
-        """Write this rank's parts of a version. Errors are returned in the share's message.
+        """Write this rank's parts of a version. Does not raise: the message of the result contains the error.
 
         Args:
             draft: contents to write, or the error of the read.
@@ -154,16 +170,16 @@ class Coordinator:
         return Share(draft, parts, Message.of(act))
 
     def tally(self, share: Share, num_bytes: int) -> list[dict[str, Any]]:
-        """Return the messages of all ranks' shares, by rank. A collective.
+        """Return the messages of all ranks' shares, in the order of ranks. A collective.
 
         Args:
-            share: of this rank.
+            share: share of this rank.
             num_bytes: length of the longest message of a rank.
 
         Raises:
-            PublishError: if another rank failed, or is at another batch.
-            Exception: the failure of this rank.
-            RankLostError: if a rank dies meanwhile.
+            PublishError: if another rank failed, or ranks are at different batches or have different tables.
+            Exception: the error of this rank.
+            RankLostError: if a rank dies or does not answer in time.
         """
         messages = self._exchange.gather(share.message, num_bytes)
         check_alike(messages, "cut", "tables")
@@ -174,11 +190,11 @@ class Coordinator:
 
         Args:
             share: share of rank 0.
-            messages: messages of all ranks' shares.
+            messages: result of :meth:`tally`.
 
         Raises:
-            FencedError: if a newer publisher has the stream.
-            StorageError: if the store failed. Predictors may have the version; the next one then follows it.
+            FencedError: if a newer publisher has claimed the stream.
+            StorageError: if the store failed. The version may have been committed; the next version then follows it.
         """
         draft = share.draft
         assert self._claim is not None, "only rank 0 commits"
@@ -208,10 +224,10 @@ class Coordinator:
             The committed manifest, the same on every rank.
 
         Raises:
-            FencedError: if a newer publisher has the stream, on every rank.
-            PublishError: if another rank failed, or stands at another batch.
-            StorageError: if this rank could not write.
-            RankLostError: if a rank dies meanwhile.
+            FencedError: if a newer publisher has claimed the stream, on every rank.
+            PublishError: if another rank failed, or ranks are at different batches or have different tables.
+            StorageError: if this rank could not write its parts or the manifest.
+            RankLostError: if a rank dies or does not answer in time.
         """
         share = self.write(draft)
         messages = self._exchange.exchange(Phase.WRITING, share.message)
@@ -226,17 +242,21 @@ class Coordinator:
         return self.head
 
     def answer(self) -> dict[str, Any]:
-        """Return rank 0's last entry as a message to the other ranks; empty on the other ranks."""
+        """Return the last entry of the log as rank 0's message to the other ranks; an empty dict on the other ranks."""
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
     def accept(self, own: Message, num_bytes: int) -> Manifest:
         """Return rank 0's manifest on every rank, or raise the error of :meth:`commit`. A collective.
 
         Args:
-            own: message of this rank.
+            own: message of this rank, with the result of :meth:`answer` after :meth:`commit` on rank 0.
             num_bytes: length of the longest message of a rank.
 
-        Raises: as :meth:`~delta_tracker.publisher.exchange.Exchange.gather`.
+        Raises:
+            Exception: the error of this rank.
+            FencedError: if a newer publisher has claimed the stream, on every rank.
+            PublishError: if another rank failed for another reason.
+            RankLostError: if a rank died or did not answer in time.
         """
         self._follow(self._exchange.gather(own, num_bytes))
         return self.head
@@ -251,7 +271,7 @@ class Coordinator:
         return self.answer()
 
     def _check_same_store(self) -> dict[str, Any]:
-        """Raise if rank 0's claim is not in this rank's store: parts in another store would be lost."""
+        """Raise InvalidArgumentError if this rank's store lacks rank 0's claim: predictors would miss its parts."""
         seen = StreamLog(self._storage).read(self.head.version)
         if seen is None or seen.writer != self.head.writer:
             raise InvalidArgumentError(
@@ -260,14 +280,14 @@ class Coordinator:
         return {}
 
     def _follow(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Make rank 0's entry the head. The other ranks parse the bytes of the log entry."""
+        """Set :attr:`head` to rank 0's entry, which the other ranks parse from ``messages``."""
         if self._claim is not None:
             self.head = self._claim.head
         else:
             self.head = parse_manifest("entry of rank 0", messages[0]["entry"].encode())
 
     def _describe(self, tables: Mapping[str, TableSpec]) -> tuple[str, int]:
-        """Return the tables as text, and a hash of it that fits an int64. The worker may call it too."""
+        """Return the tables as text, and a hash of the text that fits into an int64. A worker may call this too."""
         known, text, digest = self._described
         if tables != known:
             text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in tables.items())}"

@@ -1,4 +1,4 @@
-"""Communication between the ranks of a publisher: votes of a fixed size and small JSON messages, no rows or pickles."""
+"""Communication between the ranks of a publisher: votes of a fixed size and small JSON messages."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ _CALL = "Publisher(...)"
 
 
 class Phase(IntEnum):
-    """State of a rank. Ranks that vote in different phases called different methods."""
+    """State of a rank's publisher. If ranks vote in different phases, they called different methods."""
 
     BUILDING = auto()
-    """Validate the arguments and reserve the consumer."""
+    """The ranks validate their arguments and reserve the consumer."""
     OPENING = auto()
-    """Open the store."""
+    """The ranks open the store."""
     CLAIMING = auto()
-    """Claim the stream on rank 0."""
+    """Rank 0 claims the stream."""
     CHECKING = auto()
-    """Look for the claim in the store on every rank."""
+    """The ranks check that the claim is in their store."""
     RESUMING = auto()
-    """Find the rows to republish since the checkpoint."""
+    """The ranks find the rows to republish after a resume from a checkpoint."""
     STEPPING = auto()
     """No version is being published; ``step()`` was called."""
     PUBLISHING = auto()
     """No version is being published; ``publish()`` or ``snapshot()`` was called."""
     PLACING = auto()
-    """Compare the batches and tables of ranks whose votes differ."""
+    """The ranks compare their batches and tables, because their votes differ."""
     COPYING = auto()
-    """Copy and write all rows of a snapshot."""
+    """The workers copy and write all rows for a snapshot."""
     WRITING = auto()
-    """Write the rows of the read."""
+    """The workers write the rows of the read."""
     COMMITTING = auto()
-    """Create the manifest on rank 0."""
+    """The worker of rank 0 creates the manifest."""
     FAILED = auto()
     """The version failed on this rank, perhaps on this one alone."""
 
 
 class Vote(NamedTuple):
-    """Vote of one rank before a change of state. Each flag holds if any rank sets it.
+    """Vote of one rank on the next change of state. A flag is true for all ranks if it is true in any vote.
 
     Args:
-        phase: phase of the rank.
-        batch: number of batches.
-        tables: hash of the tables.
+        phase: :class:`Phase` of the rank.
+        batch: number of batches that the rank has processed.
+        tables: hash of the rank's tables.
         is_due: True to start a version.
         wants_snapshot: True if the version must be a snapshot.
         is_working: True until the worker has finished this phase.
@@ -85,8 +85,8 @@ class Message:
     """Message of one rank to the others.
 
     Args:
-        data: JSON object, encoded.
-        failure: error of this rank, which ``data`` describes; None without one.
+        data: JSON object as bytes.
+        failure: error of this rank, which ``data`` describes; None without an error.
     """
 
     data: bytes
@@ -94,7 +94,7 @@ class Message:
 
     @classmethod
     def of(cls, action: Callable[[], Mapping[str, Any]]) -> Message:
-        """Return a message with the result of ``action``, of JSON's types, or with its error."""
+        """Return a message with the result of ``action``, which must be JSON serializable, or with its error."""
         failure: Exception | None = None
         try:
             content = action()
@@ -106,15 +106,16 @@ class Message:
 
 
 class Exchange:
-    """All ranks of the default process group, or this process alone where there is none.
+    """Communication of all ranks of the default process group; without one, of this process only.
 
-    All methods but :meth:`close` are collectives: all ranks call them in the same order, from the training thread.
+    The methods :meth:`start_votes`, :meth:`count`, :meth:`gather` and :meth:`exchange` are collectives: all ranks call
+    them in the same order, from the training thread.
 
     Args:
-        timeout: maximum wait for the slowest rank; after it a call raises on the other ranks.
+        timeout: maximum wait for the slowest rank, after which a call raises on the other ranks.
 
     Raises:
-        RankLostError: if a rank dies or does not come in time.
+        RankLostError: if a rank dies, or does not build its exchange in time.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -126,8 +127,8 @@ class Exchange:
     def start_votes(self, vote: Vote) -> Gathering:
         """Send this rank's vote without waiting for the others.
 
-        If this rank failed or was interrupted before it sent a message that the others wait for, send a blank message
-        first: the others would receive the vote in place of the message.
+        If this rank failed or was interrupted before it sent a message that the others wait for, a blank message is
+        sent first. Otherwise the others would receive the vote in place of the message.
         """
         if self._exchanged is not None or self._num_owed_bytes:
             self.send_owed_message()
@@ -148,22 +149,22 @@ class Exchange:
         return Count(most, is_alike=least[:3] == most[:3])
 
     def gather(self, own: Message, num_bytes: int) -> list[dict[str, Any]]:
-        """Return the messages of all ranks, by rank.
+        """Return the messages of all ranks, in the order of ranks.
 
         Args:
             own: message of this rank.
             num_bytes: length of the longest message of a rank.
 
         Raises:
-            Exception: the failure of this rank.
-            FencedError: if another rank failed with it.
-            PublishError: if another rank failed for another reason.
+            Exception: the error of this rank.
+            FencedError: if another rank failed with a FencedError.
+            PublishError: if another rank failed with another error or was interrupted.
             RankLostError: if a rank died or did not answer in time.
         """
         data = bytearray(own.data.ljust(num_bytes))  # JSON may end in spaces
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         gathering = self.group.start_all_gather(tensor)
-        self._num_owed_bytes = 0  # only now: an interrupt before the start must leave it owed
+        self._num_owed_bytes = 0  # not before the start: after an interrupt the message is still owed
         tensors = gathering.result()
         if own.failure is not None:
             raise own.failure
@@ -181,13 +182,17 @@ class Exchange:
         return messages
 
     def exchange(self, phase: Phase, own: Message) -> list[dict[str, Any]]:
-        """Return all ranks' messages, by rank, once all ranks are in the same phase.
+        """Check that all ranks are in the same phase, and return their messages in the order of ranks.
 
         Args:
             phase: phase of this rank.
             own: message of this rank.
 
-        Raises: as :meth:`count` and :meth:`gather`.
+        Raises:
+            Exception: the error of this rank.
+            FencedError: if another rank failed with a FencedError.
+            PublishError: if a rank is in another phase, failed with another error, or was interrupted.
+            RankLostError: if a rank died or did not answer in time.
         """
         self._exchanged = self.start_votes(Vote(phase, num_bytes=len(own.data)))
         try:
@@ -199,15 +204,15 @@ class Exchange:
         return self.gather(own, count.most.num_bytes)
 
     def close(self) -> None:
-        """Leave the group. No collective."""
+        """Leave the process group. Not a collective."""
         self.group.close()
 
     def send_owed_message(self) -> None:
-        """Send a blank message if the other ranks wait for one; they raise PublishError."""
+        """Send a blank message if the other ranks wait for a message of this rank. They then raise PublishError."""
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)
-        except (PublishError, RankLostError):  # then no rank sends a message
+        except (PublishError, RankLostError):  # in this case no rank sends a message
             self._num_owed_bytes = 0
         self._exchanged = None
         if self._num_owed_bytes:
@@ -217,7 +222,11 @@ class Exchange:
 
 
 def check_alike(messages: Sequence[Mapping[str, Any]], *names: str) -> None:
-    """Check that the ranks' messages have equal values for ``names``.
+    """Check that the ranks' messages have equal values for the keys ``names``.
+
+    Args:
+        messages: messages of all ranks, in the order of ranks.
+        names: keys that are compared.
 
     Raises:
         PublishError: if a rank's message differs from that of rank 0.

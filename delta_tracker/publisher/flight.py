@@ -17,9 +17,12 @@ class Flight:
     """Version that is being published. All ranks change its state at the same batch.
 
     Args:
-        kind: snapshot or delta.
+        kind: ``"snapshot"`` or ``"delta"``.
         job: task of the worker in this state.
-        read: uncommitted read of the tracker with the version's rows; None before the cut.
+        read: uncommitted read of the tracker with the version's rows; None before the cut, or if the read failed.
+
+    Attributes:
+        phase: phase of the votes in this state.
     """
 
     phase: ClassVar[Phase]
@@ -29,19 +32,22 @@ class Flight:
     read: Delta | None = None
 
     def vote(self) -> Vote:
-        """Return this rank's vote."""
+        """Return this rank's vote on the end of this state."""
         if not self.job.done():
             return Vote(self.phase, is_working=True)
         return Vote(self.phase, num_bytes=self._message_bytes())
 
     def _message_bytes(self) -> int:
-        """Return the length of the message at the end of this state; 0 without one. The job must be done."""
+        """Return the length in bytes of the message at the end of this state; 0 without a message.
+
+        The job must be done.
+        """
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copying(Flight):
-    """Copy and write all rows of a snapshot while training continues. Then read the rows that changed since."""
+    """State in which all rows of a snapshot are copied and written. The rows that changed since then are read next."""
 
     phase = Phase.COPYING
     job: Future[Part | None]
@@ -49,7 +55,7 @@ class Copying(Flight):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing(Flight):
-    """Write the rows of the read while training continues. Then exchange the names of the parts."""
+    """State in which the rows of the read are written. The ranks exchange the descriptions of their parts next."""
 
     phase = Phase.WRITING
     job: Future[Share]
@@ -60,7 +66,7 @@ class Writing(Flight):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committing(Flight):
-    """Create the manifest on rank 0 while training continues. Then send it to the other ranks."""
+    """State in which rank 0 creates the manifest. It is sent to the other ranks next."""
 
     phase = Phase.COMMITTING
     job: Future[Message]

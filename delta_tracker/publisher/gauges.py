@@ -23,13 +23,13 @@ class PublisherGauges:
         self._counts_versions = counts_versions
         self._version_cells: dict[Kind, tuple[Cell, Cell]] = {}
         self._row_cells: dict[str, Cell] = {}
-        self._version_cell: Cell  # since begin()
+        self._version_cell: Cell  # set by begin()
 
     def begin(self, version: int) -> None:
-        """Initialize the counters to 0, so that alerts see the first failure and a stream without versions.
+        """Initialize the counters to 0, so that alerts detect the first failure, and streams without versions.
 
         Args:
-            version: version of the claim.
+            version: number of the publisher's claim.
         """
         if self._counts_versions:
             self._recorder.published_versions.cell(kind="delta")
@@ -60,7 +60,7 @@ class PublisherGauges:
         self._version_cell.add(manifest.version)
 
     def failed(self, error: Exception) -> None:
-        """Count a version that was not published."""
+        """Count a version that was not published because of ``error``."""
         self._recorder.publish_failures.cell(reason=type(error).__name__).add(1)
         if isinstance(error, FencedError):
             self._recorder.fences.cell().add(1)

@@ -1,4 +1,4 @@
-"""Publisher: writes a tracker's changed rows to a stream from all ranks, one version at a time."""
+"""Publisher, which writes a tracker's changed rows to a stream from all ranks, one version at a time."""
 
 from __future__ import annotations
 
@@ -36,51 +36,57 @@ _logger = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Publishes what changed since its last version, from all ranks, as one version.
+    """Writer of the rows that changed since its last version, as one version of all ranks.
 
-    Every rank builds one, and every rank calls :meth:`publish`, :meth:`snapshot` or, after each batch, :meth:`step` at
-    the same batch, from the thread that built it, which is the training thread. At the cut each rank gathers its own
-    rows. A background thread writes them, and that of rank 0 creates the manifest. Only the training thread starts
-    collectives, which carry a few hundred bytes and no rows. The version exists once rank 0 has created its manifest.
-    Until then nothing is visible, and after any failure every row stays pending.
+    Every rank builds a publisher. Every rank calls :meth:`publish`, :meth:`snapshot` or, after each batch, :meth:`step`
+    at the same batch, from the thread that built the publisher, which is the training thread. At the cut each rank
+    gathers its own rows. A background thread of each rank writes them, and the one of rank 0 creates the manifest. Only
+    the training thread starts collectives, which carry a few hundred bytes and no rows. The version is committed when
+    rank 0 has created its manifest. Until then it is invisible to predictors, and after any failure every row stays
+    pending.
 
-    A snapshot of fused tables is copied while training continues; the rows that change during the copy are read at its
+    A snapshot of fused tables is copied while training continues. The rows that change during the copy are read at the
     cut and are part of the same version. The copy needs a few chunks of 4 MiB.
 
     Building a publisher claims the stream and fences every publisher of an older generation. The first version is a
     snapshot, unless the tracker's state was loaded from a checkpoint of the same stream. It is then a delta, without
     ``top_k``, of the rows that were pending in the checkpoint and of the rows of later versions, with the trainer's
-    values. The publisher reserves its consumer, so that no other reader can remove rows from the stream.
+    values. The publisher reserves its consumer, so that the stream does not miss rows that another reader committed.
 
     Args:
         tracker: tracker of the rows.
-        url: the stream, ``file:///directory``, ``s3://bucket/prefix``, ... or an opened
-            :class:`~delta_tracker.stream.storage.storage.Storage`; the same for every rank.
+        url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
+            :class:`~delta_tracker.stream.storage.storage.Storage`; the same store on every rank.
         consumer: name of the tracker's consumer; None if the tracker has only one.
-        top_k: publish only the rows that changed most; the other rows stay pending.
-        dense: dense parameters and buffers in each version, with rank 0's values at the cut: a module, or names in the
-            model's ``state_dict``.
+        top_k: bound on the rows of a delta: only the rows that changed most are published, the other rows stay pending.
+            None publishes all changed rows.
+        dense: dense parameters and buffers in each version, with rank 0's values at the cut: a module of the model, or
+            names in the model's ``state_dict``; None for none.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
-            encoding; other tables are stored in their own dtype.
-        cadence: bounds at which :meth:`step` publishes. Versions are counted from the first one of this publisher.
-        retention: versions that the stream keeps; a thread of rank 0 removes others from time to time. Only versions
-            before a snapshot can be removed: create snapshots with ``cadence.snapshot_every`` or ``compact_every``.
-        compact_every: number of versions after which that thread merges them; None for never.
-        notifier: delivers a hint of each version to waiting predictors.
-        timeout: maximum wait for other ranks, also for the slowest one to build its publisher.
+            encoding. Tables without an encoding are stored in their own dtype.
+        cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
+        retention: versions that the stream keeps. A background thread of rank 0 removes other versions periodically.
+            Only versions before a snapshot can be removed: create snapshots with ``cadence.snapshot_every`` or
+            ``compact_every``. None keeps all versions.
+        compact_every: number of versions between two compactions, 2 or more, in the same background thread; None
+            disables compaction.
+        notifier: delivers a hint of each version to waiting predictors; None if predictors only poll.
+        timeout: maximum wait for other ranks, also until the slowest rank has built its publisher.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
-        name: label ``publisher`` of the metrics; None for ``"publisher"``. A name that another publisher of this
-            process uses gets a suffix ``-2``, ``-3``, ...
+        name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
+            same name, a suffix ``-2``, ``-3``, ... is added.
 
     Raises:
         UnknownConsumerError: if the tracker has no such consumer.
-        ReservedConsumerError: if another publisher has reserved the consumer.
+        ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
-        InvalidArgumentError: for an invalid url, or dense names or an encoding that do not fit the model.
-        UnsafeStoreError: if the store lets two writers create one object.
+        InvalidArgumentError: for an invalid argument, dense names or an encoding that do not fit the model, a ``top_k``
+            without a score in a mode without scores, or another store than that of rank 0.
+        UnsafeStoreError: if the store has no atomic create.
+        MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
             claimed, and its former publisher fenced.
-        PublishError: if another rank cannot use the store, or uses another one.
+        PublishError: if another rank raised one of these errors, or only some ranks have a ``top_k``.
         RankLostError: if a rank dies, or does not build a publisher in time. After any error no resource of the
             publisher is left, and all ranks may build a new one.
     """
@@ -161,35 +167,35 @@ class Publisher:
 
     @property
     def version(self) -> int:
-        """Last version that this publisher committed; the version of its claim before the first."""
+        """Number of the last version that this publisher committed; before the first, the number of its claim."""
         return self._writer.head.version
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last version of :meth:`step`; None once a later version was published."""
+        """Error of the last version, if it was not published; None once a later version was published."""
         return self._error
 
     @property
     def upkeep_error(self) -> Exception | None:
-        """Error of the last retention or compaction on rank 0; None if it succeeded or there is none."""
+        """Error of the last retention or compaction, on rank 0; None if it succeeded or if there was none."""
         return None if self._upkeep is None else self._upkeep.error
 
     def step(self) -> None:
         """Publish when a bound of the cadence is reached. Call it on every rank after each ``tracker.step()``.
 
         Training waits for the gather of the rows, and twice per version for a short message of the other ranks. A
-        version takes at least five calls: votes that start in one call are counted in the next. Without further calls
-        it makes no progress: call :meth:`flush` before training pauses. Only one version is published at a time. Rows
-        that change in this time stay pending in the tracker, so that a slow store costs no memory and makes the next
-        version larger.
+        version takes at least five calls, because votes that start in one call are counted in the next. A version makes
+        progress only in these calls: call :meth:`flush` before training pauses. Only one version is published at a
+        time. Rows that change while it is published stay pending in the tracker, so that a slow store needs no
+        additional memory but makes the next version larger.
 
         Failures do not raise here: they are logged and kept in :attr:`error`, all rows stay pending, and the next
         version retries. After a :class:`~delta_tracker.errors.FencedError` or a
         :class:`~delta_tracker.errors.RankLostError` no further version is tried.
 
         Raises:
-            InvalidArgumentError: without a cadence, after :meth:`close`, or from another thread than the one that
-                built it.
+            InvalidArgumentError: without a cadence, after :meth:`close`, or from another thread or process than the one
+                that built the publisher.
         """
         self._checked_source()
         if self._pace is None:
@@ -206,7 +212,7 @@ class Publisher:
         """Publish the rows that changed since the last version, or a snapshot if one is needed.
 
         The first version of a publisher is a snapshot, and so is the next one after the tracker dropped the consumer's
-        pending rows. A version without changed rows is published too: it shows predictors how fresh they are. Rows
+        pending rows. A version without changed rows is published too, so that predictors can measure their lag. Rows
         whose update is in progress are in this version and again in the next. A version that :meth:`step` started is
         finished first.
 
@@ -214,27 +220,31 @@ class Publisher:
             The committed manifest, the same on every rank.
 
         Raises:
-            FencedError: if a newer publisher has the stream, on every rank; nothing was published.
-            PublishError: if another rank failed, or is at another batch; every row stays pending.
+            FencedError: if a newer publisher has claimed the stream, on every rank; nothing was published.
+            PublishError: if another rank failed, called another method, or is at another batch; every row stays
+                pending.
             StorageError: if this rank could not write; every row stays pending. If the store failed during the commit,
-                predictors may have the version; the next version then follows it.
-            RankLostError: if a rank died or did not answer; every row stays pending.
-            InvalidArgumentError: after :meth:`close`, from another thread than the one that built it, or if the read
-                with ``top_k`` failed on another rank.
+                the version may have been committed; the next version then follows it.
+            RankLostError: if a rank died or did not answer in time; every row stays pending.
+            InvalidArgumentError: after :meth:`close`, from another thread or process than the one that built the
+                publisher, or if the read with ``top_k`` failed on another rank.
         """
         return self._publish("delta")
 
     def snapshot(self) -> Manifest:
-        """Publish every row of every table with its present value, for example after weights were loaded or edited.
+        """Publish every row of every table with its current value, for example after weights were loaded or edited.
 
-        Returns, raises: as :meth:`publish`.
+        The errors are those of :meth:`publish`.
+
+        Returns:
+            The committed manifest, the same on every rank.
         """
         return self._publish("snapshot")
 
     def flush(self) -> None:
-        """Finish a version that :meth:`step` started. Every rank calls it at the same batch.
+        """Finish a version that :meth:`step` started. Every rank must call this method at the same batch.
 
-        Raises: as :meth:`publish`.
+        Raises :attr:`error` if it is not None. The errors are those of :meth:`publish`.
         """
         self._checked_source()
         self._land()
@@ -244,11 +254,12 @@ class Publisher:
     def close(self) -> None:
         """Finish a version that :meth:`step` started, release the consumer and leave the process group. A collective.
 
-        The stream stays claimed. If the version fails, that is logged, and its rows stay pending. A retention or
-        compaction is interrupted after 10 seconds; a later one does its work.
+        The stream stays claimed. If the version fails, the error is logged, and its rows stay pending. A running
+        retention or compaction is interrupted after 10 seconds; the next one completes its work.
 
         Raises:
-            InvalidArgumentError: from another thread than the one that built it; the publisher stays open.
+            InvalidArgumentError: from another thread or process than the one that built the publisher, which then stays
+                open.
         """
         if self._source is not None:
             self._checked_source()
@@ -264,7 +275,7 @@ class Publisher:
         self._recorder.close()
 
     def _checked_source(self) -> VersionSource:
-        """Return the source, after a check of the process, the thread and :meth:`close`."""
+        """Return the source. Raise InvalidArgumentError in another process or thread, or after :meth:`close`."""
         if self._source is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         if os.getpid() != self._process:
@@ -275,7 +286,7 @@ class Publisher:
             raise InvalidArgumentError("thread", threading.current_thread().name, "Publish from the training thread")
         return self._source
 
-    # All ranks change the state at the same batch, because they count the same votes.
+    # All ranks change ``_flight`` at the same batch, because they count the same votes.
 
     def _publish(self, kind: Kind) -> Manifest:
         source = self._checked_source()
@@ -290,7 +301,7 @@ class Publisher:
         return self._writer.head
 
     def _land(self) -> None:
-        """Finish the current version, if there is one."""
+        """Finish the version that is being published, if there is one. Its error is kept in :attr:`error`."""
         if self._owes_vote:
             self._count_and_vote()
         if self._flight is None:
@@ -305,7 +316,7 @@ class Publisher:
                 self._votes = self._exchange.start_votes(flight.vote())
             if self._count_votes():
                 continue
-            # If it failed on this rank only, the other ranks wait for its next message or vote.
+            # If the version failed only on this rank, the other ranks wait for its next message or vote.
             if isinstance(flight, Committing):
                 self._exchange.send_owed_message()
             else:
@@ -313,7 +324,7 @@ class Publisher:
                 self._drop_votes()
 
     def _count_and_vote(self) -> None:
-        """Count the votes of the previous call, and vote."""
+        """Count the votes that the previous call started, enter the next state, and start the next votes."""
         self._count_votes()
         if isinstance(self._error, FencedError | RankLostError):
             self._owes_vote = False
@@ -349,11 +360,11 @@ class Publisher:
         self._votes = None
 
     def _count_votes(self) -> bool:
-        """Count the last votes, if there are any, and change the state.
+        """Wait for the votes that were started last, and enter the next state. An interrupted wait changes nothing.
 
-        After an interrupt the state is unchanged.
-
-        Returns: as :meth:`_advance`; True also if the ranks called different methods, which fails on all of them.
+        Returns:
+            The result of :meth:`_advance`; True if no votes were started. Also True if the votes could not be counted,
+            because ranks called different methods or a rank was lost: the version then failed on every rank.
         """
         if self._votes is None:
             return True
@@ -370,7 +381,7 @@ class Publisher:
         """Enter the next state, according to the votes of all ranks.
 
         Returns:
-            False if the version failed, perhaps on this rank only.
+            False if the version failed, on all ranks or only on this rank; else True.
         """
         flight = self._flight
         if count.most.is_working:
@@ -396,25 +407,30 @@ class Publisher:
 
     def _begin(self, kind: Kind) -> None:
         if kind == "delta":
-            self._cut(kind, None)  # at once: top_k makes it a collective, which the other ranks have begun
+            self._cut(kind, None)  # not deferred: with top_k it is a collective, which the other ranks have started
         else:
             self._copy(kind)
         if self._pace is not None:
             self._pace.restart()
 
     def _copy(self, kind: Kind) -> None:
-        """Let the worker copy and write all rows."""
+        """Start to track changes, and submit the copy and write of all rows to the worker."""
         job: Future[Part | None]
         try:
             rows = self._checked_source().copy()
             job = self._worker.submit(lambda: self._writer.write_part(rows) if rows else None)
-        except Exception as error:  # noqa: BLE001  raised at the cut, where the other ranks receive it
+        except Exception as error:  # noqa: BLE001  raised at the cut, which sends it to the other ranks
             job = Future()
             job.set_exception(error)
         self._flight = Copying(kind=kind, job=job)
 
     def _cut(self, kind: Kind, copied: Future[Part | None] | None) -> None:
-        """Read the rows of a version and submit them to the worker."""
+        """Read the rows of a version, and submit their write to the worker.
+
+        Args:
+            kind: ``"snapshot"`` or ``"delta"``.
+            copied: result of the copy for a snapshot; None for a delta.
+        """
         read: Delta | None = None
         draft: Draft | Exception
         try:
@@ -424,7 +440,7 @@ class Publisher:
         self._flight = Writing(kind=kind, read=read, job=self._worker.submit(self._writer.write, draft))
 
     def _start_commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Future[Message]:
-        """Commit a version in the worker of rank 0, and announce it."""
+        """Submit the commit of a version to the worker of rank 0. Return its message; other ranks have an empty one."""
 
         def commit() -> dict[str, Any]:
             manifest = self._writer.commit(share, messages)
@@ -440,7 +456,7 @@ class Publisher:
         return job
 
     def _finish(self, read: Delta | None, committed: Manifest) -> None:
-        """Commit the read of a published version in the tracker."""
+        """Record that a version was published, and commit its read in the tracker."""
         self._flight = None
         self._checked_source().end(read, committed)
         self._gauges.published(committed)
@@ -448,7 +464,7 @@ class Publisher:
         self._num_versions += 1
 
     def _fail(self, error: Exception) -> None:
-        """Record an error, and abort the current version, if there is one: its rows stay pending."""
+        """Record an error. If a version is being published, abort it; its rows stay pending."""
         flight, self._flight = self._flight, None
         former, self._error = self._error, error
         if str(error) != str(former):

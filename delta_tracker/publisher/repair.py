@@ -1,7 +1,8 @@
 """Find the rows to republish after the trainer resumed from an older checkpoint.
 
-The checkpoint has the stream position of the consumer. Predictors may have applied later versions, whose values this
-trainer does not have. The rows of those versions count as changed, and the trainer sends its own values.
+A checkpoint contains the stream position of the consumer. Predictors may have applied later versions, whose values the
+resumed trainer does not have. The rows of those versions are treated as changed, so that the trainer's values are
+published.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ def rows_to_repair(
     tables: Mapping[str, TableSpec],
     shards: Mapping[str, ShardSpec],
 ) -> dict[str, Tensor] | None:
-    """Return the rows of this rank in the versions between a checkpoint and a claim.
+    """Return the rows of this rank that are in versions after a checkpoint.
 
     Args:
-        log: the stream.
-        note: stream position in the checkpoint: a :class:`~delta_tracker.stream.cursor.Place` as plain values.
-        claim: claim of the resuming publisher.
+        log: log of the stream.
+        note: stream position in the checkpoint, as :meth:`~delta_tracker.stream.cursor.Place.to_dict` returned it.
+        claim: manifest of the claim of the new publisher.
         tables: FQN to table of the trainer.
         shards: FQN to shard of this rank.
 
     Returns:
-        FQN to ``[N]`` int64 local ids, ascending and unique; tables without rows are missing. None if the rows cannot
-        be determined: there is no position, the stream is another one, or a later version is missing, damaged, or a
-        snapshot. Every row must then be sent.
+        FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are missing. None if the rows
+        cannot be determined, so that every row must be published: ``note`` is not a position in this stream, or a later
+        version is missing, is damaged, is a snapshot, or has other tables.
 
     Raises:
         StorageError: if the store cannot be read.
@@ -73,7 +74,7 @@ def rows_to_repair(
 
 
 def _listed(log: StreamLog, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
-    """Return (table, local ids) of this rank's rows in a version, for each block."""
+    """Return a pair (table FQN, local ids of this rank) for each block of a version that has rows of this rank."""
     found = []
     for reader in read_parts(log.storage, entry):
         for rows in reader.rows:

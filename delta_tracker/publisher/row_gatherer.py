@@ -1,4 +1,4 @@
-"""Gather a trainer's rows for a part, chunk by chunk; each chunk is encoded while it is in the CPU cache."""
+"""Gather a trainer's rows for a part in chunks, and encode each chunk while it is in the CPU cache."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
     """Return the encoding of each table.
 
     Args:
-        choice: one encoding for all tables, or FQN to encoding; other tables, and all tables for None, keep their own
-            dtype.
+        choice: one encoding for all tables, or FQN to encoding. Tables without an encoding, which are all for None, are
+            stored in their own dtype.
         tracker: tracker of the tables.
 
     Raises:
-        InvalidArgumentError: for an unknown table, an invalid encoding, or one that does not fit a shard.
+        InvalidArgumentError: for an unknown table, an invalid encoding, or an encoding that does not support the number
+            of columns of a shard.
     """
     own = {fqn: Encoding.of(table.dtype) for fqn, table in tracker.tables.items()}
     chosen = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(own, choice) if choice is not None else {}
@@ -46,7 +47,7 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
 class Gatherer:
     """Copies a tracker's rows in the training thread, into reused buffers.
 
-    Memory: about the encoded size of the largest of the last deltas.
+    Memory: about the encoded size of the largest recent delta.
 
     Args:
         tracker: tracker of the rows.
@@ -62,10 +63,10 @@ class Gatherer:
 
     @torch.no_grad()
     def changed(self, delta: Delta, *, without: frozenset[str] = frozenset()) -> list[BlockRows]:
-        """Copy the present values of a delta's rows, one block for each column range.
+        """Return copies of the current values of a delta's rows, one block for each column range of a shard.
 
-        The memory is reused once the blocks are garbage. Call it inside
-        :func:`~delta_tracker.sharding.kernel_memory.one_cut`, like :meth:`whole`.
+        The memory is reused once the blocks are garbage. This method and :meth:`whole` must be called inside
+        :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
 
         Args:
             delta: the changed rows.
@@ -80,7 +81,7 @@ class Gatherer:
 
     @torch.no_grad()
     def whole(self, tables: frozenset[str], *, now: bool) -> list[BlockRows]:
-        """Return all rows of some tables.
+        """Return all rows of some tables, one block for each column range of a shard.
 
         Args:
             tables: FQNs of the tables.
@@ -98,7 +99,7 @@ class Gatherer:
         return blocks
 
     def _shards(self) -> Iterator[tuple[str, ShardSpec]]:
-        """Yield the shards that this rank writes."""
+        """Yield (table FQN, shard) for the shards whose rows this rank writes."""
         for fqn, shard in self._tracker.shards.items():
             if self._writes_replicas or not shard.is_replicated:
                 yield fqn, shard
@@ -121,7 +122,7 @@ class Gatherer:
         return BlockRows.of(block, ids.cpu() + shard.row_offset, stored)
 
     def _copied(self, rows: BlockRows) -> BlockRows:
-        """Copy the rows now, chunk by chunk."""
+        """Read the rows now, chunk by chunk, and return them in memory."""
         stored, begin = self._memory(rows.block), 0
         for chunk in rows.chunks():
             stored[begin : begin + len(chunk)] = chunk
@@ -129,7 +130,7 @@ class Gatherer:
         return BlockRows.of(rows.block, rows.ids, stored)
 
     def _memory(self, block: Block) -> Tensor:
-        """Return a reused CPU buffer for a block's rows. New memory would cost more than the gather."""
+        """Return an uninitialized CPU tensor ``[rows, stored columns]`` for a block's rows, from the buffer pool."""
         stored = torch.from_numpy(self._pool.lend(block.num_rows * block.row_bytes))
         return stored.view(block.encoding.dtype).view(block.num_rows, -1)
 

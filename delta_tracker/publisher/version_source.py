@@ -30,23 +30,25 @@ _logger = logging.getLogger(__name__)
 
 
 class VersionSource:
-    """Reads a tracker as a consumer that it reserves. Only the training thread may call the methods.
+    """Reader of a tracker's rows under a reserved consumer. Only the training thread may call the methods.
 
     Args:
         tracker: tracker of the rows.
         consumer: name of the consumer; None if the tracker has only one.
-        top_k: see :class:`~delta_tracker.publisher.publisher.Publisher`.
-        dense: see there.
-        encoding: see there.
+        top_k: bound on the rows of a delta; None for all changed rows.
+        dense: module with the dense tensors of each version, or their names in the model's ``state_dict``; None for no
+            dense tensors.
+        encoding: encoding of all tables, or FQN to encoding. Tables without an encoding are stored in their own dtype.
         exchange: communication with the other ranks, which share the budget of ``top_k``. Rank 0 writes replicated
             tables and dense tensors.
         recorder: records the time of reads and encodings.
 
     Raises:
-        UnknownConsumerError, ReservedConsumerError, DetachedError: as
-            :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`.
-        InvalidArgumentError: for dense names or an encoding that do not fit the model, or a ``top_k`` that its mode
-            cannot serve.
+        UnknownConsumerError: if the tracker has no such consumer, or ``consumer`` is None and it has several.
+        ReservedConsumerError: if the consumer is already reserved.
+        DetachedError: if the tracker is detached.
+        InvalidArgumentError: for dense names or an encoding that do not fit the model, or a ``top_k`` without a score
+            in a mode without scores.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class VersionSource:
             raise
         self._read_timer = recorder.read_seconds.timer(consumer=self.handle.name)
         self._encode_timer = recorder.encode_seconds.timer()
-        self._meanwhile: ConsumerHandle | None = None  # tracks changes while a snapshot is copied
+        self._meanwhile: ConsumerHandle | None = None  # second consumer, for changes while a snapshot is copied
         self._has_snapshot = self._is_repairing = False
 
     @property
@@ -89,14 +91,21 @@ class VersionSource:
 
         A collective.
 
-        Raises: as :meth:`~delta_tracker.publisher.exchange.Exchange.exchange`.
+        Args:
+            exchange: communication with the other ranks.
+            writer: coordinator that has claimed the stream.
+
+        Raises:
+            StorageError: if this rank cannot read the store.
+            PublishError: if another rank failed.
+            RankLostError: if a rank died or did not answer in time.
         """
         tracker = self._tracker
         rows: dict[str, Tensor] | None = None
 
         def find() -> dict[str, Any]:
             nonlocal rows
-            # Rows that were read from the consumer since the load are in no version.
+            # If rows were read from the consumer since the load, no version contains them: the position is invalid.
             note = self.handle.note if self.handle.is_as_restored else None
             rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, tracker.tables, tracker.shards)
             return {"knows": rows is not None}
@@ -108,32 +117,35 @@ class VersionSource:
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
-        """Start a snapshot: track changes from now on, so that the rows can be copied in any order."""
+        """Start a snapshot: track changes from now on, and return all rows of the fused tables, copied when read."""
         if self.handle.needs_snapshot:
-            # The pending rows were dropped: until this snapshot is committed, a resume from a checkpoint needs one too.
+            # The pending rows were dropped: until this snapshot is committed, a resumed trainer needs a snapshot too.
             self._has_snapshot = False
             self.handle.annotate(None)
             self.handle.clear()
-        if self._meanwhile is not None:  # of a version that was interrupted before it had begun
+        if self._meanwhile is not None:  # left by an interrupted call
             self._meanwhile.release()
         self._meanwhile = self.handle.begin_copy()
         with one_cut():
             return self._gatherer.whole(self._tracker.fused_tables, now=False)
 
     def cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
-        """Read the rows of a version with their present values. A collective with ``top_k``.
+        """Read the rows of a version with their current values. With ``top_k`` a collective.
 
         Args:
-            kind: snapshot or delta.
-            copied: part with the rows of :meth:`copy`, for a snapshot; None if it had no rows.
+            kind: ``"snapshot"`` or ``"delta"``.
+            copied: part with the rows of :meth:`copy`, for a snapshot; None if there are no such rows.
+
+        Returns:
+            The contents of the version, and the uncommitted read for :meth:`end`.
         """
         tracker = self._tracker
         with one_cut():
             if kind == "snapshot":
-                # What changed while it was copied; tables without a fused optimizer are copied whole only now, because
-                # a write of theirs is seen by comparison, and a value that came back by then would not be.
+                # The rows that changed during the copy. Tables without a fused optimizer are copied whole only now:
+                # their changes are found by comparison, which misses a value that changed and then changed back.
                 assert self._meanwhile is not None, "copy() came first"
-                # Uncommitted: an interrupted cut is made again, and has to find the same rows.
+                # Not committed, because an interrupted cut is repeated and must find the same rows.
                 changed = self._meanwhile.read(commit=False, with_states=False)
                 compared = frozenset(tracker.tables) - tracker.fused_tables
                 rows = self._gatherer.changed(changed, without=compared) + self._gatherer.whole(compared, now=True)
@@ -161,9 +173,9 @@ class VersionSource:
 
         Args:
             read: the read; None if the version failed before it.
-            committed: manifest of the version; None if it failed, so that its rows stay pending.
+            committed: manifest of the version; None if the version failed, so that its rows stay pending.
         """
-        if committed is not None:  # first, so that they are the same on all ranks whatever fails below
+        if committed is not None:  # first, so that the flags are equal on all ranks even if the code below fails
             self._has_snapshot, self._is_repairing = True, False
         if self._meanwhile is not None:
             self._meanwhile.release()
@@ -180,20 +192,25 @@ class VersionSource:
         """Release the consumer.
 
         Args:
-            forgets: True to drop the consumer's stream position from checkpoints, because later reads remove rows from
-                the stream.
+            forgets: True to drop the consumer's stream position from checkpoints, because the stream misses the rows of
+                later reads.
         """
         if forgets:
             self.handle.annotate(None)
         self.handle.release()
 
     def _note(self, head: Manifest) -> None:
-        """Save the stream position with the tracker's state, if the stream has a snapshot of this publisher."""
+        """Save the stream position in the tracker's state; save None if the next version must be a snapshot."""
         place = Place(head.stream, head.link).to_dict() if self._has_snapshot else None
         self.handle.annotate(place)
 
     def _dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors of the model that this rank writes."""
+        """Return the model's dense tensors that this rank writes, by name; empty on ranks other than 0.
+
+        Raises:
+            InvalidArgumentError: for a name that does not fit the model, or an unsupported dtype or number of
+                dimensions.
+        """
         if self._dense_choice is None or not self._is_first:
             return {}
         found = dense_tensors(self._tracker.model, self._dense_choice)
