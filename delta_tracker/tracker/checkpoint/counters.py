@@ -1,7 +1,8 @@
 """Per-rank counters that are saved with the tracker: torchmetrics metrics and other mergeable objects.
 
 Each saved rank's state is loaded by exactly one rank, so that the total over all ranks is preserved at any world size.
-Loading the synchronised total on every rank would multiply it; loading only rank 0's state would lose the others.
+Loading the synchronised total on every rank would multiply the total. Loading only rank 0's state would lose the counts
+of the other ranks.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ class Mergeable(Protocol):
     """Counter whose states can be saved, merged and loaded."""
 
     def state_dict(self) -> State:
-        """Return a copy of this rank's state: field to tensor or JSON value."""
+        """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return the merged state of ``states``, or an initial state if there are none. Does not change the object."""
+        """Return the merged state of ``states``, or an initial state if it is empty. Does not change the object."""
 
     def load_state_dict(self, state: State) -> None:
-        """Replace the object's state with ``state``, a result of :meth:`merge`."""
+        """Replace the object's state with ``state``, which :meth:`merge` returned."""
 
 
 def as_mergeable(name: str, counter: object) -> Mergeable:
     """Return ``counter``, wrapped if it is a torchmetrics metric.
+
+    Args:
+        name: name of the counter, for errors.
+        counter: the object that the user registers.
 
     Raises:
         InvalidArgumentError: if it is neither mergeable nor a metric whose states are reduced by sum, max, min or cat.
@@ -58,10 +63,12 @@ _COUNT = "_update_count"
 
 
 class _Metric:
-    """Mergeable wrapper of a torchmetrics metric, whose own ``state_dict`` omits states that are not persistent.
+    """Mergeable wrapper of a torchmetrics metric.
+
+    Needed because the metric's own ``state_dict`` omits states that are not persistent.
 
     Args:
-        name: name under which it is registered.
+        name: name of the counter, for errors.
         metric: the metric.
 
     Raises:
@@ -85,7 +92,10 @@ class _Metric:
             self._reductions[field] = found
 
     def state_dict(self) -> State:
-        """Return a copy of all states that are not empty lists, and the number of updates."""
+        """Return a copy of all states of the metric, except empty lists, and its number of updates.
+
+        A state that is a list is reduced to one tensor.
+        """
         held = {field: getattr(self._metric, field) for field in self._reductions}
         states = {
             field: self._reductions[field](value) if isinstance(value, list) else value.clone()
@@ -95,7 +105,11 @@ class _Metric:
         return {**states, _COUNT: self._metric._update_count}  # noqa: SLF001
 
     def merge(self, states: Sequence[State]) -> State:
-        """Reduce ``states`` as the metric reduces them over ranks; return its defaults if there are none."""
+        """Reduce ``states`` as the metric does over ranks. Returns the metric's default state if ``states`` is empty.
+
+        Raises:
+            MalformedStateError: if the states cannot be reduced.
+        """
         merged: dict[str, Any] = {_COUNT: sum(state[_COUNT] for state in states)}
         for field, reduce in self._reductions.items():
             parts = [state[field] for state in states if field in state]
@@ -110,7 +124,7 @@ class _Metric:
         return merged
 
     def load_state_dict(self, state: State) -> None:
-        """Reset the metric and load the states on its device."""
+        """Reset the metric, and set its states from ``state`` after moving them to the metric's device."""
         metric = self._metric
         metric.reset()
         for field in self._reductions:
@@ -123,6 +137,10 @@ class _Metric:
 
 def loaders(counters: Mapping[str, Mergeable], states: Mapping[str, Sequence[State]]) -> list[Callable[[], None]]:
     """Merge the states of every counter and return functions that load the results. Changes no counter.
+
+    Args:
+        counters: name to counter.
+        states: name of each counter to the saved states to merge.
 
     Raises:
         MalformedStateError: if the states of a counter cannot be merged.

@@ -17,11 +17,11 @@ def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Ten
     """Send the part of every rank to rank 0, tensor by tensor. A collective.
 
     Args:
-        state: this rank's part.
-        group: all ranks.
+        state: this rank's part, with its header as the first tensor.
+        group: group of all ranks.
 
     Returns:
-        The parts of all ranks on rank 0, an empty dict on the others.
+        The parts of all ranks on rank 0, an empty dict on the other ranks.
 
     Raises:
         MalformedStateError: if a rank sends an invalid part.

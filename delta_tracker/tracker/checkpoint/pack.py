@@ -1,7 +1,4 @@
-"""Encode the state of one rank in the format of :mod:`delta_tracker.tracker.checkpoint.rank_header`.
-
-Letters: ``N`` rows.
-"""
+"""Encode the state of one rank in the format of :mod:`delta_tracker.tracker.checkpoint.rank_header`."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from delta_tracker.tracker.checkpoint.rank_header import ALIGNMENT, DTYPES, FORM
 from delta_tracker.tracker.log_state import LogState
 from delta_tracker.types import ShardSpec
 
-# Counter name to field to tensor or JSON value.
+# Mapping from counter name to the counter's fields: a mapping from field name to tensor or JSON value.
 Counters = Mapping[str, Mapping[str, Any]]
 
 
@@ -35,15 +32,15 @@ def pack(
 
     Args:
         rank: the rank.
-        world_size: its world size.
+        world_size: number of ranks that save.
         mode: value of the tracking mode.
         shards: table FQN to the rank's block.
         state: state of the rank's log, with local ids.
         annotations: consumer to its note, a JSON value.
-        counters: fields of the registered counters.
+        counters: counter name to the counter's fields, which are tensors or JSON values.
 
     Raises:
-        InvalidArgumentError: if a counter has fields other than JSON values and tensors of the supported dtypes.
+        InvalidArgumentError: if a field of a counter is neither a JSON value nor a tensor of a supported dtype.
     """
     sets = {str(place): consumer.rows for place, consumer in enumerate(state.consumers.values())}
     if state.history is not None:
@@ -80,8 +77,11 @@ def replace_counters(part: RankHeader, saved: Mapping[str, Tensor], counters: Co
 
     Args:
         part: header of the part.
-        saved: key with prefix to tensor, of this part and possibly of others.
-        counters: fields of the new counters.
+        saved: key with prefix to tensor, for this part and possibly for other parts.
+        counters: name of each new counter to its fields.
+
+    Raises:
+        InvalidArgumentError: if a field of a counter is neither a JSON value nor a tensor of a supported dtype.
     """
     header = json.loads(bytes(saved[f"{part.prefix}header"].numpy()))
     rows = {name: saved[part.prefix + name] for fqn in part.shards for name in part.row_layouts(fqn)}

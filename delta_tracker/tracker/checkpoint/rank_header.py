@@ -1,6 +1,6 @@
-"""Format of the saved state of one rank, which is one part of a tracker's checkpoint, and its header.
+"""Format of the saved state of one rank, called a *part* of the tracker's checkpoint, and of its header.
 
-A part consists of plain tensors, one of which is a JSON header. Nothing in it is ever unpickled.
+A part consists of plain tensors, one of which is a JSON header. No part is ever unpickled.
 
 Every key starts with ``rank{rank}of{world_size}/``, so that keys of different ranks differ:
 ``torch.distributed.checkpoint`` silently keeps only one copy if several ranks save the same key. After that prefix:
@@ -17,7 +17,8 @@ Every key starts with ``rank{rank}of{world_size}/``, so that keys of different r
 
 - ``counters/{name}/{field}``: tensors of the registered counters.
 
-Letters: ``N`` rows, ``K`` of them with a known state, ``S`` numbers in an old state, ``B`` bytes.
+Notation: ``N`` is the number of rows in a row set, ``K`` the number of those with a known old state, ``S`` the number
+of values in an old state, ``B`` a number of bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ DTYPES = {
     )
 }
 
-# Column name to number of dimensions and allowed dtypes; an empty tuple allows all.
+# Mapping from column name to number of dimensions and allowed dtypes; an empty tuple allows all dtypes.
 _COLUMNS: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
     "ids": (1, (torch.int32, torch.int64)),
     "known": (1, (torch.bool,)),
@@ -68,7 +69,7 @@ class SavedConsumer:
     Args:
         name: its name.
         batch: ``step()`` count at its last committed read.
-        is_behind: it was dropped and needs a snapshot.
+        is_behind: True if it was dropped and needs a snapshot.
     """
 
     name: str
@@ -78,10 +79,10 @@ class SavedConsumer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor in the bytes of a table.
+    """Description of one of the tensors whose bytes are concatenated in a table's ``rows/{table}`` tensor.
 
     Args:
-        row_set: the row set that it belongs to.
+        row_set: name of the row set that it belongs to.
         column: ``ids``, ``known``, ``states`` or ``ages``.
         dtype: its dtype.
         shape: its shape.
@@ -116,17 +117,17 @@ class RankHeader:
     """The header of one rank's saved state.
 
     Args:
-        rank: the rank that saved it.
-        world_size: its world size.
+        rank: rank that saved the state.
+        world_size: number of ranks that saved.
         mode: value of the :class:`~delta_tracker.types.TrackingMode`.
         num_batches: number of ``step()`` calls.
         shards: table FQN to the rank's block.
         consumers: the consumers, in the order of their row sets.
-        has_history: a row set holds all rows changed since the start.
+        has_history: True if a row set holds all rows changed since the tracker was created.
         annotations: consumer to its note.
-        counters: counter name to its fields that are not tensors.
-        layouts: key of each counter tensor, without the prefix, to its layout.
-        pieces: table FQN to the pieces in its bytes, in order.
+        counters: counter name to the fields that are not tensors, by field name.
+        layouts: key of each counter tensor, without the prefix, to the tensor's layout.
+        pieces: table FQN to the pieces of its ``rows/{table}`` tensor, in order.
     """
 
     rank: int
@@ -143,7 +144,7 @@ class RankHeader:
 
     @property
     def prefix(self) -> str:
-        """Prefix of all keys of the part."""
+        """Prefix of all keys of the part, which ends with a slash."""
         return f"rank{self.rank}of{self.world_size}/"
 
     @property
@@ -152,7 +153,7 @@ class RankHeader:
         return (*(str(place) for place in range(len(self.consumers))), *([HISTORY] if self.has_history else []))
 
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
-        """Return the key, without prefix, and the layout of a table's row tensor; empty if it has no rows."""
+        """Return the layout of a table's row tensor by key without prefix; empty if the table has no rows."""
         num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
         return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
 
@@ -162,7 +163,7 @@ class RankHeader:
         return {**rows, **self.layouts}
 
     def rows(self, row_set: str, fqn: str, tensors: Mapping[str, Tensor]) -> ChangedRows | None:
-        """Return the rows of a table in a row set, with global ids; None if there are none.
+        """Return the rows of a table in a row set, with global ids; None if the row set has no rows of the table.
 
         Args:
             row_set: one of :attr:`sets`.
@@ -170,7 +171,7 @@ class RankHeader:
             tensors: key with prefix to tensor.
 
         Raises:
-            MalformedStateError: if they are not valid rows of the rank's block.
+            MalformedStateError: if the tensors do not contain valid rows of the rank's block.
         """
         read, begin = {}, 0
         for piece in self.pieces.get(fqn, ()):
@@ -199,7 +200,12 @@ class RankHeader:
         return ChangedRows(ids, states, known, read.get("ages"))
 
     def counter(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Return the fields of a counter; None if the part has no counter of that name."""
+        """Return the fields of a counter by field name; None if the part has no counter of that name.
+
+        Args:
+            name: name of the counter.
+            tensors: key with prefix to tensor.
+        """
         if name not in self.counters:
             return None
         start = f"counters/{name}/"
@@ -221,7 +227,7 @@ class _Shard(Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Header(Struct):
-    """JSON object of a header, without its ``version``."""
+    """Schema of a header's JSON object. The ``version`` is checked separately."""
 
     rank: _Count
     world_size: _Count
@@ -233,7 +239,7 @@ class _Header(Struct):
     annotations: dict[str, object]
     counters: dict[str, dict[str, object]]
     layouts: dict[str, tuple[str, tuple[_Count, ...]]]  # dtype, shape
-    pieces: dict[str, list[tuple[str, str, str, tuple[_Count, ...]]]]  # set, column, dtype, shape
+    pieces: dict[str, list[tuple[str, str, str, tuple[_Count, ...]]]]  # row set, column, dtype, shape
 
 
 def parse(key: str, header: Tensor) -> RankHeader:
@@ -302,8 +308,13 @@ def check_alike(parts: Sequence[RankHeader]) -> None:
 def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[str, ShardSpec]) -> None:
     """Reject a state with other tables, table sizes or dtypes than expected.
 
+    Args:
+        where: prefix of the error's subject, such as ``"on rank 1 "``.
+        saved: table FQN to block, in the state.
+        expected: table FQN to block, to compare with.
+
     Raises:
-        StateMismatchError: if tables differ; the error names all of them.
+        StateMismatchError: if tables differ; the error names all that differ.
     """
     both = [{fqn: str(spec.table) for fqn, spec in shards.items()} for shards in (saved, expected)]
     differing = sorted(fqn for fqn in both[0].keys() | both[1].keys() if both[0].get(fqn) != both[1].get(fqn))

@@ -1,11 +1,9 @@
 """Find the rows of this rank's shards in the saved parts of all ranks, for any sharding plan.
 
-A shard is a block: a range of rows by ranges of columns. A row is pending in this shard if it was pending in any saved
-block that shares columns with the shard. If the row was not pending in another such block, the columns of that block
-have not changed since the consumer received them, so that their old values are the shard's current ones. Therefore the
-model must be restored first.
-
-Letters: ``N`` rows, ``S`` numbers in an old state.
+A shard is a block of a table: a range of rows and some ranges of columns. A row is pending in a shard of this rank if
+it was pending in any saved block that shares columns with the shard. If the row was not pending in another such block,
+the columns of that block have not changed since the consumer received them. Their old states are therefore computed
+from the current rows, which requires that the model is restored first.
 """
 
 from __future__ import annotations
@@ -28,7 +26,13 @@ from delta_tracker.types import ShardSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """A saved part that overlaps a shard of this rank, and the indices of a state's numbers in both of them."""
+    """Saved part that overlaps a shard of this rank.
+
+    Args:
+        part: header of the part.
+        saved_places: ``[K]`` int64 indices of the ``K`` shared values in an old state of the part.
+        places: ``[K]`` int64 indices of the same values in an old state of the shard.
+    """
 
     part: RankHeader
     saved_places: Tensor
@@ -40,13 +44,16 @@ class Resharding:
 
     Args:
         parts: headers of parts that were saved together.
-        shards: table FQN to this rank's shard; the tables are those of the parts.
-        capture: the tracking mode, equal to that of the parts.
+        shards: table FQN to this rank's shard, for the tables of the parts.
+        capture: strategy of the tracking mode, which must be the mode of the parts.
         rank: this rank.
         world_size: the current world size.
 
+    Attributes:
+        counted: headers of the parts whose counters this rank loads.
+
     Raises:
-        PartialStateError: if the parts do not cover the shards of this rank.
+        PartialStateError: if the parts do not cover the shards of this rank, or the counters that it must load.
         StateMismatchError: if old states are sums over column ranges that the current plan splits differently.
     """
 
@@ -70,7 +77,7 @@ class Resharding:
 
     @property
     def annotations(self) -> Mapping[str, object]:
-        """Notes of the lowest rank among the parts, by consumer."""
+        """Mapping from consumer to its note, as saved by the lowest rank among the parts."""
         return self._parts[0].annotations
 
     def needs(self) -> dict[str, Layout]:
@@ -82,13 +89,14 @@ class Resharding:
         return {part.prefix + name: layout for part, layouts in (*rows, *counters) for name, layout in layouts.items()}
 
     def state(self, tensors: Mapping[str, Tensor]) -> LogState:
-        """Return the state of this rank's log, with local ids and with states on the shards' devices.
+        """Return the state of this rank's log, with local ids. The rows are on the devices of their shards.
 
         Args:
-            tensors: the tensors that :meth:`needs` lists, by key.
+            tensors: key to tensor, for all keys of :meth:`needs`.
 
         Raises:
             MalformedStateError: if a tensor contradicts its header.
+            StateMismatchError: if the dtype of old states differs.
         """
         first = self._parts[0]
         used = {source.part.rank: source.part for sources in self._sources.values() for source in sources}
@@ -102,13 +110,23 @@ class Resharding:
         return LogState(num_batches, consumers, self._rows(HISTORY, tensors) if first.has_history else None)
 
     def _find(self, spec: ShardSpec, rank: int, missing: Sequence[int]) -> list[_Source]:
-        """Return the parts from which to read a shard's rows."""
+        """Return the parts from which to read a shard's rows.
+
+        Args:
+            spec: block of the shard.
+            rank: this rank.
+            missing: saved ranks without a part, for the error.
+
+        Raises:
+            PartialStateError: if the parts do not cover the shard.
+            StateMismatchError: see :class:`Resharding`.
+        """
         fqn = spec.table.fqn
         sharing = [part for part in self._parts if _shared_area(part.shards[fqn], spec)]
         copies = [part for part in sharing if part.shards[fqn].is_replicated]
         if copies:
-            # Each replica has its own state. New replicas and shards continue from the first one, because that is the
-            # published one and the only one from which top-k leaves rows out.
+            # Each replica has its own state. New replicas and shards load the first replica's state, because only this
+            # replica is published and only there top-k leaves rows out.
             own = [part for part in copies if spec.is_replicated and part.rank == rank]
             sharing = own or copies[:1]
         elif sum(_shared_area(part.shards[fqn], spec) for part in sharing) != spec.num_rows * spec.num_columns:
@@ -116,7 +134,18 @@ class Resharding:
         return [_Source(part, *self._places(part.shards[fqn], spec)) for part in sharing]
 
     def _places(self, saved: ShardSpec, spec: ShardSpec) -> tuple[Tensor, Tensor]:
-        """Return the indices of the shared numbers in a saved state and in a state of this shard."""
+        """Return the indices of the ``K`` shared values in an old state of a saved block and of this rank's block.
+
+        Args:
+            saved: the saved block.
+            spec: this rank's block.
+
+        Returns:
+            ``[K]`` int64 and ``[K]`` int64, see :class:`_Source`.
+
+        Raises:
+            StateMismatchError: see :class:`Resharding`.
+        """
         if self._capture.states_are_columns:
             mine = {column: place for place, column in enumerate(_columns(spec))}
             pairs = [(place, mine[column]) for place, column in enumerate(_columns(saved)) if column in mine]
@@ -165,7 +194,7 @@ class Resharding:
 
 
 def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
-    """Return those of the rows, which have global ids, that belong to a shard, with local ids."""
+    """Return the rows that belong to a shard, with their global ids replaced by local ids; None for None."""
     if rows is None:
         return None
     is_inside = (rows.ids >= spec.row_offset) & (rows.ids < spec.row_offset + spec.num_rows)
@@ -183,16 +212,16 @@ def _check_states(part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, p
 
 
 def _shared_area(left: ShardSpec, right: ShardSpec) -> int:
-    """Return how many numbers of a table two blocks share."""
+    """Return the number of values of a table that two blocks share."""
     stop = min(left.row_offset + left.num_rows, right.row_offset + right.num_rows)
     return max(0, stop - max(left.row_offset, right.row_offset)) * _width(left, right)
 
 
 def _width(left: ShardSpec, right: ShardSpec) -> int:
-    """Return how many columns two blocks share."""
+    """Return the number of columns that two blocks share."""
     return sum(max(0, min(b, d) - max(a, c)) for a, b in left.columns for c, d in right.columns)
 
 
 def _columns(spec: ShardSpec) -> list[int]:
-    """Return the columns of a block, in order."""
+    """Return the column indices of a block, in the order of its column ranges."""
     return [column for start, stop in spec.columns for column in range(start, stop)]

@@ -45,8 +45,8 @@ class TrackerCheckpoint:
     Args:
         log: the change log.
         model: the tracked model.
-        mode: the tracking mode; a saved state must have the same.
-        capture: the mode's strategy.
+        mode: the tracking mode. Only states that were saved in the same mode can be loaded.
+        capture: strategy of the tracking mode.
         monitor: receives an event if a checkpoint has no state.
     """
 
@@ -71,7 +71,7 @@ class TrackerCheckpoint:
 
     @property
     def annotations(self) -> Mapping[str, object]:
-        """Mapping from consumer to its note, set by :meth:`annotate` or loaded with the last state."""
+        """Mapping from consumer to its note, a JSON value set by :meth:`annotate` or loaded with a state."""
         return MappingProxyType({name: note for name, note in self._annotations.items() if name in self._log.consumers})
 
     def is_as_restored(self, consumer: str) -> bool:
@@ -79,7 +79,9 @@ class TrackerCheckpoint:
         return self._positions.get(consumer) == self._log.position(consumer)
 
     def annotate(self, consumer: str, note: object) -> None:
-        """Set the note about a consumer that is saved with its state. If ranks differ, rank 0's note is loaded.
+        """Set the note about a consumer, which is saved with the tracker's state.
+
+        If the notes of the ranks differ, every rank loads the note of rank 0.
 
         Args:
             consumer: its name.
@@ -94,13 +96,13 @@ class TrackerCheckpoint:
             raise InvalidArgumentError("note", note, "Pass dicts, lists, strings and finite numbers") from error
 
     def register_counter(self, name: str, counter: object) -> None:
-        """Register a counter, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
+        """Register a counter. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.register_counter`."""
         if not name or "/" in name or name in self._counters:
             raise InvalidArgumentError("name", name, f"Pass a name without slash, not in {sorted(self._counters)}")
         self._counters[name] = as_mergeable(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
-        """Return the saved state, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
+        """Return the state to save. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
         if strategy not in get_args(Strategy):
             raise InvalidArgumentError("strategy", strategy, f"Pass one of {get_args(Strategy)}")
         rank, world_size = _place()
@@ -127,7 +129,7 @@ class TrackerCheckpoint:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a saved state, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
+        """Load a saved state. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
         for name in self._log.consumers:
             self._log.resolve(name)  # raises if the consumer is reserved
         if not state:
@@ -154,7 +156,7 @@ class TrackerCheckpoint:
         self._annotations, self._restored = dict(plan.annotations), Restored.STATE
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Plan a load of saved parts, see :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
+        """Plan a load of saved parts. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
         check_alike(parts)
         first = parts[0]
         for what, saved, found in (
@@ -184,12 +186,15 @@ def _parts(state: Mapping[str, Tensor]) -> list[RankHeader]:
 
 
 def _counted(name: str, parts: Sequence[RankHeader], tensors: Mapping[str, Tensor]) -> list[Mapping[str, object]]:
-    """Return the saved fields of a counter from all parts that have it."""
+    """Return the saved fields of counter ``name`` from each part that has the counter.
+
+    ``tensors`` maps keys with prefix to tensors.
+    """
     return [fields for part in parts if (fields := part.counter(name, tensors)) is not None]
 
 
 def _place() -> tuple[int, int]:
-    """Return rank and world size; ``(0, 1)`` if no process group is initialised."""
+    """Return the rank and the world size; ``(0, 1)`` if no process group is initialised."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
