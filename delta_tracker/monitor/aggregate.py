@@ -58,7 +58,7 @@ class Aggregate:
 
     Attributes:
         count: number of accepted numbers.
-        total: their sum, exact for integers.
+        total: weighted sum of the accepted numbers, exact for integers.
         weight: sum of the weights, equal to ``count`` for unweighted numbers. The mean is ``total / weight``.
         min: smallest number; NaN if empty or unknown.
         max: largest number; NaN if empty or unknown.

@@ -110,7 +110,7 @@ class HandlerQueue:
         If the handler raises, the event is not delivered again; the others stay queued.
 
         Args:
-            until: time of ``time.monotonic()`` after which no further event is handled. The first one always is.
+            until: time of ``time.monotonic()`` after which the remaining events stay queued. At least one is handled.
         """
         event = self._next()
         while event is not None:

@@ -28,7 +28,7 @@ class EventRule:
 
     Args:
         severity: lowest accepted severity.
-        per_second: maximum average rate of each event name. A burst may contain ten times as many events.
+        per_second: maximum average rate of each event name. A burst may have up to ten times as many events.
         sample: accepted fraction of the events, chosen at random.
 
     Raises:

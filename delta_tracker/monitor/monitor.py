@@ -150,7 +150,7 @@ class Monitor(Forkable):
             name: unique; dots separate namespaces.
             callback: returns the readings, see :meth:`~delta_tracker.monitor.registry.Registry.passive`.
             help: description in one sentence.
-            kind: kind of the stat.
+            kind: kind of the stat, such as ``Kind.GAUGE``.
             unit: base unit spelled out, such as seconds.
             labels: label names.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
@@ -172,7 +172,12 @@ class Monitor(Forkable):
         return self.registry.configure(pattern, **settings)
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
-        """Return the stats of ``kind`` (None: any) whose names match a shell pattern, sorted by name."""
+        """Return the stats whose names match a shell pattern, sorted by name.
+
+        Args:
+            pattern: shell pattern of names, such as ``training.*``.
+            kind: kind of the stats to return; None for all kinds.
+        """
         return self.registry.find(pattern, kind=kind)
 
     # Events

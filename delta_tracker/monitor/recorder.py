@@ -113,9 +113,9 @@ class _Life(Source):
         self._is_closed, self.record = True, None
 
     def read(self, *, is_last: bool) -> None:
-        """Call ``record`` with the object while it is alive and open, else ``forget``.
+        """Call ``record`` with the object. If it is closed or garbage-collected, call ``forget`` instead.
 
-        The first call after :meth:`close` does nothing, so that the last values are collected.
+        The first call after :meth:`close` does nothing, so that the last values are still exported.
         """
         del is_last
         if self._is_closed and not self._is_collected:

@@ -115,7 +115,12 @@ class Registry:
             return [stat.name for stat in found]
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
-        """Return the stats of ``kind`` (None: any) whose names match a shell pattern, sorted by name."""
+        """Return the stats whose names match a shell pattern, sorted by name.
+
+        Args:
+            pattern: shell pattern of names, such as ``training.*``.
+            kind: kind of the stats to return; None for all kinds.
+        """
         with self._lock:
             found = [stat for stat in self._stats.values() if matches(pattern, stat.name)]
         return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)

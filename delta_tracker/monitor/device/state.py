@@ -29,7 +29,7 @@ _POLL_SECONDS, _NUM_POLLS = 0.001, 50
 
 
 class DeviceState(ABC):
-    """``K`` sums on each device from which values were added.
+    """``K`` running sums, one vector on each device of the added values.
 
     Args:
         name: name of the state.

@@ -145,7 +145,7 @@ class _Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Calls(TorchFunctionMode):
     """Function mode that records calls that dispatch no operation.
 
-    These create simulated tensors from host data or, if ``everywhere``, read CPU tensors.
+    These calls create tensors on a device from host data or, if ``everywhere``, read CPU tensors.
 
     Args:
         found: list to which synchronizations are appended.
