@@ -121,4 +121,4 @@ class HandlerQueue:
         try:
             return self._waiting.popleft()
         except IndexError:
-            return None  # another thread removed the last event
+            return None  # the queue is empty
