@@ -4,5 +4,5 @@ Open ``tracker.py`` first: it has the public class, which delegates to the other
 the changes that hooks report in the stores of ``store/`` and compacts them. ``modes.py`` defines the data that each
 tracking mode keeps of a row. ``consumer_positions.py`` keeps the cursor of each consumer. ``delta_reader.py`` builds
 the deltas. ``consumer_handle.py`` is a publisher's access to its consumer. ``checkpoint/`` saves and loads the state.
-Does not import ``stream``.
+The package does not import ``stream``.
 """

@@ -283,7 +283,7 @@ class ChangeLog:
         """Open a batch of rows that are about to be written.
 
         Args:
-            key: identifies the batch; no other open batch may have it.
+            key: key of the batch; no other open batch may have it.
             ids: table FQN to ``[N]`` integer local ids; None for all rows.
         """
         with self.lock, self._reading_shards(), profiler_range("delta_tracker: record"):
@@ -302,7 +302,7 @@ class ChangeLog:
                 self._stores[fqn].close_batch(key)
 
     def ended(self, key: int) -> None:
-        """Close batch ``key`` at the next cut, batch or :meth:`step`, whether or not its rows were written.
+        """Close batch ``key`` at the next cut, :meth:`opened` or :meth:`step`, even if its rows were not written.
 
         Lock-free, because a destructor may call it in any thread. Call it when nothing can write the rows any more. No
         update is lost: every cut while the batch was open has marked its rows again, so that the next read returns
@@ -376,8 +376,8 @@ class ChangeLog:
         """Replace all pending rows with ``state``; rows of open batches stay pending. Aborts uncommitted reads.
 
         Args:
-            state: pending rows of exactly this log's consumers. If its ``history`` is None, :meth:`rewind` makes all
-                rows pending.
+            state: pending rows of all consumers of this log and of no others. If its ``history`` is None,
+                :meth:`rewind` makes all rows pending.
         """
         with self.lock, one_cut():
             assert set(state.consumers) == set(self._consumers.names), "checked by the caller"
@@ -498,6 +498,7 @@ class ChangeLog:
 
         Raises:
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+            UnknownConsumerError: if the consumer was removed.
         """
         with self.lock:
             self._commit(delta)
@@ -508,6 +509,7 @@ class ChangeLog:
 
         Raises:
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+            UnknownConsumerError: if the consumer was removed.
         """
         with self.lock:
             self._consumers.abort(delta)
@@ -532,7 +534,7 @@ class ChangeLog:
                 self._consumers.reserve(consumer, holder, is_transient=True)
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer and the changes that only it needed.
+        """Remove a consumer, and drop the rows that were pending only for this consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer.
@@ -544,7 +546,7 @@ class ChangeLog:
             self.compact()
 
     def clear(self, consumer: str) -> None:
-        """Discard the pending rows of a consumer and treat it as up to date."""
+        """Discard the pending rows of a consumer and treat it as up to date, even if it was dropped."""
         with self.lock:
             self._place_at_end(consumer)
             self.compact()

@@ -185,7 +185,9 @@ class ConsumerHandle:
         return self._checkpoint.annotations.get(self._held())
 
     def annotate(self, note: object) -> None:
-        """Set the note that is saved with the tracker's state. If ranks differ, rank 0's note is loaded.
+        """Set the note about the consumer, which is saved with the tracker's state.
+
+        If the notes of the ranks differ, every rank loads the note of rank 0.
 
         Args:
             note: a JSON value; replaces the previous note.

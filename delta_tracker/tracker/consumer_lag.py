@@ -98,7 +98,7 @@ class LagClock:
             self._left_out[consumer] = since
 
     def removed(self, consumer: str) -> None:
-        """Remove a consumer."""
+        """Remove the timestamps of a consumer."""
         for known in (self._positions, self._committed, self._left_out):
             known.pop(consumer, None)
 

@@ -114,7 +114,10 @@ class ConsumerPositions:
 
     @property
     def origin(self) -> Mapping[str, ChangedRows]:
-        """Mapping from table FQN to the rows that had changed before the log's first position."""
+        """Mapping from table FQN to the rows that :meth:`rewind` carries, in addition to those in the log.
+
+        They are the rows that changed before the log's first position, and rows that were distrusted.
+        """
         return self._origin
 
     def start(self, name: str) -> tuple[int, int]:
@@ -211,20 +214,22 @@ class ConsumerPositions:
         return replaces
 
     def commit(self, delta: Delta) -> None:
-        """Move the cursor to the end of the consumer's uncommitted read.
+        """Move a consumer's cursor to the end of its uncommitted read ``delta``.
 
         Raises:
-            StaleDeltaError: if ``delta`` is no longer that read.
+            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+            UnknownConsumerError: if the consumer was removed.
         """
         consumer = self._sealed_by(delta)
         consumer.carried = {fqn: rows.aged() for fqn, rows in delta.kept.items()}
         consumer.position, consumer.batch, consumer.sealed = delta.stop, delta.batches[1], None
 
     def abort(self, delta: Delta) -> None:
-        """Discard the consumer's uncommitted read; its rows stay pending.
+        """Discard a consumer's uncommitted read ``delta``; its rows stay pending.
 
         Raises:
-            StaleDeltaError: if ``delta`` is no longer that read.
+            StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+            UnknownConsumerError: if the consumer was removed.
         """
         self._sealed_by(delta).sealed = None
 
@@ -241,5 +246,5 @@ class ConsumerPositions:
 
 
 def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-    """Return ``tables`` with ``rows`` of table ``fqn`` added; they replace rows of the same ids."""
+    """Return a copy of ``tables`` with ``rows`` added to table ``fqn``, where they replace rows with the same ids."""
     return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

@@ -30,7 +30,7 @@ class TrackerGauges:
         self._shown: frozenset[str] = frozenset()  # consumers that have gauges
 
     def received(self, delta: Delta) -> None:
-        """Count the rows of a committed read."""
+        """Count the rows of a committed read, by table and consumer."""
         cells = self._received_cells
         for fqn, rows in delta.items():
             key = fqn, delta.consumer

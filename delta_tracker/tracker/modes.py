@@ -89,13 +89,13 @@ class IdCapture:
         return None
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """Raise, because the mode has no scores."""
+        """Raise :class:`AssertionError`, because the mode has no scores."""
         del values, states
         raise AssertionError("the mode has no scores")
 
 
 class EmbeddingCapture:
-    """Capture of the old rows."""
+    """Capture of the values of each changed row from before the change."""
 
     keeps_old = True
     states_are_columns = True
@@ -105,7 +105,7 @@ class EmbeddingCapture:
         """Accept every shard."""
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return the rows, ``[N, D]``."""
+        """Return the current values of the rows ``ids``, ``[N, D]``."""
         return read_rows(shard, ids)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
@@ -114,7 +114,7 @@ class EmbeddingCapture:
         return rows.states
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """Return the L2 norm of (current - old) of each row."""
+        """Return the L2 norm of (current - old) of each row, ``[N]`` float32."""
         norms: Tensor = torch.linalg.vector_norm(values.float().sub_(states), dim=1)
         return norms
 

@@ -55,7 +55,7 @@ def __getattr__(name: str) -> object:
 
 
 class ModelDeltaTracker:
-    """Tracks which rows of a model's sharded embedding tables changed, for any number of consumers.
+    """Tracker of the changed rows of a model's sharded embedding tables, for any number of consumers.
 
     A row counts as changed when an update of it is written, not when it is looked up. Forward passes under ``no_grad``
     and outputs that are never backpropagated mark no rows. Reads may happen between any two operations of the training
@@ -67,12 +67,12 @@ class ModelDeltaTracker:
 
     For all other tables, ``load_state_dict`` marks all rows. In-place writes to their weights, such as
     ``dcp.load({"model": model.state_dict()}, ...)`` or an edit under ``no_grad``, mark all rows of every table of the
-    same kernel, with unknown old states. Torch does not count collectives that write to the weights (``broadcast``,
-    ``all_reduce``) or writes through ``.data``, ``untyped_storage()``, DLPack, numpy and raw pointers: call
-    :meth:`mark_changed` after them.
+    same kernel, with unknown old states. Some writes cannot be detected: collectives that write to the weights
+    (``broadcast``, ``all_reduce``) and writes through ``.data``, ``untyped_storage()``, DLPack, numpy and raw pointers.
+    Call :meth:`mark_changed` after them.
 
-    On each rank, create it after the model is sharded, call :meth:`step` after each batch and :meth:`get_delta` at any
-    time.
+    On each rank, create a tracker after the model is sharded, call :meth:`step` after each batch, and call
+    :meth:`get_delta` at any time.
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded EmbeddingCollections or
@@ -86,7 +86,8 @@ class ModelDeltaTracker:
             states on a GPU always compact after reads, because merging old states waits for the device.
         mode: the data kept of each changed row.
         fqns_to_skip: tables not to track, each by its FQN, the FQN of a module above it, or one component of its FQN.
-        record: ``"updates"``, or ``"lookups"`` to count every lookup as a change too, as TorchRec's tracker does.
+        record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
+            looked up, as TorchRec's tracker does.
         max_bytes: maximum size of the log on this rank, in bytes. Above it the consumer that lags furthest is dropped:
             its next read raises :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
@@ -157,7 +158,7 @@ class ModelDeltaTracker:
 
     @property
     def mode(self) -> TrackingMode:
-        """Tracking mode: the data kept of each changed row."""
+        """Tracking mode, which defines the data kept of each changed row."""
         return self._mode
 
     @property
@@ -204,7 +205,7 @@ class ModelDeltaTracker:
 
     @property
     def store(self) -> Mapping[str, SegmentStore]:
-        """Mapping from table FQN to the store of its changed rows. Read-only; read it between batches."""
+        """Mapping from table FQN to the store of its changed rows. Do not modify it. Read it only between batches."""
         return MappingProxyType(self._log.stores)
 
     # Training
@@ -234,14 +235,14 @@ class ModelDeltaTracker:
         return self._log.batches
 
     def step(self) -> None:
-        """Count one batch and enforce ``max_bytes``. No update is lost if it is not called."""
+        """Count one batch and enforce ``max_bytes``. Updates are tracked even if this method is never called."""
         self._log.step()
 
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
         """Mark rows as changed, with unknown old states.
 
-        Needed only after writes that torch does not count: collectives that write to the weights, and writes through
-        ``.data``, ``untyped_storage()``, DLPack, numpy or raw pointers. Other in-place writes are detected.
+        Needed only after writes that cannot be detected: collectives that write to the weights, and writes through
+        ``.data``, ``untyped_storage()``, DLPack, numpy or raw pointers.
 
         Args:
             fqn: the table.
@@ -489,6 +490,7 @@ class ModelDeltaTracker:
 
         Raises:
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+            UnknownConsumerError: if the consumer was removed.
         """
         self._log.commit(delta)
 
@@ -497,6 +499,7 @@ class ModelDeltaTracker:
 
         Raises:
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
+            UnknownConsumerError: if the consumer was removed.
         """
         self._log.abort(delta)
 
@@ -635,13 +638,14 @@ class ModelDeltaTracker:
 
         Call it when no backward pass is outstanding. A table whose block and lookup module on this rank are unchanged
         keeps its log. All rows of any other table are marked as changed for every consumer, because no hook recorded
-        their writes.
+        their writes. After :meth:`detach` this applies to all tables.
 
-        After :meth:`detach`, all rows of all tables are marked, with one exception: a table without a fused optimizer
-        whose block is unchanged is compared with its copy instead, unless lookups are recorded.
+        There is one exception: a table without a fused optimizer whose block is unchanged always keeps its log and is
+        compared with its copy, unless lookups are recorded. If one of the following errors is raised, the tracker is
+        unchanged.
 
         Raises:
-            NoShardedModuleError: if the model has nothing to track; the tracker is then unchanged, as for all errors.
+            NoShardedModuleError: if the model has nothing to track.
             UnsupportedModuleError: if the model has sharded modules that cannot be tracked.
             UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
             UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.

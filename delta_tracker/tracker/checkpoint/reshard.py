@@ -194,7 +194,7 @@ class Resharding:
 
 
 def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
-    """Return the rows that belong to a shard, with their global ids replaced by local ids; None for None."""
+    """Return the rows that belong to a shard, with local instead of global ids; None if ``rows`` is None."""
     if rows is None:
         return None
     is_inside = (rows.ids >= spec.row_offset) & (rows.ids < spec.row_offset + spec.num_rows)

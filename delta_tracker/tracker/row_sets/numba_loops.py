@@ -231,7 +231,7 @@ def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
             blocks &= blocks - 1
             for j in range(first, first + 2):
                 word = words[j]
-                out[at] = (j << 6) + _lowest(word)  # no branch, because in a sparse set one of the two words is 0
+                out[at] = (j << 6) + _lowest(word)  # no branch: whether a word is 0 is unpredictable
                 at += word != 0
                 word &= word - 1
                 following = at
@@ -256,7 +256,10 @@ def count_before(words: _Ints, summary: _Ints, before: _Ints) -> None:
 
 @_loop("void(int64[::1], int64[::1], int64, int64[::1], int64[::1])")
 def rank(words: _Ints, before: _Ints, num_rows: int, ids: _Ints, out: _Ints) -> None:
-    """Write the number of marked rows below each id to ``out``, ``[N]``. ``before`` is that of :func:`count_before`."""
+    """Write the number of marked rows below each id to ``out``, ``[N]``.
+
+    ``before`` is the result of :func:`count_before`.
+    """
     for i in range(ids.size):
         row = int(_within(ids[i], num_rows))
         last = row >> 6

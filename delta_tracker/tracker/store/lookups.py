@@ -111,7 +111,7 @@ class DeltaStore:
     def compact(self, start_idx: int, end_idx: int) -> None:
         """Merge each table's lookups of batches in ``[start_idx, end_idx)`` into one lookup of batch ``start_idx``.
 
-        Reads that start in the range after ``start_idx`` then return none of the merged ids.
+        Reads that start at a later batch of the range then return none of the merged ids.
 
         Raises:
             InvalidArgumentError: if the range is empty.
