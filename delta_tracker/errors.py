@@ -37,7 +37,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 class InvalidArgumentError(DeltaTrackerError, ValueError):
-    """An argument has an invalid value, or the call is invalid at this moment; see ``argument`` and ``value``."""
+    """An argument has an invalid value, or the call is invalid in the current state; see ``argument`` and ``value``."""
 
     def __init__(self, argument: str, value: object, remedy: str) -> None:
         super().__init__(f"{argument}={value!r} cannot be used", remedy)
@@ -240,7 +240,7 @@ class StorageError(StreamError, OSError):
 
 
 class NameConflictError(StorageError):
-    """The store at ``url`` refused ``attempts`` times to create ``name`` as existing, but does not list it."""
+    """The store at ``url`` does not list ``name``, but refused ``attempts`` times to create it as a duplicate."""
 
     def __init__(self, url: str, name: str, attempts: int) -> None:
         super().__init__(url, f"it refused {attempts} times to create {name} as existing, but does not list it")
@@ -276,7 +276,7 @@ class FencedError(StreamError, RuntimeError):
 
 
 class PublishError(StreamError, RuntimeError):
-    """A version was not published because ``rank`` failed with ``reason``; all rows stay pending."""
+    """A version was not published because rank ``rank`` failed with ``reason``; all rows stay pending."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(
@@ -310,8 +310,8 @@ class MalformedError(StreamError, ValueError):
 class CorruptPartError(StreamError, ValueError):
     """A part is missing, truncated, or differs from its manifest; see ``path`` and ``reason``.
 
-    No row of its version was applied, unless the part changed after the check; only parts that do not fit in memory are
-    read again after it.
+    No row of its version was applied, with one exception: a part that is too large for memory is read again after its
+    check, and some rows may have been applied if it changed in between.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -444,7 +444,7 @@ class DenseMismatchError(StreamError, ValueError):
 
 
 class HeldVersionError(StreamError, RuntimeError):
-    """A predictor's gate rejected ``version`` for ``reason``; the tables are unchanged."""
+    """A predictor's gate rejected version ``version`` for ``reason``; the tables are unchanged."""
 
     def __init__(self, version: int, reason: str) -> None:
         super().__init__(

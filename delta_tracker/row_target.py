@@ -30,8 +30,8 @@ class RowTarget(Protocol):
     torn, so ``write`` should not fail after it has written some of them.
 
     Args:
-        num_rows: rows of the whole table.
-        dim: columns of the whole table.
+        num_rows: number of rows of the whole table.
+        dim: number of columns of the whole table.
         dtype: dtype that the table must have in the stream, which is also the dtype of ``values``; None for any.
         rows: half-open range of global row ids held here.
         columns: half-open column ranges held here, ascending and disjoint; empty if this process holds no part of the
@@ -109,11 +109,11 @@ class TensorTarget(RowTarget):
     """Table whose rows are in one tensor, or in several tensors that hold one rectangle each.
 
     Args:
-        num_rows: rows of the whole table.
-        dim: columns of the whole table.
-        dtype: dtype of the table.
+        num_rows: number of rows of the whole table.
+        dim: number of columns of the whole table.
+        dtype: dtype of the table; None if versions of every dtype can be written.
         regions: disjoint rectangles held here; each column range covers the same rows. Their tensors are detached.
-        written: called after every write, for example to drop cached rows.
+        written: function that is called after every write, for example to drop cached rows; None for no call.
         obstacle: reason why rows cannot be written; empty if they can.
     """
 

@@ -1,4 +1,4 @@
-"""Pure functions on the changed rows of one table.
+"""Changed rows of one table, and functions that merge, copy and write rows.
 
 Notation: ``N`` is the number of rows, ``S`` the number of values in the old state of a row.
 """

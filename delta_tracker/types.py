@@ -19,10 +19,10 @@ from delta_tracker.rows import ChangedRows
 
 
 class TrackingMode(Enum):
-    """Old state that the tracker keeps for each changed row."""
+    """State of each changed row that a read returns in :attr:`DeltaRows.states`."""
 
     ID_ONLY = "id_only"
-    """No state; only ids are kept."""
+    """No state; a read returns only ids."""
     EMBEDDING = "embedding"
     """Value of the row as the consumer last received it; states ``[N, D]``."""
     MOMENTUM_LAST = "momentum_last"
@@ -150,18 +150,18 @@ class DeltaRows:
 
     Args:
         ids: ``[N]`` int64, local to the shard, ascending and unique.
-        states: ``[N, ...]`` old states; None in the modes without old states.
+        states: ``[N, ...]`` states of the rows, see :class:`TrackingMode`; None for a read of only ids.
         values: ``[N, D]`` values of the rows at the read, in the table's dtype, columns in the order of
             ``shard.columns``; None unless the read had ``with_values=True``.
         shard: the block that ``ids`` refer to; None if they are not ids of a shard.
-        known: ``[N]`` bool, True where the old state is known; elsewhere the row in ``states`` is NaN. None in the
-            modes without old states.
+        known: ``[N]`` bool, True where the old state is known; elsewhere the row in ``states`` is NaN. None if no
+            old states are kept.
         optimizer: states of the fused optimizer for the rows, in the optimizer's order; empty unless the read had
             ``with_optimizer=True``. Each state is ``[N, D]``, or ``[N, S]`` with one value for each of the shard's
             ``S`` column ranges.
 
     Raises:
-        InvalidArgumentError: if ``ids`` are not ``[N]`` int64, or ``states`` or ``values`` have another length.
+        InvalidArgumentError: if ``ids`` are not ``[N]`` int64, or ``states`` or ``values`` have another number of rows.
 
     Example:
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)

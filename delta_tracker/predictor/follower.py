@@ -28,7 +28,7 @@ from delta_tracker.stream.notify.notifier import Hints, Notifier
 
 _logger = logging.getLogger(__name__)
 
-# A poll requests only the next entry. A missing entry is a gap or the head of the log: a less frequent listing decides.
+# A poll requests only the next entry. If it is missing, a listing at this interval distinguishes a gap from the head.
 _GAP_CHECK_SECONDS = 5.0
 _MAX_BACK_OFF_SECONDS = 5.0
 _NO_STREAM_SECONDS = 0.5
@@ -154,7 +154,7 @@ class Follower:
                 raise
 
     def stop(self, *, raises: bool = True) -> None:
-        """Stop the thread at its next chunk or request, and wait until it has ended.
+        """Stop the thread at its next chunk or request, and wait until it has ended. Does nothing without a thread.
 
         Args:
             raises: True to raise :attr:`error`; False to log it.
@@ -220,7 +220,7 @@ class Follower:
             over.set()
 
     def _follow(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None]) -> None:
-        """Poll until the stop flag is set. A version that is interrupted by it is applied again by the next call."""
+        """Poll until the stop flag is set. If that interrupts a version, the next :meth:`start` applies it again."""
         self._pause, self._gap_check = poll_seconds, time.monotonic() + _GAP_CHECK_SECONDS
         with interruptible(self._stop), suppress(Interrupted):
             if not self._begins(refuse, begun):

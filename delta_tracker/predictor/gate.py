@@ -72,7 +72,7 @@ class GateKeeper:
         """Accept a version until it has been applied, whatever the result of its check.
 
         Args:
-            version: number of the version, which may be checked already or later.
+            version: number of the version, whether or not it has been checked yet.
 
         Raises:
             InvalidArgumentError: if ``version`` is not an integer of 0 or more.
@@ -120,7 +120,7 @@ class GateKeeper:
             manifest: manifest of the version.
             measure: result of :meth:`check` or :meth:`follow`.
         """
-        # Sizes that are not finite, of an accepted version, cannot be compared with.
+        # Skip sizes that are not finite: no size can be compared with them.
         self._sizes |= {key: size for key, size in measure.items() if math.isfinite(size)}
         self._accepted.discard(manifest.version)
         self._refused.clear()

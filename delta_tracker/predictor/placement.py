@@ -43,7 +43,7 @@ class Placement:
         return slice(*first.block.rows) if first.ids is None else first.ids
 
     def chunks(self, num_rows: int) -> Iterator[Chunk]:
-        """Yield the rows in chunks. Each chunk is read and prepared for writing, during which lookups may run.
+        """Yield the rows in chunks. Lookups may run while a chunk is read and prepared for writing.
 
         Args:
             num_rows: maximum number of rows of a chunk.
@@ -146,7 +146,7 @@ def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
 def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
     """Group the blocks of one row range, so that all blocks of a group have the same rows.
 
-    A row belongs to the group of those column ranges that the version has of it.
+    Rows are in the same group if the version has the same column ranges of them.
     """
     if len(rows) == 1 or all(each.ids is None for each in rows):
         return [tuple(rows)]

@@ -167,7 +167,7 @@ class Predictor(Forkable):
         Keep the block short and without ``await``: it delays :meth:`follow` and :meth:`sync`.
 
         In a process that is forked while :meth:`follow` runs, the tables are as they were at the fork, between two
-        chunks; ``applying`` is set if rows of a version are missing. They do not change until the process calls
+        chunks; ``applying`` is set if rows of a version are missing. The tables do not change until the process calls
         :meth:`follow` or :meth:`sync`. Tables in shared memory are an exception: the parent continues to write to them,
         so do not look them up in a forked process.
 
@@ -454,7 +454,7 @@ class Predictor(Forkable):
             try:
                 self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))
             except faults as another:
-                if way not in self._dead_ends:  # logged once, although it is tried again
+                if way not in self._dead_ends:  # log a failed resync once, although it is repeated
                     _logger.warning("cannot resync with version %d: %s", manifest.version, another)
                     self._dead_ends.append(way)
                 num_unreadable += isinstance(another, StorageError)

@@ -23,10 +23,10 @@ def find_targets(
     """Return the tables of a model, with the memory that lookups currently read.
 
     Args:
-        model: module or mapping. The tables of a module are its ``<fqn>.weight`` parameters and buffers, for example
-            those of ``nn.Embedding``, ``nn.EmbeddingBag`` and TorchRec collections. Collections may be unsharded,
-            sharded (each rank then holds its own rows and columns), quantized, or compiled. A mapping maps FQN, or
-            ``<fqn>.weight``, to a ``[rows, columns]`` tensor or a target.
+        model: module or mapping. The tables of a module are its two-dimensional parameters and buffers, for example
+            ``<fqn>.weight`` of ``nn.Embedding``, ``nn.EmbeddingBag`` and TorchRec collections. Collections may be
+            unsharded, sharded (each rank then holds its own rows and columns), quantized, or compiled. A mapping maps
+            FQN, or ``<fqn>.weight``, to a ``[rows, columns]`` tensor or a target.
         names: FQN in the stream to FQN in the model, where they differ; None if all are equal.
 
     Returns:

@@ -52,7 +52,7 @@ class Cadence:
 
 
 class Pace:
-    """Checks on one rank if a bound of a cadence is reached.
+    """Checks whether a bound of a cadence is reached on one rank.
 
     An exact count of the pending rows scans the row sets. It is made only if the last count and the lookups recorded
     since then together reach a bound.
@@ -110,7 +110,11 @@ class Pace:
         return self._sizes(self._tracker.num_recorded)
 
     def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
-        """Return the number of rows, and the size of their values in bytes, from the number of rows by table FQN."""
+        """Return the number of rows in all tables, and the size of their values in bytes.
+
+        Args:
+            num_rows: table FQN to number of rows.
+        """
         row_bytes = {fqn: shard.num_columns * shard.table.dtype.itemsize for fqn, shard in self._tracker.shards.items()}
         return sum(num_rows.values()), sum(count * row_bytes[fqn] for fqn, count in num_rows.items())
 

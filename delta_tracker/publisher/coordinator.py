@@ -34,7 +34,7 @@ class Draft:
         pending_rows: number of changed rows on this rank that top-k left out.
         parts: parts of the version that this rank has already written.
         rows: rows to write.
-        dense: name to dense tensor, to write.
+        dense: dense tensors to write, by name.
     """
 
     kind: Kind
@@ -63,7 +63,7 @@ class Share:
 
 
 class Coordinator:
-    """Writer of versions to a stream, together with the other ranks.
+    """Opens a stream and writes versions to it, together with the other ranks.
 
     Only the training thread may call the methods, except :meth:`write_part`, :meth:`write`, :meth:`commit` and
     :meth:`answer`, which a worker may call.
@@ -190,7 +190,7 @@ class Coordinator:
 
         Args:
             share: share of rank 0.
-            messages: result of :meth:`tally`.
+            messages: messages of all ranks' shares, in the order of ranks.
 
         Raises:
             FencedError: if a newer publisher has claimed the stream.

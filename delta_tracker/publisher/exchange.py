@@ -125,7 +125,7 @@ class Exchange:
         self._num_owed_bytes = 0  # length of the message that the other ranks wait for
 
     def start_votes(self, vote: Vote) -> Gathering:
-        """Send this rank's vote without waiting for the others.
+        """Send this rank's vote without waiting for the others, and return the handle for :meth:`count`.
 
         If this rank failed or was interrupted before it sent a message that the others wait for, a blank message is
         sent first. Otherwise the others would receive the vote in place of the message.
@@ -136,6 +136,9 @@ class Exchange:
 
     def count(self, gathering: Gathering) -> Count:
         """Wait for the votes of all ranks and combine them.
+
+        Args:
+            gathering: result of :meth:`start_votes`.
 
         Raises:
             PublishError: if a rank is in another phase.

@@ -1,4 +1,4 @@
-"""States of a version between its cut and its commit."""
+"""States of a version from its start to its commit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Writing(Flight):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committing(Flight):
-    """State in which rank 0 creates the manifest. It is sent to the other ranks next."""
+    """State in which rank 0 creates the manifest. The other ranks receive the manifest next."""
 
     phase = Phase.COMMITTING
     job: Future[Message]

@@ -211,10 +211,10 @@ class Publisher:
     def publish(self) -> Manifest:
         """Publish the rows that changed since the last version, or a snapshot if one is needed.
 
-        The first version of a publisher is a snapshot, and so is the next one after the tracker dropped the consumer's
-        pending rows. A version without changed rows is published too, so that predictors can measure their lag. Rows
-        whose update is in progress are in this version and again in the next. A version that :meth:`step` started is
-        finished first.
+        A snapshot is needed for the first version, except after a resume from a checkpoint, and after the tracker
+        dropped the consumer's pending rows. A version without changed rows is published too, so that predictors can
+        measure their lag. Rows whose update is in progress are in this version and again in the next. A version that
+        :meth:`step` started is finished first.
 
         Returns:
             The committed manifest, the same on every rank.
@@ -440,7 +440,7 @@ class Publisher:
         self._flight = Writing(kind=kind, read=read, job=self._worker.submit(self._writer.write, draft))
 
     def _start_commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Future[Message]:
-        """Submit the commit of a version to the worker of rank 0. Return its message; other ranks have an empty one."""
+        """Submit the commit of a version to the worker of rank 0. Return this rank's message to the other ranks."""
 
         def commit() -> dict[str, Any]:
             manifest = self._writer.commit(share, messages)
