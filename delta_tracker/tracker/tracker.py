@@ -88,8 +88,9 @@ class ModelDeltaTracker:
         fqns_to_skip: tables not to track, each by its FQN, the FQN of a module above it, or one component of its FQN.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
             looked up, as TorchRec's tracker does.
-        max_bytes: maximum size of the log on this rank, in bytes. Above it the consumer that lags furthest is dropped:
-            its next read raises :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit.
+        max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. Above it the
+            consumer that lags furthest is dropped: its next read raises
+            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
         monitor: records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
         name: label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this process has the
@@ -463,8 +464,10 @@ class ModelDeltaTracker:
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
             ReservedConsumerError: if it is reserved; read it with its :class:`ConsumerHandle`.
-            NeedsSnapshotError: if the consumer exceeded ``max_bytes`` and was dropped.
-            InvalidArgumentError: if ``top_k`` has no score in a mode without scores, or a score is NaN.
+            NeedsSnapshotError: if the consumer was dropped because the log exceeded ``max_bytes``.
+            InvalidArgumentError: if ``top_k`` is invalid, has no score in a mode without scores, or its score returns
+                NaN or a wrong shape; also if another rank reports such an error.
+            RankLostError: if ``top_k`` is given and a rank died or did not make the call in time.
             UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
             DetachedError: after :meth:`detach`.
         """
@@ -592,8 +595,8 @@ class ModelDeltaTracker:
             :mod:`delta_tracker.tracker.checkpoint.rank_header`.
 
         Raises:
-            InvalidArgumentError: if the strategy is unknown.
-            RankLostError: if a rank died or did not make the call in time.
+            InvalidArgumentError: if the strategy is unknown, or the state of a counter cannot be saved.
+            RankLostError: if the strategy is ``"gather"`` and a rank died or did not make the call in time.
         """
         return self._checkpoint.state_dict(strategy=strategy)
 

@@ -11,7 +11,7 @@ Every key starts with ``rank{rank}of{world_size}/``, so that keys of different r
   row set belongs to a consumer, named by its index in the header, or is ``history``. Its pieces are
 
   - ``ids``: ``[N]`` int32 (int64 for tables of 2^31 rows and more), global, ascending and unique;
-  - ``known``: ``[N]`` bool, true where the old state is known; missing if all are known or none are kept;
+  - ``known``: ``[N]`` bool, true where the old state is known; missing if all are known or the mode keeps none;
   - ``states``: ``[K, S]``, the old states of the known rows, in the modes that keep them;
   - ``ages``: ``[N]`` int32, the number of reads that have left each row out; missing if all are 0.
 
