@@ -272,7 +272,7 @@ class Memory:
     Args:
         log_bytes: size of the changed ids, their old states, and the ids of open batches.
         copy_bytes: size of the copies of shards without a fused optimizer.
-        carried_bytes: size of the rows that top-k left out.
+        carried_bytes: size of the rows carried over to later reads: left out by top-k, restored, or distrusted.
     """
 
     log_bytes: int
