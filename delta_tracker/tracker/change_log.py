@@ -1,6 +1,6 @@
 """The change log of one rank: a row store per table, all cut at the same positions, and the consumers that read them.
 
-It is held in memory. The log of a stream, which is held in an object store, is in ``stream/log.py``.
+This log is in memory. For the log of a stream, which is in an object store, see ``stream/log.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTHING_IS_READ = nullcontext()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """Pending rows that a read found, before top-k leaves any out.
+    """Result of :meth:`ChangeLog.read`: all pending rows of a consumer, before top-k selects some of them.
 
     Args:
         consumer: name of the consumer.
@@ -322,7 +322,7 @@ class ChangeLog:
             self._stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of each table in ``fqns`` whose weights were written in place without a report."""
+        """Mark all rows of each table in ``fqns`` whose weights were written in place without a hook's report."""
         with self.lock:
             for fqn in fqns:
                 if self._stores[fqn].notice_writes():
@@ -376,8 +376,8 @@ class ChangeLog:
         """Replace all pending rows with ``state``; rows of open batches stay pending. Aborts uncommitted reads.
 
         Args:
-            state: pending rows of all consumers of this log and of no others. If its ``history`` is None,
-                :meth:`rewind` makes all rows pending.
+            state: pending rows of exactly this log's consumers. If its ``history`` is None, :meth:`rewind` makes all
+                rows pending.
         """
         with self.lock, one_cut():
             assert set(state.consumers) == set(self._consumers.names), "checked by the caller"
@@ -475,7 +475,7 @@ class ChangeLog:
     def discard(self) -> None:
         """Merge the segments that a failed :meth:`read` separated.
 
-        An earlier uncommitted read of the consumer stays valid.
+        An earlier uncommitted read of the same consumer stays valid.
         """
         with self.lock:
             self._is_reading = False
@@ -633,7 +633,7 @@ class ChangeLog:
             self.notice_writes([fqn for fqn in fqns if self._stores[fqn].keeps_states])
 
     def _reading_shards(self) -> AbstractContextManager[None]:
-        """Return :func:`one_cut` if a store reads its shard, otherwise a null context, which is faster."""
+        """Return the context manager :func:`one_cut` if a store reads its shard, otherwise a null context."""
         return one_cut() if self._reads_shards else _NOTHING_IS_READ
 
     def _cut(self) -> None:
@@ -663,7 +663,10 @@ class ChangeLog:
             self.compact()
 
     def _is_too_large(self) -> bool:
-        """Return True if the log exceeds ``max_bytes`` after the stores have freed their spare row sets."""
+        """Return True if the log exceeds ``max_bytes`` even without the stores' spare row sets.
+
+        Frees these sets if the log exceeds the limit with them.
+        """
         if self._max_bytes is None or self.log_bytes + self.carried_bytes <= self._max_bytes:
             return False
         for store in self._stores.values():

@@ -1,4 +1,4 @@
-"""ConsumerHandle, which gives its owner, such as a publisher, exclusive access to a consumer."""
+"""Exclusive access to a consumer for one owner, such as a publisher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from delta_tracker.types import Delta
 
 
 class ConsumerHandle:
-    """Exclusive access to one consumer of a tracker, which rejects all other reads and moves of the consumer.
+    """Handle with exclusive access to one consumer of a tracker.
+
+    The tracker rejects all other reads and moves of this consumer.
 
     Returned by :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`. Use it from the training thread. Call
     :meth:`release` at the end, or use the handle in a ``with`` statement. After the release, all other methods raise
@@ -147,12 +149,12 @@ class ConsumerHandle:
     def begin_copy(self) -> ConsumerHandle:
         """Reserve a second consumer, starting at the current position, to track changes while all rows are copied.
 
-        Training can continue during the copy. The copied rows, overwritten with the delta that the second consumer
-        reads at the end, equal a copy made at that read. The second consumer is not saved in checkpoints. Its name is
-        this consumer's name followed by ``" (snapshot)"``.
+        Training can continue during the copy. At the end, read the second consumer's delta and overwrite the copied
+        rows with it. The result equals a copy made at that read. The second consumer is not saved in checkpoints. Its
+        name is this consumer's name followed by ``" (snapshot)"``.
 
         Returns:
-            Handle of the second consumer, whose :meth:`release` removes this consumer from the tracker.
+            Handle of the second consumer. Its :meth:`release` also removes the second consumer from the tracker.
 
         Raises:
             InvalidArgumentError: if a consumer with the second consumer's name exists.

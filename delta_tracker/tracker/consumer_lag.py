@@ -14,8 +14,8 @@ class Lag:
     Args:
         batches: ``step()`` calls since its last committed read.
         seconds: seconds since its last committed read.
-        oldest_pending: seconds since its oldest pending row was recorded, within the bounds that :class:`LagClock`
-            states. None if no row is pending.
+        oldest_pending: seconds since its oldest pending row was recorded, or a bound on this time (see
+            :class:`LagClock`). None if no row is pending.
     """
 
     batches: int
@@ -74,7 +74,10 @@ class LagClock:
             self._left_out[consumer] = time.monotonic()
 
     def distrusted(self, consumer: str) -> None:
-        """Record that rows were made pending for one consumer without a change at a log position."""
+        """Start the age of rows that were made pending for one consumer only, and are therefore not in the log.
+
+        No-op if the age of earlier rows outside the log is already measured.
+        """
         self._left_out.setdefault(consumer, time.monotonic())
 
     def committed(self, consumer: str, position: int, *, leaves_out: bool) -> None:
@@ -107,7 +110,7 @@ class LagClock:
 
         Args:
             pinned: ends of uncommitted reads, across which timestamps must not be merged. Cursors need not be included.
-            forgets: also drop timestamps before all cursors. Set it if no consumer can be moved back there.
+            forgets: also drop timestamps before the lowest cursor. Set it if no consumer can be moved back to them.
         """
         if forgets and not pinned and self._recorded:
             start = min(self._positions.values(), default=0)

@@ -23,10 +23,12 @@ class _Consumer:
 
 
 class ConsumerPositions:
-    """Cursor of each consumer, counted in cuts and in batches, with its uncommitted read and its carried rows.
+    """Registry of a log's consumers.
 
+    It keeps the cursor of each consumer, counted in cuts and in batches, its uncommitted read and its carried rows.
     *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out, rows
-    that were restored from a checkpoint or by a rewind, and rows that were distrusted.
+    that were restored from a checkpoint or by a rewind, and rows that were made pending for this consumer only (see
+    :meth:`~delta_tracker.tracker.change_log.ChangeLog.distrust`).
 
     :meth:`seal` stores a consumer's uncommitted read. :meth:`commit` moves the cursor to the end of the read and
     carries the rows that the read left out. :meth:`abort` discards the read. Sealing again replaces the uncommitted
@@ -54,7 +56,7 @@ class ConsumerPositions:
     def pinned(self) -> set[int]:
         """Positions across which segments must not be merged: cursors and ends of uncommitted reads.
 
-        Dropped consumers have none.
+        Dropped consumers pin no position.
         """
         standing = self._standing.values()
         return {each.position for each in standing} | {each.sealed.stop for each in standing if each.sealed is not None}

@@ -63,7 +63,7 @@ class DeltaReader:
             with_states: add the states, in a mode that has them.
             with_values: add the current values of the rows.
             with_optimizer: add the fused optimizer's current states of the rows.
-            top_k: budget of the delta, with which the read is a collective; None returns all pending rows.
+            top_k: budget of the delta. A read with a budget is a collective. None returns all pending rows.
             ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, which the first read with
                 ``top_k`` creates.
         """
@@ -163,7 +163,7 @@ class DeltaReader:
     ) -> dict[str, Tensor]:
         """Return a mask ``[N]`` bool of the rows to return, by table FQN. A collective.
 
-        The result has no entry for replicated tables, except on rank 0: the other ranks return all of their rows.
+        On ranks other than 0, replicated tables have no mask, and all of their changed rows are returned.
 
         Args:
             rows: the changed rows, or the error of this rank's read, which is reported to the other ranks.
@@ -172,7 +172,7 @@ class DeltaReader:
 
         Raises:
             InvalidArgumentError: if scores are NaN or have the wrong shape, or another rank failed.
-            Exception: ``rows``, if it is an error.
+            Exception: re-raises ``rows`` if it is an exception.
         """
         if ranks is None:
             ranks = self._ranks = self._ranks or AllRanks()

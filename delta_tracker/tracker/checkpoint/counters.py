@@ -92,9 +92,9 @@ class _Metric:
             self._reductions[field] = found
 
     def state_dict(self) -> State:
-        """Return a copy of all states of the metric, except empty lists, and its number of updates.
+        """Return a copy of the metric's states, and its number of updates.
 
-        A state that is a list is reduced to one tensor.
+        A state that is a list is reduced to one tensor. An empty list is omitted.
         """
         held = {field: getattr(self._metric, field) for field in self._reductions}
         states = {
@@ -136,7 +136,9 @@ class _Metric:
 
 
 def loaders(counters: Mapping[str, Mergeable], states: Mapping[str, Sequence[State]]) -> list[Callable[[], None]]:
-    """Merge the states of every counter and return functions that load the results. Changes no counter.
+    """Merge the states of every counter and return functions that load the results.
+
+    No counter changes until these functions are called.
 
     Args:
         counters: name to counter.

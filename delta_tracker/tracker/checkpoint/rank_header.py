@@ -153,12 +153,18 @@ class RankHeader:
         return (*(str(place) for place in range(len(self.consumers))), *([HISTORY] if self.has_history else []))
 
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
-        """Return the layout of a table's row tensor by key without prefix; empty if the table has no rows."""
+        """Return a mapping from the key of a table's row tensor, without prefix, to its layout.
+
+        The mapping is empty if the table has no rows.
+        """
         num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
         return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
 
     def all_layouts(self) -> dict[str, Layout]:
-        """Return the layouts of all tensors except the header by key without prefix, in the order of the part."""
+        """Return a mapping from key, without prefix, to layout, for all tensors of the part except the header.
+
+        The mapping has the order of the tensors in the part.
+        """
         rows = {name: layout for fqn in self.shards for name, layout in self.row_layouts(fqn).items()}
         return {**rows, **self.layouts}
 

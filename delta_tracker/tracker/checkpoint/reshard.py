@@ -1,9 +1,9 @@
 """Find the rows of this rank's shards in the saved parts of all ranks, for any sharding plan.
 
 A shard is a block of a table: a range of rows and some ranges of columns. A row is pending in a shard of this rank if
-it was pending in any saved block that shares columns with the shard. If the row was not pending in another such block,
-the columns of that block have not changed since the consumer received them. Their old states are therefore computed
-from the current rows, which requires that the model is restored first.
+it was pending in any saved block that shares columns with the shard. If it was pending in only some of these blocks,
+the columns of the other blocks have not changed since the consumer received them. The old states of these columns are
+computed from the current rows, which requires that the model is restored first.
 """
 
 from __future__ import annotations

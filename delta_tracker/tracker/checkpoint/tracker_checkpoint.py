@@ -40,7 +40,9 @@ class Restored(Enum):
 
 
 class TrackerCheckpoint:
-    """Saves and loads the pending rows of all consumers, registered counters and notes about consumers.
+    """Implementation of a tracker's ``state_dict`` and ``load_state_dict``.
+
+    The state has the pending rows of all consumers, the registered counters and the notes about consumers.
 
     Args:
         log: the change log.
