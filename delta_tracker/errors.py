@@ -105,7 +105,7 @@ class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
 
 
 class UnknownConsumerError(DeltaTrackerError, LookupError):
-    """The tracker has no consumer ``consumer``, or the name is None and it has several; ``known`` lists all names."""
+    """The consumer ``consumer`` is unknown, or is None although the tracker has several; ``known`` lists all names."""
 
     def __init__(self, consumer: str | None, known: Iterable[str]) -> None:
         self.consumer = consumer
@@ -119,7 +119,10 @@ class UnknownConsumerError(DeltaTrackerError, LookupError):
 
 
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
-    """A consumer is reserved by ``owner``, for example a publisher, whose stream would miss the rows of other reads."""
+    """A consumer is reserved by ``owner``, for example by a publisher.
+
+    The stream of a publisher would miss the rows that another read commits.
+    """
 
     def __init__(self, consumer: str, owner: str) -> None:
         super().__init__(
@@ -133,7 +136,7 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
     """A consumer needs a snapshot, because its pending rows exceeded ``max_bytes`` and were dropped.
 
-    ``max_bytes`` is None if that happened before a checkpoint was loaded.
+    ``max_bytes`` is None if the tracker has no limit: they were then dropped before the loaded checkpoint was saved.
     """
 
     def __init__(self, consumer: str, max_bytes: int | None) -> None:
@@ -184,7 +187,7 @@ class UnknownFormatError(CheckpointError):
 
 
 class StateMismatchError(CheckpointError):
-    """A saved state does not fit the tracker: property ``what`` is ``saved`` in the state, ``found`` in the tracker."""
+    """A saved state does not fit the tracker: ``what`` is ``saved`` in the state but ``found`` in the tracker."""
 
     def __init__(self, what: str, saved: object, found: object) -> None:
         super().__init__(
@@ -197,7 +200,7 @@ class StateMismatchError(CheckpointError):
 
 
 class PartialStateError(CheckpointError):
-    """A saved state is incomplete for ``reason``: the parts of ``ranks`` are missing."""
+    """A saved state is incomplete: the parts of the ranks ``ranks`` are missing. See ``reason``."""
 
     def __init__(self, reason: str, ranks: Iterable[int]) -> None:
         self.reason = reason
@@ -240,7 +243,7 @@ class StorageError(StreamError, OSError):
 
 
 class NameConflictError(StorageError):
-    """The store at ``url`` does not list ``name``, but refused ``attempts`` times to create it as a duplicate."""
+    """The store at ``url`` reported ``attempts`` times that ``name`` already exists, but does not list it."""
 
     def __init__(self, url: str, name: str, attempts: int) -> None:
         super().__init__(url, f"it refused {attempts} times to create {name} as existing, but does not list it")
@@ -310,8 +313,8 @@ class MalformedError(StreamError, ValueError):
 class CorruptPartError(StreamError, ValueError):
     """A part is missing, truncated, or differs from its manifest; see ``path`` and ``reason``.
 
-    No row of its version was applied, with one exception: a part that is too large for memory is read again after its
-    check, and some rows may have been applied if it changed in between.
+    No row of its version was applied, unless the part is too large for memory. Such a part is read again after its
+    check. If it changed in between, some of its rows may have been applied.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -362,7 +365,7 @@ class NoSnapshotError(StreamError, LookupError):
 
 
 class ForkedError(StreamError, RuntimeError):
-    """This process was forked while ``Predictor.follow`` ran in its parent; no thread applies versions here."""
+    """This process was forked while ``Predictor.follow`` ran in its parent; it has no thread that applies versions."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"this process was forked while follow() ran in its parent: {problem}", remedy)
@@ -406,10 +409,9 @@ class TableMismatchError(StreamError, ValueError):
 
 
 class PartialRowsError(StreamError, ValueError):
-    """A version has only some columns of rows of a table that accepts only whole rows; nothing was applied.
+    """A version has incomplete rows of a table that accepts only whole rows; nothing was applied.
 
-    The version has only the column ranges ``found`` of ``num_rows`` rows of ``table``, which needs the column range
-    ``needed``.
+    For ``num_rows`` rows of ``table``, the version has the column ranges ``found``, but not all of ``needed``.
     """
 
     def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:

@@ -8,7 +8,11 @@ from abc import ABC, abstractmethod
 
 
 class Forkable(ABC):
-    """Base of objects with locks or threads. After :func:`protect`, the thread that forks calls the methods."""
+    """Base of objects with locks or threads.
+
+    Once an object is registered with :func:`protect`, its methods are called around each ``os.fork``, in the
+    thread that forks.
+    """
 
     def before_fork(self) -> None:  # noqa: B027  optional
         """Bring the object to a consistent state. Must not block for long, even if the calling thread holds a lock."""
@@ -55,5 +59,5 @@ _registry = _Registry()
 
 
 def protect(forkable: Forkable) -> None:
-    """Call the methods of ``forkable`` around each later fork, as long as ``forkable`` is alive."""
+    """Register ``forkable``, so that its methods are called around each later fork until it is garbage-collected."""
     _registry.add(forkable)

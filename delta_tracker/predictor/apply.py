@@ -34,8 +34,8 @@ class Applier:
         recorder: records the time of each version.
 
     Raises:
-        InvalidArgumentError: for a model of another type or without tables, or for ``names`` that is not a mapping or
-            has a name that is missing in the model.
+        InvalidArgumentError: if the model has another type or no tables, or if ``names`` is not a mapping or has a name
+            that is missing in the model.
         MissingExtraError: if the model has sharded or quantized TorchRec modules and fbgemm is not installed.
     """
 
@@ -127,7 +127,7 @@ class Applier:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receiver:
-    """Tables and dense tensors of the model that one version is written to.
+    """Destination of one version: tables and dense tensors of the model.
 
     Args:
         targets: FQN in the stream to table.

@@ -116,10 +116,10 @@ class Follower:
             raise InvalidArgumentError("follow()", "already following", "Call stop() first")
 
     def start(self, poll_seconds: float, refuse: Callable[[], None]) -> None:
-        """Start the thread, which calls ``refuse`` first.
+        """Start the thread, which calls ``refuse`` before it polls.
 
-        The caller waits at most two seconds for ``refuse``, for example if the store does not answer. A later error of
-        ``refuse`` is ignored: the thread gets the same error when it applies the version, and retries.
+        This method waits at most two seconds for the result of ``refuse``, because the store may not answer. A later
+        error of ``refuse`` is ignored: the thread gets the same error when it applies the version, and retries.
 
         Args:
             poll_seconds: number of seconds between two polls.
@@ -220,7 +220,7 @@ class Follower:
             over.set()
 
     def _follow(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None]) -> None:
-        """Poll until the stop flag is set. If that interrupts a version, the next :meth:`start` applies it again."""
+        """Poll until the stop flag is set. The next :meth:`start` applies an interrupted version again."""
         self._pause, self._gap_check = poll_seconds, time.monotonic() + _GAP_CHECK_SECONDS
         with interruptible(self._stop), suppress(Interrupted):
             if not self._begins(refuse, begun):
@@ -240,7 +240,7 @@ class Follower:
 
     @staticmethod
     def _begins(refuse: Callable[[], None], begun: Future[None]) -> bool:
-        """Call ``refuse`` and pass its result to :meth:`start`. Return False if ``start`` raises its error."""
+        """Call ``refuse`` and pass its result to :meth:`start`. Return False if ``start`` raises the passed error."""
         refusal: BaseException | None = None
         try:
             refuse()
@@ -298,7 +298,7 @@ class Follower:
         return has_moved
 
     def _survives(self, call: Callable[[], object]) -> bool:
-        """Return the result of ``call`` as a bool. If it raises an error or panics, record that and return False."""
+        """Return the result of ``call`` as a bool. If it raises an error or panics, record the error and return False."""
         try:
             return bool(call())
         except Exception as error:  # noqa: BLE001  every error is retried, such as those of memory, the store or a user's target
@@ -320,7 +320,7 @@ class Follower:
 
 
 def _described(error: BaseException) -> str:
-    """Return the message of an error. For other errors than a :class:`StreamError`, add the type, file and line.
+    """Return the message of an error, with its type, file and line unless it is a :class:`StreamError`.
 
     The traceback is omitted, because Python 3.11 parses source files to print it, which is not thread-safe.
     """
@@ -332,7 +332,7 @@ def _described(error: BaseException) -> str:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Remove the tracebacks of an error and its causes. Their frames refer to a version of up to 320 MiB."""
+    """Remove the tracebacks of an error and its causes, because their frames keep up to 320 MiB of a version alive."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -18,7 +18,7 @@ Measure = dict[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Bounds on the rows and dense tensors of a version.
+    """Set of bounds on the rows and dense tensors of a version.
 
     The size of a table's rows in a version is the root mean square of their L2 norms. It does not depend on the
     trainer's column-wise sharding.
@@ -82,7 +82,7 @@ class GateKeeper:
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:
-        """Reject a version that was held before, without reading it again.
+        """Raise the earlier error of a version that was held before, so that its rows are not read again.
 
         Raises:
             HeldVersionError: if the version was held and was not accepted since.
@@ -114,7 +114,7 @@ class GateKeeper:
         return measure
 
     def passed(self, manifest: Manifest, measure: Measure) -> None:
-        """Make the sizes of an applied version the baseline, and end its acceptance.
+        """Record the sizes of an applied version as the baseline, and remove it from the accepted versions.
 
         Args:
             manifest: manifest of the version.
@@ -131,11 +131,14 @@ class GateKeeper:
         self._sizes.clear()
 
     def follow(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Return the sizes of a version's rows as :meth:`check` does, but accept every version."""
+        """Return the same sizes as :meth:`check`, without rejecting the version."""
         return self._measure(manifest, contents)[0]
 
     def _measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the sizes of a version's rows, and a reason if NaN or infinite values violate the gate; else empty."""
+        """Return the sizes of a version's rows, and the reason to reject the version for NaN or infinite values.
+
+        The reason is empty if the version has no such values, or if the gate allows them.
+        """
         sums: dict[str, tuple[float, float]] = {}
         reason = ""
         for fqn, values in contents.chunks():

@@ -1,4 +1,4 @@
-"""Map the rows of a version to the targets, each row once and with all of its columns.
+"""Map the rows of a version to the targets, so that each row is written once, with all columns of the version.
 
 A trainer writes a table with column-wise sharding as several blocks. This module joins them, because a row must be
 written as a whole, and because a row can be quantized only from all of its columns.
@@ -21,7 +21,7 @@ from delta_tracker.stream.format.block_rows import BlockRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Rows of a version that are written to one target.
+    """Assignment of rows of a version to one target.
 
     Args:
         target: the table.
@@ -68,7 +68,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Rows that are prepared for writing to one target.
+    """Chunk of rows that are prepared for writing to one target.
 
     Args:
         target: the table.
@@ -146,7 +146,7 @@ def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
 def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
     """Group the blocks of one row range, so that all blocks of a group have the same rows.
 
-    Rows are in the same group if the version has the same column ranges of them.
+    Two rows are in the same group if the version has the same column ranges of both.
     """
     if len(rows) == 1 or all(each.ids is None for each in rows):
         return [tuple(rows)]

@@ -62,13 +62,13 @@ _NUM_WAYS = 100  # number of resyncs that are remembered
 
 
 class Predictor(Forkable):
-    """Applies the versions of a stream, in order and each once, to the tables of a model.
+    """Applies each version of a stream once, in order, to the tables of a model.
 
     A predictor starts from the newest snapshot and applies every later version. A version is read into a reused buffer
     of up to 320 MiB and validated completely before its first row is written, so that an invalid version leaves the
     tables and :attr:`version` unchanged. If the next version cannot be applied (it is missing, damaged, removed by
     retention or rejected by the gate, or another stream is at the url), the predictor resyncs: it continues from a
-    merged version or the newest snapshot, and logs that. Models of plain torch do not need torchrec.
+    merged version or the newest snapshot, and logs that. Only models with TorchRec modules require torchrec.
 
     Lookups in other threads run inside ``with predictor.reading()``, where no row changes. Rows are written in chunks
     between such blocks. While a version is applied, lookups see the new values of some of its rows and the old values
@@ -157,7 +157,7 @@ class Predictor(Forkable):
 
     @property
     def error(self) -> Exception | None:
-        """Error that ended :meth:`follow` or that it retries, else the error of a held version; None otherwise."""
+        """Error that ended :meth:`follow` or that it retries. Otherwise the error of a held version, or None."""
         return self._follower.error or (None if self._gate is None else self._gate.held)
 
     @contextmanager
@@ -197,7 +197,9 @@ class Predictor(Forkable):
         )
 
     def sync(self, limit: int | None = None) -> int:
-        """Apply the committed versions that are not applied yet. After :meth:`rollback`, apply no versions.
+        """Apply the committed versions that are not applied yet.
+
+        After :meth:`rollback`, no newer version is applied until :meth:`release`.
 
         Args:
             limit: maximum number of versions to apply; None for all. The first version of a new predictor is the newest
@@ -217,7 +219,8 @@ class Predictor(Forkable):
             CorruptPartError, MalformedError: if a version is damaged and no resync is possible.
             StorageError: if the store cannot be read. The third consecutive storage error causes a resync, in case a
                 single object is unreadable.
-            InvalidArgumentError: if ``limit`` is less than 1, or inside :meth:`reading`, where the call would deadlock.
+            InvalidArgumentError: if ``limit`` is less than 1, or if called inside :meth:`reading`, where it would
+                deadlock.
         """
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidArgumentError("limit", limit, "Pass a count of 1 or more, or None")
@@ -234,20 +237,20 @@ class Predictor(Forkable):
     def follow(self, poll_seconds: float = 0.01) -> None:
         """Apply new versions in a background thread until :meth:`stop`.
 
-        The thread waits for the first snapshot if there is none. It retries after every error with pauses of up to 5
-        seconds, for example after errors of the store, of a version that does not fit the model, of memory or of a
-        ``RowTarget``. The error is reported in :attr:`error`, ``status().error``, the heartbeat and the metric
+        The thread waits for the first snapshot if there is none. It retries after every error, with pauses of up to 5
+        seconds, for example if the store cannot be read, a version does not fit the model, memory is exhausted or a
+        ``RowTarget`` raises. The error is reported in :attr:`error`, ``status().error``, the heartbeat and the metric
         ``follow_errors``. The tables keep the last version until the next one is applied. If a version was interrupted,
         :meth:`reading` reports it as ``applying`` until it is applied again.
 
-        Only exceptions such as ``SystemExit`` and ``KeyboardInterrupt``, raised in the thread, end it. :attr:`error` is
-        then a :class:`FollowEndedError`, which :meth:`stop` raises.
+        An exception such as ``SystemExit`` or ``KeyboardInterrupt`` that is raised in the thread ends the thread.
+        :attr:`error` is then a :class:`FollowEndedError`, which :meth:`stop` raises.
 
         Args:
             poll_seconds: number of seconds between two polls, 0 or more.
 
         Raises:
-            InvalidArgumentError: if the thread runs already, or ``poll_seconds`` is negative or not finite.
+            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is negative or not finite.
             TableMismatchError, DenseMismatchError: if the newest version can be read within two seconds and does not
                 fit the model.
         """
@@ -263,7 +266,7 @@ class Predictor(Forkable):
         may call this method.
 
         Raises:
-            InvalidArgumentError: inside :meth:`reading`, where the call could deadlock, or in the thread of
+            InvalidArgumentError: if called inside :meth:`reading`, where it could deadlock, or in the thread of
                 :meth:`follow`.
         """
         self._refuse_inside_reading("stop()")
@@ -314,12 +317,13 @@ class Predictor(Forkable):
         All data is read and validated before the first row is written.
 
         Args:
-            version: number of a version whose last preceding snapshot and all versions since then are still in the
-                stream.
+            version: number of the version. The stream must still have the newest snapshot up to this version, and all
+                versions after that snapshot up to this version.
 
         Raises:
-            InvalidArgumentError: if ``version`` is not committed yet, or inside :meth:`reading`.
-            MissingVersionError, NoSnapshotError: if a required version is missing, for example removed by retention.
+            InvalidArgumentError: if ``version`` is not committed yet, or if called inside :meth:`reading`.
+            MissingVersionError, NoSnapshotError: if a required version is missing, for example because retention
+                removed it.
             StreamReplacedError: if the stream is not the one whose versions were applied.
             CorruptPartError, MalformedError: if a required version is damaged.
             PartialRowsError, TableMismatchError, DenseMismatchError: if a required version does not fit the model.
@@ -337,7 +341,7 @@ class Predictor(Forkable):
     # Start from a saved state
 
     def state_dict(self) -> dict[str, str | int]:
-        """Return the stream position of the tables, to be saved with them, for :meth:`load_state_dict`.
+        """Return the stream position of the tables, which is saved together with the tables.
 
         Saved rows may be newer than the saved position, but not older. The order of saving therefore matters:
 
@@ -347,19 +351,22 @@ class Predictor(Forkable):
 
         Returns:
             The keys ``stream``, ``version`` and ``xxh3``; empty before the first version, or if an interrupted call
-            left rows of unrelated versions in the tables. Only a snapshot can be applied after an empty position.
+            left rows of unrelated versions in the tables. After an empty position is loaded,
+            only a snapshot can be applied.
         """
         place = self._cursor.place
         return {} if place is None or self._is_mixed else place.to_dict()
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
-        """Continue from tables that were saved with ``state``, with the next version or a resync.
+        """Restore the stream position of tables that were saved together with ``state``.
+
+        The next update applies the next version, or resyncs.
 
         Args:
-            state: result of :meth:`state_dict`. If it is empty, the next version is the newest snapshot.
+            state: result of :meth:`state_dict`. If it is empty, the next update applies the newest snapshot.
 
         Raises:
-            InvalidArgumentError: if ``state`` is invalid, or inside :meth:`reading`.
+            InvalidArgumentError: if ``state`` is invalid, or if called inside :meth:`reading`.
         """
         self._refuse_inside_reading("load_state_dict()")
         place = Place.from_dict(state) if state else None
@@ -370,7 +377,10 @@ class Predictor(Forkable):
             self._ways.clear()
 
     def _check_newest(self) -> None:
-        """Raise if the newest version does not fit the model; log an error and return if the stream cannot be read."""
+        """Raise if the newest version does not fit the model.
+
+        If the stream cannot be read, log the exception and return. Does nothing after :meth:`rollback`.
+        """
         if self._pinned is not None:
             return
         try:
@@ -444,7 +454,7 @@ class Predictor(Forkable):
         return self._num_failures >= _NUM_TRIES - 1
 
     def _resync(self, fault: StreamError) -> None:
-        """Apply a merged version or a snapshot that leads past ``fault``; raise ``fault`` if none can be applied."""
+        """Recover from ``fault`` by applying a merged version or a snapshot. Raise ``fault`` if none can be applied."""
         before, num_unreadable = self.version, 0
         faults = (*_FAULTS, StorageError) if self._keeps_failing else _FAULTS
         for manifest in self._cursor.way_back(fault, skips_unreadable=self._keeps_failing):
@@ -505,8 +515,8 @@ class Predictor(Forkable):
         Args:
             receiver: tables and tensors of the model for the version.
             contents: rows and dense tensors of the version.
-            is_elsewhere: True if the version does not continue the tables' version, so that after an interrupt only
-                this version or a snapshot can be applied.
+            is_elsewhere: True if the version does not follow the version in the tables. After an interrupt, only this
+                version or a snapshot can then be applied.
         """
         manifest = contents.manifest
         placements = receiver.place(contents)
@@ -531,7 +541,7 @@ class Predictor(Forkable):
             self._begun = manifest
 
     def _leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if the tables may have rows of another entry with the same number that ``manifest`` lacks."""
+        """Return True if rows of another entry with the same version may remain after ``manifest`` is applied."""
         begun = self._begun
         is_other = begun is not None and begun.version == manifest.version and begun.link != manifest.link
         return is_other and manifest.kind != "snapshot"
@@ -539,9 +549,9 @@ class Predictor(Forkable):
     def _finish(self, manifest: Manifest) -> None:
         """Record that all rows of a version are written.
 
-        Rows of a newer version may be in the tables: of a merged version or a snapshot that was interrupted in a
-        resync, after which the older versions were readable again. They stay recorded until a snapshot, or a version
-        with at least that number, is applied.
+        The tables may also have rows of a newer version, if a resync to a merged version or a snapshot was interrupted
+        and the older versions became readable again. The newer version then stays recorded until a snapshot, or a
+        version with at least its number, is applied.
         """
         begun = self._begun
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:

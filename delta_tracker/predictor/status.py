@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Served(NamedTuple):
-    """Versions that the tables hold inside :meth:`Predictor.reading`."""
+    """Version numbers of the tables inside :meth:`Predictor.reading`."""
 
     version: int | None
     """Last version that was applied completely; None before the first."""
