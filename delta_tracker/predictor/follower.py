@@ -298,7 +298,7 @@ class Follower:
         return has_moved
 
     def _survives(self, call: Callable[[], object]) -> bool:
-        """Return the result of ``call`` as a bool. If it raises an error or panics, record the error and return False."""
+        """Return the result of ``call`` as a bool. Record an error or a Rust panic of ``call``, and return False."""
         try:
             return bool(call())
         except Exception as error:  # noqa: BLE001  every error is retried, such as those of memory, the store or a user's target
