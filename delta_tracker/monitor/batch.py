@@ -16,12 +16,12 @@ from delta_tracker.monitor.stat import Definition
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """Aggregates of one window of a cell.
+    """Report of the aggregates of one window of a cell.
 
     Args:
         definition: definition of the stat.
         labels: labels of the cell.
-        values: aggregates by name, such as ``mean``. Undefined ones are omitted.
+        values: aggregates by name, such as ``mean``. Undefined aggregates are omitted.
         count: number of accepted records in the window.
         num_rejected: number of rejected records, such as NaN.
         window: the window, with its times, step and raw records.
@@ -51,12 +51,12 @@ class WindowReport:
 
 @dataclass(frozen=True, slots=True)
 class TotalReport:
-    """Aggregates of a cell since the process started, for sinks that export totals.
+    """Report of the aggregate of a cell since the process started, for sinks that export totals.
 
     Args:
         definition: definition of the stat.
         labels: labels of the cell.
-        figures: the aggregates of all records.
+        figures: the aggregate of all records.
     """
 
     definition: Definition
@@ -68,7 +68,7 @@ class TotalReport:
 class Batch:
     """Result of one collection.
 
-    A sink receives it together with windows and events of earlier batches that it has not accepted.
+    A sink also receives the windows and events of earlier batches that it has not accepted.
 
     Args:
         time_ns: time of the collection, nanoseconds since the epoch.

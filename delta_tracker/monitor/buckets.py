@@ -45,7 +45,7 @@ def _indices(magnitudes: Iterable[float]) -> Counter[int]:
 
 
 class LogBuckets:
-    """Counts of finite numbers by sign and magnitude. Merging is associative and commutative.
+    """Histogram that counts finite numbers by sign and magnitude. Merging is associative and commutative.
 
     Only nonzero counts are stored, at most 6401.
 
@@ -98,7 +98,7 @@ class LogBuckets:
         """Estimate the number at index ``floor(fraction * (count - 1))`` of all numbers in ascending order.
 
         Args:
-            fraction: in [0, 1].
+            fraction: fraction in [0, 1], such as 0.5 for the median.
 
         Returns:
             The estimate, with a relative error of at most :data:`RELATIVE_ERROR`; NaN if nothing was counted.
@@ -122,13 +122,13 @@ class LogBuckets:
         return sign * 2 * lower * upper / (lower + upper)
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """Count the numbers that are at most each bound. Exact for magnitudes above :data:`MIN` and up to :data:`MAX`.
+        """Count the numbers up to each bound. Exact for magnitudes above :data:`MIN` and up to :data:`MAX`.
 
         Args:
             bounds: positive powers of two, ascending.
 
         Returns:
-            One count per bound.
+            For each bound, the number of values that are less than or equal to the bound.
         """
         limits = [round(math.log2(bound)) * PER_OCTAVE for bound in bounds]
         below = self.negative.total() + self.zero

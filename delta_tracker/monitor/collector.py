@@ -34,10 +34,10 @@ class _Wake(Enum):
 
 
 class Collector:
-    """Periodic collection of stats and events, and their delivery to sinks and handlers.
+    """Collector of stats and events, which delivers them to sinks and handlers.
 
-    After :meth:`start` it runs in its own thread. Sinks, handlers and callbacks run in a second thread, which is
-    abandoned if one of them exceeds the deadline.
+    After :meth:`start` it collects periodically in its own thread. Sinks, handlers and callbacks run in a second
+    thread. If a call exceeds the deadline, the second thread is abandoned and replaced.
 
     Args:
         registry: the stats.
@@ -130,7 +130,7 @@ class Collector:
         """Deliver the last batch, close the sinks and end the thread. No-op if it is not running.
 
         Returns:
-            False if this exceeded ``timeout_seconds``; the threads are then abandoned.
+            False if the last delivery exceeded ``timeout_seconds``; the threads are then abandoned.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -147,7 +147,7 @@ class Collector:
         """Collect now and wait until the collection is complete.
 
         Returns:
-            False if this exceeded ``timeout_seconds``.
+            False if the collection exceeded ``timeout_seconds``.
         """
         if self._thread is None:
             self.collect()
@@ -175,8 +175,8 @@ class Collector:
                 stay queued.
 
         Returns:
-            The collected batch. Each sink receives it together with windows and events of earlier batches that it has
-            not accepted.
+            The collected batch. Each sink also receives the windows and events of earlier batches that the sink has not
+            accepted.
         """
         with self._lock:
             clock = self._registry.progress.clock
@@ -236,10 +236,10 @@ class Collector:
                 self._losses[metric.name, stat] = number
 
     def _hand_to_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
-        """Call handlers with their queued events for up to ``seconds``, but with at least one event each.
+        """Call each handler with its queued events. After ``seconds``, each remaining handler gets one event.
 
         Returns:
-            True if a handler that did not fail and is not muted has events left.
+            True if events remain for a handler that neither failed nor is muted.
         """
         self._is_woken = False
         events = self._events.take()

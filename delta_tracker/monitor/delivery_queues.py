@@ -1,4 +1,4 @@
-"""Queues of windows and events that were not yet delivered to a sink or a handler."""
+"""Queues of windows and events that have not been delivered to a sink or a handler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_WINDOWS = 8192
 
 
 class SinkQueue:
-    """A sink with its queue of undelivered windows and events. Thread-safe.
+    """Queue of the undelivered windows and events of one sink. Thread-safe.
 
     Args:
         sink: the sink.
@@ -56,9 +56,9 @@ class SinkQueue:
             return dropped, num_dropped
 
     def deliver(self, batch: Batch) -> None:
-        """Call the sink with a batch whose windows and events are replaced by all queued ones.
+        """Call the sink with a copy of ``batch`` that has all queued windows and events.
 
-        They are removed from the queue when the sink returns, even after the deadline. If the sink raises, they stay
+        These are removed from the queue when the sink returns, even after the deadline. If the sink raises, they stay
         queued.
         """
         with self._lock:
@@ -75,7 +75,7 @@ class SinkQueue:
 
 
 class HandlerQueue:
-    """A handler with its queue of undelivered events.
+    """Queue of the undelivered events of one handler.
 
     Args:
         subscription: the subscription of the handler.
@@ -110,7 +110,7 @@ class HandlerQueue:
         If the handler raises, the event is not delivered again; the others stay queued.
 
         Args:
-            until: time of ``time.monotonic()`` after which the remaining events stay queued. At least one is handled.
+            until: time of ``time.monotonic()`` after which remaining events stay queued. At least one event is handled.
         """
         event = self._next()
         while event is not None:

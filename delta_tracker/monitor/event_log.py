@@ -101,7 +101,7 @@ class Subscription:
 
 
 class EventLog:
-    """Queue of events from any thread, which the collector empties. Emitting an event never blocks or raises.
+    """Queue of events that any thread emits and the collector takes. Emitting an event never blocks or raises.
 
     Args:
         clock: clock of the rate limits.
@@ -130,7 +130,7 @@ class EventLog:
         self._subscriptions: tuple[Subscription, ...] = ()
 
     def emit(self, event: Event) -> None:
-        """Queue an event, unless its rule rejects it."""
+        """Queue an event, unless the rule of its name rejects it."""
         gate = self._gates.get(event.name) or self._gate(event.name)
         refusal = gate.refusal(event, self._clock.monotonic_ns())
         if refusal is not None:
@@ -147,7 +147,7 @@ class EventLog:
         self._wake()
 
     def is_enabled(self, name: str, severity: Severity = Severity.INFO) -> bool:
-        """Return whether the rule of ``name`` accepts ``severity``. Its rate and sampling are not checked.
+        """Return whether the rule of ``name`` accepts ``severity``. Rate and sampling are not checked.
 
         Call it before computing expensive data of an event.
         """
@@ -170,7 +170,7 @@ class EventLog:
             severity: lowest severity to handle.
 
         Returns:
-            The subscription, which can be removed.
+            The subscription. Call its ``remove()`` to end it.
         """
         subscription = Subscription(self, pattern, severity, handler)
         self._subscriptions = (*self._subscriptions, subscription)

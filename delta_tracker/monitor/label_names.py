@@ -6,7 +6,7 @@ import itertools
 
 
 class LabelNames:
-    """Names in use, each unique within its role. Thread-safe.
+    """Set of the names in use, each unique within its role. Thread-safe.
 
     No lock is used, so the object stays usable in a forked child.
 

@@ -29,7 +29,7 @@ _INTERVAL = timedelta(seconds=10)
 
 
 class Monitor(Forkable):
-    """Stats and events of a program, delivered to sinks. Thread-safe.
+    """Entry point that records stats and events and delivers them to sinks. Thread-safe.
 
     Recording needs no setup and starts no thread. :meth:`start` starts two threads: one collects, the other calls
     sinks, event handlers and callbacks of stats. :meth:`stop` delivers the last windows; it is also called at exit. In
@@ -38,7 +38,7 @@ class Monitor(Forkable):
     Args:
         clock: source of timestamps.
         capacity: maximum number of events in each queue.
-        deadline: time limit of a call of a sink, handler or callback. One that exceeds it is muted for a while.
+        deadline: time limit of a call of a sink, handler or callback. Code that exceeds it is muted for a while.
 
     Attributes:
         registry: all stats and sources.
@@ -116,7 +116,7 @@ class Monitor(Forkable):
         return cast("Gauge", self._of_kind(Kind.GAUGE, name, help, **options))
 
     def histogram(self, name: str, help: str = "", **options: Any) -> Histogram:  # noqa: A002, ANN401
-        """Define a histogram, a stat of samples with quantiles. The arguments are those of :meth:`stat`."""
+        """Define a histogram, a stat with quantiles of its samples. The arguments are those of :meth:`stat`."""
         return cast("Histogram", self._of_kind(Kind.HISTOGRAM, name, help, **options))
 
     def stat(self, name: str, help: str = "", **options: Any) -> Stat:  # noqa: A002, ANN401
@@ -163,7 +163,10 @@ class Monitor(Forkable):
         return self.registry.passive(definition, callback, **settings)
 
     def add_source(self, source: Source) -> None:
-        """Add a source, which is read at every collection in a thread of the library. Replaces one of the same name."""
+        """Add a source, which is read at every collection by a thread of the library.
+
+        Replaces a source of the same name.
+        """
         protect(self)
         self.registry.add_source(source)
 
@@ -191,7 +194,7 @@ class Monitor(Forkable):
         self.emit(Event(name, message, data, time_ns=self._clock.time_ns(), monotonic_ns=self._clock.monotonic_ns()))
 
     def emit(self, event: Event) -> None:
-        """Queue an event for delivery, unless its rule rejects it."""
+        """Queue an event for delivery, unless the rule of its name rejects it."""
         protect(self)
         self.events.emit(event)
 
@@ -204,7 +207,7 @@ class Monitor(Forkable):
 
         Args:
             name: name of both events.
-            severity: severity of both events. The end has severity ERROR if the body raises.
+            severity: severity of both events. The end event has severity ERROR if the body raises.
             trace: id of a group of related spans, see :class:`~delta_tracker.monitor.span.Span`. Pass the same number
                 on all ranks to group their spans.
             data: data of both events.
@@ -236,7 +239,7 @@ class Monitor(Forkable):
     # Progress
 
     def step(self, number: int | None = None) -> None:
-        """Set the training step that closed windows report.
+        """Set the current training step. A window reports the step at which it closed.
 
         Args:
             number: the step, by default the previous one plus 1.
@@ -279,10 +282,10 @@ class Monitor(Forkable):
             sinks: destinations of windows, totals and events.
             interval: time between two collections.
             attributes: names and values that identify the process, such as ``{"rank": "0"}``. Sinks export them.
-            system: True to also record CPU, memory, disk and network of the process, and memory of CUDA devices in use.
+            system: True to also record CPU, memory, disk and network of the process, and torch's CUDA memory.
 
         Raises:
-            InvalidArgumentError: if it is already running, for an interval of 0 or less, or invalid attribute names.
+            InvalidArgumentError: if the monitor is running, for an interval of 0 or less, or invalid attribute names.
         """
         seconds = _seconds("interval", interval)
         labels = dict(zip(check_label_names(attributes or {}), map(str, (attributes or {}).values()), strict=True))
@@ -295,10 +298,10 @@ class Monitor(Forkable):
         self._collector.start(sinks, seconds, labels)
 
     def stop(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Deliver the last windows, close the sinks and stop the threads. No-op if it is not running.
+        """Deliver the last windows, close the sinks and stop the threads. No-op if the monitor is not running.
 
         Returns:
-            False if it did not finish within ``timeout``.
+            False if the delivery did not finish within ``timeout``.
         """
         atexit.unregister(self.stop)
         return self._collector.stop(timeout.total_seconds())
@@ -307,7 +310,7 @@ class Monitor(Forkable):
         """Collect now and wait until the sinks have been called with the batch.
 
         Returns:
-            False if it did not finish within ``timeout``.
+            False if the calls did not finish within ``timeout``.
         """
         return self._collector.flush(timeout.total_seconds())
 

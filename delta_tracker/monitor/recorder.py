@@ -19,16 +19,16 @@ _MAX_LENGTH = 200
 
 
 class Recorder:
-    """Built-in metrics, with the name of one object as a label.
+    """Recorder of the built-in metrics of one object, with the object's name as a label.
 
     The attributes are those of :class:`~delta_tracker.monitor.library.LibraryMetrics`, for metrics that have the label
-    ``role``. The object creates the recorder in its constructor and shares it with the objects that it creates.
+    ``role``. The object creates its recorder in its constructor and passes the recorder to its parts.
 
     Args:
         role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
         owner: the object. The recorder keeps only a weak reference. The first collection after the owner is
             garbage-collected closes the recorder.
-        name: value of the label; None for ``role``. If it is in use, ``-2``, ``-3``, ... is appended.
+        name: value of the label; None for ``role``. If the name is in use, ``-2``, ``-3``, ... is appended.
         monitor: the monitor; None for the program's default.
 
     Raises:
@@ -57,7 +57,7 @@ class Recorder:
         self.monitor.add_source(self._life)
 
     def __getattr__(self, metric: str) -> BoundStat:
-        """Return a built-in metric with the name as a label.
+        """Return a built-in metric, bound to the recorder's name.
 
         Raises:
             AttributeError: if no built-in metric has this name.
@@ -113,7 +113,7 @@ class _Life(Source):
         self._is_closed, self.record = True, None
 
     def read(self, *, is_last: bool) -> None:
-        """Call ``record`` with the object. If it is closed or garbage-collected, call ``forget`` instead.
+        """Call ``record`` with the object. If :attr:`is_over`, call ``forget`` instead.
 
         The first call after :meth:`close` does nothing, so that the last values are still exported.
         """
@@ -154,7 +154,7 @@ class BoundStat:
         self._label = {label: value}
 
     def cell(self, **labels: object) -> Cell:
-        """Return the cell of the remaining labels, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""
+        """Return the cell of the bound label and ``labels``, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""
         return self._stat.cell(**self._label, **labels)
 
     def timer(self, **labels: object) -> Callable[[], Timer]:
@@ -167,5 +167,5 @@ class BoundStat:
         self._stat.set(value, **self._label, **labels)
 
     def remove(self, **labels: object) -> None:
-        """Remove the cells with the fixed and these label values. An omitted label matches any value."""
+        """Remove the cells whose labels match the bound value and ``labels``. An omitted label matches any value."""
         self._stat.remove(**self._label, **labels)

@@ -18,7 +18,7 @@ _SETTINGS = tuple(each.name for each in fields(Policy))
 
 
 class Registry:
-    """Stats by name, with their policies and sources. Thread-safe.
+    """Registry of all stats, their policies, and the sources that collections read. Thread-safe.
 
     Args:
         progress: clock, step and epoch, shared by all stats; None for a new one.
@@ -35,7 +35,7 @@ class Registry:
         self._sources: dict[str, Source] = {}
 
     def define(self, definition: Definition, **settings: Any) -> Stat:  # noqa: ANN401  the fields of Policy
-        """Register a stat and return it. If one is registered with the same definition, return that one.
+        """Register a stat and return it. If the same definition is already registered, return its stat.
 
         Args:
             definition: name, kind, unit and labels of the stat.
@@ -64,8 +64,8 @@ class Registry:
 
         Args:
             definition: name, kind, unit and labels of the stat.
-            callback: returns a number, numbers by label value (a tuple, if there are several labels), or None for no
-                data. For a counter, the numbers are totals. Called in a thread of the library.
+            callback: returns a number, a mapping of label values to numbers (for several labels, the keys are tuples),
+                or None for no data. For a counter, the numbers are totals. Called in a thread of the library.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
 
         Raises:
@@ -96,8 +96,8 @@ class Registry:
         """Change the policy of existing and future stats.
 
         Args:
-            pattern: shell pattern of names, such as ``training.*``. If several patterns match a name, the value of the
-                latest call applies for each setting.
+            pattern: shell pattern of names, such as ``training.*``. If several patterns match a name, each setting is
+                taken from the most recently configured pattern that has it.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
 
         Returns:
@@ -126,7 +126,7 @@ class Registry:
         return sorted((s for s in found if kind is None or s.definition.kind is kind), key=lambda stat: stat.name)
 
     def unregister(self, name: str) -> None:
-        """Remove a stat and its callback. Its later records are not collected. No-op if it is not registered."""
+        """Remove a stat and its callback. Later records of the stat are not collected. No-op if the name is unknown."""
         with self._lock:
             self._stats.pop(exposed(name), None)
             self._defaults.pop(exposed(name), None)

@@ -16,7 +16,7 @@ from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.timer import Timer
 
 OTHER = "other"
-"""Value of every label of the cell for records of label sets beyond ``max_cells``."""
+"""Value of each label of the cell that receives the records of label sets beyond ``max_cells``."""
 
 
 class Kind(StrEnum):
@@ -29,7 +29,7 @@ class Kind(StrEnum):
     STAT = "stat"
     """Samples, such as losses."""
     HISTOGRAM = "histogram"
-    """Samples with quantiles, such as durations."""
+    """Samples whose quantiles are computed, such as durations."""
 
 
 DEFAULT_AGGREGATIONS: Mapping[Kind, tuple[str, ...]] = {
@@ -42,7 +42,7 @@ DEFAULT_AGGREGATIONS: Mapping[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """Name, kind, unit and labels of a stat.
+    """Definition of a stat: its name, kind, unit and labels.
 
     Args:
         name: unique in a registry; dots separate namespaces.
@@ -93,7 +93,7 @@ class Hooks:
 class Stat:
     """Named series of samples; base class of :class:`Counter`, :class:`Gauge` and :class:`Histogram`.
 
-    Without labels, call :meth:`add`. With labels, look up the cell once with :meth:`cell` and keep it.
+    If the stat has no labels, call :meth:`add`. Otherwise, look up the cell once with :meth:`cell` and keep it.
 
     Args:
         definition: name, kind, unit and labels.
@@ -225,7 +225,7 @@ class Counter(Stat):
 
 
 class Histogram(Stat):
-    """Samples with quantiles of bounded error, see :mod:`delta_tracker.monitor.buckets`."""
+    """Distribution of samples, whose quantiles have a bounded error; see :mod:`delta_tracker.monitor.buckets`."""
 
 
 class Gauge(Stat):

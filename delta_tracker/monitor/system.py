@@ -152,6 +152,6 @@ def _read(name: str) -> str | None:
 
 
 def _initialised_torch() -> ModuleType | None:
-    """Return the module ``torch`` if the program has initialised CUDA, else None. Do not import or initialise it."""
+    """Return the module ``torch`` if the program has initialised CUDA, else None. Imports and initialises nothing."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None

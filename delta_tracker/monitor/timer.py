@@ -17,7 +17,7 @@ _NS = 1e-9
 
 
 class Timer:
-    """Context manager and decorator that records the duration of its body, also if the body raises.
+    """Context manager and decorator that records the duration of its body, even if the body raises.
 
     A timer is not reentrant. As a decorator it uses a new timer for each call.
 
