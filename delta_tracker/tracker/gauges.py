@@ -18,7 +18,7 @@ _KINDS = ("log", "copy", "carried")
 
 
 class TrackerGauges:
-    """Gauges of a tracker and counters of the rows that its consumers received.
+    """Exporter of a tracker's metrics: its gauges, and counters of the rows that its consumers received.
 
     Args:
         recorder: records the tracker's metrics.

@@ -10,7 +10,7 @@ from delta_tracker.rows import ChangedRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingState:
-    """Pending rows of one consumer.
+    """State of one consumer in a :class:`LogState`.
 
     Args:
         batch: ``step()`` count at its last committed read.

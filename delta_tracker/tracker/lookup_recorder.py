@@ -16,7 +16,7 @@ class LookupRecorder:
     """Recorder of lookups that no hook records. Not needed for a model whose lookups all run through hooks.
 
     Args:
-        log: the log to record them in.
+        log: the change log in which the lookups are recorded.
         model: the tracked model, which maps features to tables.
         mode: tracking mode. Old values can be recorded only in EMBEDDING mode.
     """

@@ -61,7 +61,7 @@ class Capture(Protocol):
         """
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """Return the score of each row, by which top-k selects rows, ``[N]`` float32. Larger changes score higher.
+        """Return the scores by which top-k selects rows, ``[N]`` float32. Larger changes have higher scores.
 
         Args:
             values: ``[N, D]`` current rows; overwritten.
@@ -95,7 +95,7 @@ class IdCapture:
 
 
 class EmbeddingCapture:
-    """Capture of the values of each changed row from before the change."""
+    """Capture of the values that each changed row had before the change."""
 
     keeps_old = True
     states_are_columns = True

@@ -45,9 +45,10 @@ class TopK:
         per_table: True to apply the budget to each table over all ranks, False to all tables and ranks together.
         max_age: number of committed reads that may leave a row out. The next read selects the row even if this exceeds
             the budget. None for no limit.
-        score: function of a table's FQN and :class:`~delta_tracker.types.DeltaRows` with values, which are copies that
-            it may overwrite. Returns ``[N]`` scores; higher scores are selected first. The default depends on the mode:
-            L2 norm of (current - old) in EMBEDDING, the momentum or its growth in the momentum modes.
+        score: function that takes a table's FQN and :class:`~delta_tracker.types.DeltaRows` with values, and returns
+            ``[N]`` scores. Higher scores are selected first. The rows are copies, which the function may overwrite. The
+            default depends on the mode: L2 norm of (current - old) in EMBEDDING, the momentum or its growth in the
+            momentum modes.
 
     Raises:
         InvalidArgumentError: if no budget or several are given, or an argument is out of range.
@@ -78,7 +79,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Changed rows of one table, from which rows are selected.
+    """Input of :func:`choose` for the ``N`` changed rows of one table.
 
     Args:
         scores: ``[N]`` float32, ``inf`` for rows to select first.
@@ -92,7 +93,10 @@ class Candidates:
 
 
 class Agreement(Protocol):
-    """Collectives of the ranks that share a budget. Every rank must call the same methods in the same order."""
+    """Interface of the collectives that the ranks of a shared budget use.
+
+    Every rank must call the same methods in the same order.
+    """
 
     def total(self, counts: Tensor) -> Tensor:
         """Return the elementwise sum of int64 ``counts`` over all ranks."""
@@ -102,7 +106,7 @@ class Agreement(Protocol):
 
 
 class AllRanks:
-    """Collectives of all ranks of a group, which share a budget.
+    """Implementation of :class:`Agreement` for a group whose ranks all share the budget.
 
     Args:
         group: the ranks. None creates a group of all ranks of the default process group; this is a collective.
@@ -151,7 +155,7 @@ def choose(
     Raises:
         InvalidArgumentError: if another rank reported an error.
         RankLostError: if a rank died or did not answer in time.
-        Exception: ``tables``, if it is an error.
+        Exception: re-raises ``tables`` if it is an exception.
     """
     groups = [[fqn] for fqn in fqns] if top_k.per_table else [list(fqns)]
     rounds = _Rounds(ranks, len(groups))
@@ -184,9 +188,9 @@ def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
 
 
 class _Rounds:
-    """Collectives of one selection, in order.
+    """Sequence of the collectives of one selection.
 
-    A rank that fails calls :meth:`finish` to take part in the remaining ones, so that no other rank waits for it.
+    A rank that fails calls :meth:`finish` to take part in the remaining collectives, because other ranks wait for it.
 
     Args:
         ranks: ranks that share the budget.
@@ -214,7 +218,7 @@ class _Rounds:
     def finish(self) -> None:
         """Take part in the remaining collectives without rows, because this rank has failed.
 
-        If none has run yet, the first one reports the failure, after which all ranks stop.
+        If no collective has run yet, the first one reports the failure, after which all ranks stop.
         """
         has_begun = len(self._left) <= len(_DIGITS)
         for collective, nothing in self._left if has_begun else self._left[:1]:
@@ -225,8 +229,8 @@ class _Search:
     """Radix search for each budget's threshold, over the integer keys of this rank's scores.
 
     ``_prefix`` has the digits of each threshold that were found so far. ``_remaining`` is the part of each budget that
-    is left after the due rows and all rows with higher keys. ``_under`` has the keys of each table that match the
-    prefix and are not due. ``_takes_all`` is True for budgets that all rows fit into.
+    is left after the due rows and all rows with higher keys. ``_under`` has, for each table, the keys of the rows that
+    are not due and match the prefix. ``_takes_all`` is True for budgets that all rows fit into.
 
     Args:
         top_k: the budget.
@@ -248,7 +252,7 @@ class _Search:
         """Return the header of each budget on this rank, ``[G, 3]`` int64.
 
         The columns are the number of changed rows, the cost of the due rows, and the failure flag, which is 0 here.
-        Costs are in rows, or in bytes if the budget is.
+        Costs are in the budget's unit: bytes for ``TopK.num_bytes``, otherwise rows.
         """
         return torch.tensor(
             [

@@ -16,8 +16,8 @@ from delta_tracker.tracker.modes import Capture
 class TrackedModel:
     """A model and its current shards, all of which can be tracked.
 
-    The stores, the reader and the checkpoints of a tracker share one instance and look up shards at each use. After the
-    model was resharded, a call of :meth:`take` updates all of them.
+    The stores, the reader and the checkpoints of a tracker share one instance and look up shards at each use. Therefore
+    a single call of :meth:`take` suffices after a reshard.
 
     Args:
         module: the model.

@@ -45,9 +45,10 @@ Record = Literal["updates", "lookups"]
 
 
 def __getattr__(name: str) -> object:
-    """Return ``SUPPORTED_MODULES``: the sharded module classes of TorchRec that can be tracked, with their subclasses.
+    """Return the module attribute ``SUPPORTED_MODULES``, a tuple of TorchRec's sharded module classes.
 
-    The tuple is computed on access, because that imports TorchRec.
+    These classes and their subclasses can be tracked. The tuple is computed on access, because that imports TorchRec.
+    Any other name raises :class:`AttributeError`.
     """
     if name == "SUPPORTED_MODULES":
         return tuple(load_torchrec().collections)
@@ -587,8 +588,9 @@ class ModelDeltaTracker:
         with no update between the two. The tensors are copies on the CPU.
 
         Args:
-            strategy: ``"local"`` returns this rank's part without a collective; every rank saves its own. ``"gather"``
-                is a collective that returns all parts, with merged counters, on rank 0 and nothing on the others.
+            strategy: ``"local"`` returns this rank's part without a collective; every rank saves its own part.
+                ``"gather"`` is a collective, which returns all parts with merged counters on rank 0, and an empty dict
+                on the other ranks.
 
         Returns:
             Key to tensor; keys differ between ranks. The format is defined in
@@ -641,7 +643,7 @@ class ModelDeltaTracker:
 
         Call it when no backward pass is outstanding. A table whose block and lookup module on this rank are unchanged
         keeps its log. All rows of any other table are marked as changed for every consumer, because no hook recorded
-        their writes. After :meth:`detach` this applies to all tables.
+        the writes to them. After :meth:`detach`, all rows of all tables are marked.
 
         There is one exception: a table without a fused optimizer whose block is unchanged always keeps its log and is
         compared with its copy, unless lookups are recorded. If one of the following errors is raised, the tracker is

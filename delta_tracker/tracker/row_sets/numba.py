@@ -33,7 +33,7 @@ _WORDS_PER_ID = 4  # number of words that can be summarised in the time that is 
 
 
 class NumbaRows(RowSet):
-    """Row set with one bit per row and one per block of 128 rows, so that a scan's time depends on the marked rows.
+    """Row set with one bit per row and one per block of 128 rows, so that a scan skips blocks without marked rows.
 
     It reserves ``R / 8 + R / 1024`` bytes of address space, of which only pages that were written take memory. While
     few rows of a large shard are marked, it takes at most 8 bytes per marked id instead, repeats included. All loops
@@ -145,15 +145,17 @@ class NumbaRows(RowSet):
 
 
 class _Bits:
-    """One bit per row, and a summary with one bit per block of 128 rows, which is set if a row of the block is marked.
+    """Bit set with one bit per row, and a summary with one bit per block of 128 rows.
+
+    The bit of a block is set if any row of the block is marked.
 
     Some calls of :meth:`mark` do not update the summary; :meth:`_settle` rebuilds it when it is needed. Arguments
     ``ids`` are ``[N]`` int64. Ids out of range count as row 0.
 
     Args:
         num_rows: ``R``.
-        max_cached_words: maximum number of 64-bit words that fit into a core's cache. Only then may :meth:`mark` leave
-            out the update of the summary.
+        max_cached_words: number of 64-bit words that fit into a core's cache. With more words, :meth:`mark` always
+            updates the summary.
     """
 
     __slots__ = ("_count", "_is_settled", "_loops", "_max_cached_words", "_num_rows", "_octets", "_summary", "_words")

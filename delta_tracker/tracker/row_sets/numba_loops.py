@@ -1,6 +1,6 @@
 """Compiled loops of :mod:`delta_tracker.tracker.row_sets.numba`. No other module imports numba.
 
-The first import compiles the loops, which takes seconds; later ones load them from numba's cache.
+The first import compiles the loops, which takes seconds; later imports load them from numba's cache.
 
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids, ``B`` the number of blocks of 128 rows.
 Ids outside ``[0, R)`` count as row 0. Shapes:
@@ -128,7 +128,7 @@ def mark(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints) -> int:
 
 @_loop("void(uint8[::1], int64, int64[::1])")
 def mark_octets(octets: _Octets, num_rows: int, ids: _Ints) -> None:
-    """Mark the row of each id without an update of the summary. Call :func:`summarize` afterwards.
+    """Mark the row of each id without updating the summary. Call :func:`summarize` afterwards.
 
     Faster than :func:`mark` if the words fit into a core's cache.
     """
@@ -185,7 +185,7 @@ def mark_new(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints, fresh: 
 
 @_loop("void(int64[::1], int64, int64[::1], bool_[::1])")
 def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) -> None:
-    """Write to ``found``, ``[N]``, True for each id whose row is marked, else False."""
+    """Set each element of ``found``, ``[N]``, to True if the row of the id is marked, else to False."""
     for i in range(ids.size):
         row = int(_within(ids[i], num_rows))
         found[i] = words[row >> 6] >> (row & 63) & 1 != 0

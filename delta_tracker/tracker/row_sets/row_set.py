@@ -50,7 +50,7 @@ class RowSet(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Number of bytes that the set holds."""
+        """Bytes of memory that the set takes."""
 
     def mark(self, ids: Tensor) -> None:
         """Add rows.

@@ -48,8 +48,8 @@ def mark(
 ) -> None:
     """Mark the row of each id and update the summary.
 
-    If ``wants_fresh`` is set, write each row to ``fresh``, ``[N]``, or ``R`` in its place if it was already marked. Of
-    several equal ids, only one writes the row. Each program processes ``size`` ids.
+    If ``wants_fresh`` is set, also write to ``fresh``, ``[N]``: the row of each id, or ``R`` if the row was already
+    marked. Of several equal ids, only one writes the row. Each program processes ``size`` ids.
     """
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = at < num_ids
@@ -82,8 +82,8 @@ def count(words: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor, counts: t
 def scan(words: tl.tensor, counts: tl.tensor, before: tl.tensor, out: tl.tensor) -> None:
     """Write the marked rows of one block, in ascending order, to ``out[before[block]:]``.
 
-    ``counts``, ``[B]``, has the number of marked rows of each block, and ``before``, ``[B]``, that of all blocks before
-    it.
+    ``counts``, ``[B]``, has the number of marked rows of each block. ``before``, ``[B]``, has the number of marked rows
+    of all blocks before each block.
     """
     block = tl.program_id(0).to(tl.int64)
     if tl.load(counts + block) > 0:

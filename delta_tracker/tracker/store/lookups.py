@@ -18,7 +18,7 @@ from delta_tracker.types import DeltaRows, EmbdUpdateMode, IndexedLookup
 
 @dataclass(slots=True)
 class _Table:
-    """Lookups of one table, in ascending order of batches.
+    """List of the lookups of one table, in ascending order of batches.
 
     Args:
         empty: a lookup without ids, which has the dtypes, the device and the state shape of all lookups of the table.
@@ -44,7 +44,7 @@ class DeltaStore:
     shard. Its memory grows with the number of stored ids, not with the size of the tables.
 
     Call :meth:`append` for each batch, in ascending order of batches. Call :meth:`get_delta` with the first batch that
-    a reader has not read, and :meth:`delete` with the first batch that some reader has not read. :meth:`compact` may be
+    a reader has not read, and :meth:`delete` with the lowest of these batches over all readers. :meth:`compact` may be
     called for any range of batches in which no later read starts, except at the range's first batch. Not thread-safe.
 
     Args:

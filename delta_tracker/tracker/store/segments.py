@@ -64,23 +64,23 @@ class _Segment:
 
 
 class SegmentStore:
-    """Changed rows of one shard of ``R`` rows, readable from any pinned position.
+    """Store of the changed rows of one shard of ``R`` rows, readable from any pinned position.
 
     The store holds one row set for each segment with changes and, if old states are kept, one old state for each row in
     the set. After :meth:`compact` there is at most one segment more than there are distinct pinned positions. The store
     also holds the ids of open batches and, if row sets are large, one empty set for reuse.
 
     Callers must serialise the calls. Per batch, call :meth:`open_batch` before its update is written and
-    :meth:`close_batch` once the update is proven to be written. Per read, call :meth:`cut` on the training state that
-    the reader will see, then :meth:`changed`.
+    :meth:`close_batch` once the update is proven to be written. Per read, call :meth:`cut` when the shard has the state
+    that the read is to return, then :meth:`changed`.
 
     Args:
         num_rows: ``R``, number of rows of the shard; 0 is allowed.
         device: device of the shard and of all ids.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
         old_states: returns the current states ``[N, S]`` of the rows with ids ``[N]``; None to keep no states.
-        was_written: returns True if the shard was written in place since the previous call, or since the function was
-            created. None to disable :meth:`notice_writes`.
+        was_written: returns True if the shard was written in place since its previous call; at the first call, since
+            the function was created. None to disable :meth:`notice_writes`.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
@@ -221,7 +221,7 @@ class SegmentStore:
         return found
 
     def num_changed(self, start: int, beside: Tensor | None = None) -> int:
-        """Return the number of different rows that are marked from position ``start`` on or contained in ``beside``.
+        """Return the number of distinct rows that were marked at or after position ``start`` or are in ``beside``.
 
         Waits for the device.
 
@@ -330,7 +330,7 @@ class SegmentStore:
         self._open[_STUCK] = None if whole else torch.unique(torch.cat([each for each in ids if each is not None]))
 
     def _union(self, segments: list[_Segment]) -> RowSet:
-        """Return a set of all rows that are marked in ``segments``, for the caller to use and to recycle."""
+        """Return a set of all rows that are marked in ``segments``. Pass it to :meth:`_recycle` after use."""
         merged = self._take_set()
         for segment in segments:
             if segment.rows is not None:

@@ -29,8 +29,8 @@ class ShadowStore(SegmentStore):
     for bit.
 
     Args:
-        read_rows: returns a copy of the shard's current rows ``[N, D]`` with the local ids ``[N]``; of all rows for
-            None.
+        read_rows: takes local ids ``[N]`` and returns a copy of the shard's current rows ``[N, D]``. None in place of
+            the ids selects all rows.
         num_rows: ``R``, number of rows of the shard.
         device: device of the shard.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
