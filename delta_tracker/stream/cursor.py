@@ -88,7 +88,9 @@ class StreamCursor:
         self.place = Place(manifest.stream, manifest.link)
 
     def next(self) -> Manifest | None:
-        """Return the entry to apply next, None if there is none yet. Without an applied entry, the newest snapshot.
+        """Return the entry to apply next, None if there is none yet.
+
+        Before the first applied entry, this is the newest snapshot.
 
         Raises:
             NoSnapshotError: if there is no snapshot to start from.
@@ -107,9 +109,9 @@ class StreamCursor:
         return manifest
 
     def check_for_gap(self) -> None:
-        """Raise an error if the next entry was deleted or the log was replaced; return if it was not created yet.
+        """Raise an error if the next entry was deleted, or if the log was replaced.
 
-        Call it if :meth:`next` returns None. Lists the log.
+        Call this method if :meth:`next` returns None. Lists the log.
 
         Raises:
             MissingVersionError: if the log has versions after the missing entry.
@@ -192,11 +194,12 @@ class StreamCursor:
             version -= 1  # the entry below names the preceding snapshot
 
     def way_back(self, fault: StreamError, *, skips_unreadable: bool = False) -> Iterator[Manifest]:
-        """Yield the entries to recover with after a fault, best first: a merged delta that spans it, then snapshots.
+        """Yield entries that a reader can apply to recover from a fault, best first.
 
-        The snapshots are newer than the last applied version, unless the log was replaced. For a held version no merged
-        delta is yielded, because it would contain the held rows. If no version was applied yet and the newest snapshot
-        does not match the model, nothing is yielded, because an older snapshot would be served unnoticed.
+        The first is a merged delta that includes the faulty version, if there is one. The snapshots are next: those
+        newer than the last applied version, or all of them if the log was replaced. After a held version, no merged
+        delta is yielded, because it would contain the held rows. If no version was applied yet and the newest
+        snapshot does not match the model, nothing is yielded, because an older snapshot would be served unnoticed.
 
         Args:
             fault: error raised for the next entry.
@@ -242,8 +245,8 @@ class StreamCursor:
     def _longest_merged(self, version: int, *, skips_unreadable: bool) -> Manifest | None:
         """Return the merged delta with the highest last version that applies to a reader at ``version``.
 
-        Returns None and logs the error if the entry is malformed, or if it is unreadable and ``skips_unreadable``:
-        merged entries add no information.
+        Returns None if there is none. If the entry is malformed, logs the error and returns None, because merged
+        entries add no information. If ``skips_unreadable`` is True, does the same if the store cannot read the entry.
         """
         try:
             return self.log.longest_merged(version)
@@ -287,7 +290,7 @@ class StreamCursor:
         return path[::-1]
 
     def _entry(self, version: int, link: Link | None) -> Manifest | None:
-        """Return the entry of a version from the log, else a merged entry; None if none matches.
+        """Return the log entry of a version, or else a merged entry that ends at it; None if there is no match.
 
         Args:
             version: version of the entry.

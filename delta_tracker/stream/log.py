@@ -238,7 +238,9 @@ class StreamLog:
         raise StorageError(self.storage.url, f"lost {_CLAIM_ATTEMPTS} claims to other publishers, the last for {name}")
 
     def _append(self, draft: Manifest) -> tuple[Manifest, bytes] | None:
-        """Append ``draft`` to the log. Return the entry and its bytes, None if its version has or had another one.
+        """Append ``draft`` to the log, and return the entry and its bytes.
+
+        Returns None if its version already has another entry, or had one that retention deleted.
 
         Raises:
             MalformedError: if the entry does not follow the format, and readers would reject it; nothing was created.
@@ -251,13 +253,13 @@ class StreamLog:
         return (entry, data) if self._confirm(entry) else None
 
     def _confirm(self, entry: Manifest) -> bool:
-        """Return True if an entry that exists is part of the log; otherwise delete it.
+        """Return True if an entry that was created is part of the log; otherwise delete the entry.
 
-        The log may have continued after this entry's version, and retention may have freed its name before it was
-        created. The head is never deleted, so an entry of the log is the head, or the next entry has it as its parent.
+        The log may have continued beyond this version, and retention may have freed the entry's name before the entry
+        was created. The head is never deleted, so an entry of the log is the head, or is the parent of the next entry.
         For entries other than claims, check first that the parent exists, which needs no listing: the parent is the
-        publisher's own last entry, and retention deletes it before it frees the name of this one. For a claim this is
-        no proof, because retention keeps the entry before a claim.
+        publisher's own last entry, and retention deletes the parent before it frees the name of this entry. For a
+        claim this is no proof, because retention keeps the entry before a claim.
         """
         if entry.kind != "claim" and entry.parent is not None:
             parent = self.storage.read(entry_name(entry.parent.version), max_bytes=_MAX_ENTRY_BYTES)
@@ -375,7 +377,7 @@ def part_name(version: int, generation: int, author: str) -> str:
     """Return a new, unique name for a part of a version.
 
     Args:
-        version: version of the entry that will name the part, or a lower one.
+        version: version of the entry that will list the part, or a lower version.
         generation: generation of the publisher.
         author: writer of the part, such as ``r3`` for rank 3.
     """

@@ -47,17 +47,18 @@ def compact(
     the old snapshot and replaces their rows with newer ones. Rows with another encoding or other columns than these
     blocks are stored as additional blocks.
 
-    Memory: the stored rows of at most ``max_bytes`` of versions, and about 40 bytes per row while they are sorted. Of
-    the snapshot, one part of up to 256 MiB, or a few pieces of 8 MiB of a larger part. Versions that do not fit are
-    left for a later call. A single version larger than ``max_bytes`` is never merged, nor is the snapshot before it.
-    Deltas beyond ``max_bytes`` are folded into the snapshot in several calls, each of which writes the whole snapshot:
-    choose ``max_bytes`` around ``fold`` times the snapshot's size.
+    Memory: the stored rows of at most ``max_bytes`` of versions, and about 40 bytes per row while they are sorted. The
+    snapshot is read one part at a time: a part of up to 256 MiB as a whole, a larger one in pieces of 8 MiB, of which
+    a few are in memory. Versions that do not fit are left for a later call. A single version larger than ``max_bytes``
+    is never merged, nor is the snapshot before it. Deltas beyond ``max_bytes`` are folded into the snapshot in several
+    calls, each of which writes the whole snapshot: choose ``max_bytes`` around ``fold`` times the snapshot's size.
 
     Args:
         stream: storage of the stream, or its log.
         fold: create a snapshot once the deltas to merge have this fraction of the newest snapshot's bytes.
         max_bytes: maximum bytes of versions held in memory.
-        min_versions: merge only if there are at least this many deltas that are not merged yet.
+        min_versions: minimum number of deltas that are not merged yet. With fewer, no delta is created, and only merged
+            deltas count towards ``fold``.
         now: returns the Unix time in seconds.
 
     Returns:
@@ -122,12 +123,12 @@ class _Compaction:
         self.base_bytes = sum(block.num_rows * (block.row_bytes + _ID_BYTES) for block in blocks if block.ids != "all")
 
     def fold(self, versions: Sequence[Manifest], least_bytes: float, *, is_due: bool) -> Manifest | None:
-        """Merge ``versions`` into the snapshot, or into one delta.
+        """Merge ``versions`` into the snapshot, or into one delta if that is small enough.
 
         Args:
             versions: entries to merge, oldest first.
-            least_bytes: size in bytes below which a delta is created, if ``is_due``.
-            is_due: True if ``versions`` are enough for a delta.
+            least_bytes: size in bytes of the merged rows and tensors below which a delta is created, if ``is_due``.
+            is_due: True if ``versions`` has enough new deltas to create a merged delta.
 
         Returns:
             The merged entry, even if another process created it first; None if it was deleted since.
@@ -194,7 +195,16 @@ class _Compaction:
         return parts, dense
 
     def _put(self, rows: Sequence[BlockRows], dense: _Dense, last: Manifest) -> list[Part]:
-        """Write a part for the version of ``last``. Return its record in a list, which is empty for an empty part."""
+        """Write rows and dense tensors to a new part.
+
+        Args:
+            rows: rows to write.
+            dense: dense tensors to write, by name.
+            last: last merged version, used for the name of the part.
+
+        Returns:
+            The record of the part in a list; an empty list if there is nothing to write.
+        """
         if not rows and not dense:
             return []
         name = part_name(last.version, last.generation, "c")
@@ -225,7 +235,7 @@ def _snapshot(base: Manifest, versions: Sequence[Manifest]) -> Manifest:
 def _delta(versions: Sequence[Manifest]) -> Manifest:
     """Return the manifest of a merged delta, without its parts.
 
-    Claims have no cut, batches, pending rows and tables: those are taken from the other versions.
+    Claims have no cut, batches, pending rows or tables: these fields are taken from the other versions.
     """
     last, newest = versions[-1], [version for version in versions if version.kind != "claim"]
     return replace(

@@ -35,7 +35,7 @@ def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> I
 
     Args:
         rows: listed rows in memory, oldest first.
-        tables: FQN to table.
+        tables: FQN to spec of each table.
     """
     rows_of: dict[str, list[BlockRows]] = {}
     for each in rows:
@@ -50,7 +50,7 @@ def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Winners:
-    """Newest row of each of ``N`` ids, referenced by its source and its index in the source.
+    """Mapping from each of ``N`` ids to its newest row, given by a source and an index in that source.
 
     Args:
         sources: rows of the same columns in the same encoding, oldest first.

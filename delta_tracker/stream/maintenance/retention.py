@@ -2,12 +2,12 @@
 
 The entries that readers use stay a contiguous range: versions are deleted oldest first, each entry before its parts.
 Retention keeps the head and its parent, and everything from the newest snapshot that is older than the grace period. A
-reader that started at the snapshot before it therefore has the grace period to finish. A reader that lags further finds
+reader that started at the preceding snapshot therefore has the grace period to finish. A reader that lags further finds
 its next version missing and resyncs.
 
-Each claim and the entry before it are kept forever, without parts. A publisher that a claim has fenced, and that has
-not noticed it yet, tries to create one of the two and must find the name taken. These are at most two entries per
-generation.
+Each claim and the entry before it are kept forever, without parts: at most two entries per generation. A publisher
+that was fenced by a claim and has not noticed this yet tries to create one of these two entries. The attempt must
+fail, so the names must stay taken.
 
 Any process may run retention at any time, concurrently with publishers, readers, compactions and other retention
 passes: all of them delete only objects that no reader will need.
@@ -37,7 +37,7 @@ _DRAFT_NAME = re.compile(r"drafts/[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Bounds of what a stream keeps.
+    """Bounds on the number, age and size of the versions that a stream keeps.
 
     A version that exceeds one of the bounds is deleted once no reader needs it. Without bounds, all versions are kept.
 
@@ -45,7 +45,8 @@ class Retention:
         versions: maximum number of versions; None for no bound.
         seconds: maximum age of a version; None for no bound.
         num_bytes: maximum bytes of parts, counted from the newest version down; None for no bound.
-        grace_seconds: time for which a superseded snapshot and the versions after it are kept for its readers.
+        grace_seconds: time for which a superseded snapshot and the versions after it are kept, for readers that
+            started at the snapshot.
         orphan_seconds: time for which an object that no entry names is kept; at least 3600 for compactions.
 
     Raises:
@@ -73,7 +74,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retained:
-    """Counts of what a retention pass deleted.
+    """Result of a retention pass: counts of the deleted objects.
 
     Args:
         versions: number of log entries.
@@ -96,11 +97,11 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 
     Args:
         stream: storage of the stream, or its log.
-        retention: bounds of what is kept.
+        retention: bounds to apply.
         now: returns the Unix time in seconds.
 
     Returns:
-        Counts of what was deleted.
+        Counts of the deleted objects.
 
     Raises:
         MalformedError: if an entry does not follow the format; nothing was deleted.
@@ -152,7 +153,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """All entries of a stream.
+    """In-memory copy of all entries of a stream.
 
     Attributes:
         head: newest entry.
@@ -197,8 +198,8 @@ class _Held:
     def guards(self) -> set[int]:
         """Return the versions of all claims of the log, and of the entries before them.
 
-        A claim created late, at a name that retention freed, does not count: it is below the claim of its generation,
-        or has a generation that the log does not have yet.
+        Ignores claims that a publisher created late, at a name that retention had freed. Such a claim has a lower
+        version than the log's claim of the same generation, or a higher generation than the head.
         """
         entries = self.below | self.entries
         claims = {
@@ -233,12 +234,13 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Leftovers:
-    """Parts and drafts in the store, of which some may be orphans.
+    """Listing of the parts and drafts in the store, some of which may be orphans.
 
     Attributes:
         parts: objects below ``parts/``.
         drafts: objects below ``drafts/``.
-        newest: latest modification time of these objects and of the log's entries, in Unix seconds; 0 without any.
+        newest: latest modification time of these objects and of the log's entries, in Unix seconds; 0 if
+            there are none.
     """
 
     parts: list[StoredObject]
@@ -259,10 +261,10 @@ class _Leftovers:
         return cls(parts, drafts, max(times, default=0.0))
 
     def orphans(self, named: set[str], head: int, age: float) -> Iterator[StoredObject]:
-        """Yield the parts that no entry names, and the drafts, that are older than ``age`` seconds.
+        """Yield parts that no entry lists, and drafts, if they are older than ``age`` seconds.
 
         Args:
-            named: names of the parts that entries name.
+            named: names of the parts that entries list.
             head: newest version. Parts with a higher version are not orphans.
             age: minimum age in seconds.
         """

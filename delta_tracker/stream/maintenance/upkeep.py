@@ -23,7 +23,7 @@ class Upkeep:
 
     Args:
         storage: store of the stream.
-        retention: bounds of what is kept; None disables retention.
+        retention: bounds for retention passes; None disables retention.
         compact_every: number of versions between compactions, 2 or more; None disables compaction.
         retain_every: number of versions between retention passes. A pass reads every entry of the log.
         fold: see :func:`~delta_tracker.stream.maintenance.compaction.compact`.
@@ -67,7 +67,7 @@ class Upkeep:
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last pass, None if it succeeded or there was none."""
+        """Error of the last pass, None if it succeeded or no pass has run."""
         return self._error
 
     def after(self, version: int) -> None:

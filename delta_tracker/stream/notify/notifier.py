@@ -48,7 +48,7 @@ class Notifier(Protocol):
 
 
 class LocalNotifier(Forkable):
-    """Hints between threads of one process; a minimal :class:`Notifier`.
+    """Minimal :class:`Notifier` that sends hints between threads of one process.
 
     Example:
         >>> notifier = LocalNotifier()
@@ -86,8 +86,8 @@ class LocalNotifier(Forkable):
 class Hints:
     """Wrapper of a :class:`Notifier` for publishers and predictors that catches all errors of the broker.
 
-    After a failure, the notifier is not called for a pause that grows from one second to thirty. The first failure and
-    the recovery are logged.
+    After a failure, the notifier is not called for one second. The pause doubles with each further failure, up to
+    thirty seconds. The first failure and the recovery are logged.
 
     Args:
         notifier: notifier to call; None to poll only.
