@@ -1,6 +1,6 @@
-"""Charts as percentages and as SVG paths in a view box of 1000 by 100 units, which the page stretches to its width.
+"""Charts of the report. Positions are percentages, and shapes are SVG paths in a view box of 1000 by 100 units.
 
-Text is not part of the SVG, so that it is not distorted.
+The page stretches the SVG to its width. Text is not part of the SVG, so that it is not distorted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Hit:
         left: left edge of the strip in percent.
         width: width of the strip in percent.
         title: first line of the tooltip.
-        values: one value per series of the legend, in its order; empty for none.
+        values: one value per series, in the order of the legend; empty for none.
     """
 
     left: float
@@ -153,7 +153,7 @@ def logarithmic(values: Sequence[float]) -> Scale:
 
 
 def bars(heights: Sequence[float], below: Sequence[float] | None = None, gap: float = 0.0) -> str:
-    """Return the SVG path data of bars with equal widths over the whole width.
+    """Return the SVG path data of bars of equal width, which together span the chart.
 
     Args:
         heights: heights of the bars in percent; 0 for no bar.

@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-# Name of each command, which is also the name of its file, and its summary in the list of commands.
+# Name of each command to its summary in the list of commands. The command's file has the same name.
 _SUMMARIES = {
     "demo": "Train, publish and follow a small model; creates a stream to try other commands on.",
     "inspect": "Show the contents of a stream, its predictors, and what a new predictor would read.",
@@ -37,7 +37,7 @@ Exit codes:
 
 
 class _Commands(click.Group):
-    """Group that imports a command from the file of the same name, in which it is called ``command``."""
+    """Group that imports a command from the file of the same name, where the function is called ``command``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's interface
         return list(_SUMMARIES)

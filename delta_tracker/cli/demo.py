@@ -93,7 +93,7 @@ class _Run:
 
 
 class _Trainer:
-    """Trainer of a matrix factorisation model on random clicks, most of which are of few users and on few items."""
+    """Trainer of a matrix factorisation model on random clicks. Most clicks are by a few users, on a few items."""
 
     def __init__(self, url: str) -> None:
         self._random = torch.Generator().manual_seed(0)

@@ -96,7 +96,7 @@ def _scratch() -> Iterator[Path]:
 
 
 def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
-    """Return the table ``fqn`` of a snapshot; if None, its only table.
+    """Return a table of a snapshot: ``fqn``, or the only table if ``fqn`` is None.
 
     Raises:
         InvalidArgumentError: if the snapshot has no such table, or has several and ``fqn`` is None.
@@ -113,7 +113,7 @@ def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
 def _both(
     stream: Stream, paths: tuple[list[Manifest], list[Manifest]], spec: TableSpec, scratch: Path
 ) -> tuple[Tensor, Tensor]:
-    """Build the table in both versions. If the second path begins with the first, the first is read only once.
+    """Return the table as of both versions. If the second path begins with the first, the first is read only once.
 
     Args:
         stream: the stream.
@@ -122,10 +122,10 @@ def _both(
         scratch: directory for the files of the tensors.
 
     Returns:
-        The table in the first and in the second version, ``[rows, columns]`` in the table's dtype.
+        The table as of the first and the second version, ``[rows, columns]`` in the table's dtype.
 
     Raises:
-        MalformedError: if an entry has another shape or dtype of the table.
+        MalformedError: if the table's shape or dtype differs between entries.
         CorruptPartError, StorageError: if an entry's parts cannot be read.
         OSError: if the disk is full.
     """

@@ -118,8 +118,8 @@ def read_all(
         keep: converts an entry to the value to yield, so that entries need not be held in memory.
 
     Yields:
-        Each name, with the result of ``keep``; with the error if the entry is malformed; with None if it does not
-        exist.
+        Each name and the result of ``keep``. If the entry is malformed, the result is replaced by the error. If it does
+        not exist, the result is None.
 
     Raises:
         StorageError: if the store cannot be read.

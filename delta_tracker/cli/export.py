@@ -52,7 +52,7 @@ Examples:
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="New file or directory; must not exist.")
 @click.option("--format", "form", default="safetensors", show_default=True, type=click.Choice(["safetensors", "torch"]))
 def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
-    """Build the version under a temporary name, then rename it."""
+    """Write the files in a temporary directory, then rename the result to ``out``."""
     head = stream.head()
     version = head.version if version is None else version
     try:
@@ -144,7 +144,7 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
 
 
 def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str, Tensor]:
-    """Create the files of all tables and return the mapped tensors by FQN, which the caller must fill."""
+    """Create the files of all tables and return their memory-mapped tensors by FQN. The caller must fill them."""
     rooms: dict[str, Tensor] = {}
     for number, (fqn, spec) in enumerate(snapshot.tables.items()):
         key = f"{fqn}.weight"
@@ -159,7 +159,7 @@ def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str,
 def _safetensors(
     file: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], stream: str, version: int
 ) -> dict[str, Tensor]:
-    """Create a safetensors file and return its mapped tensors by name, which the caller must fill.
+    """Create a safetensors file and return its memory-mapped tensors by name. The caller must fill them.
 
     Raises:
         InvalidArgumentError: if a tensor has the reserved name ``__metadata__``.

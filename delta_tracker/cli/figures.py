@@ -100,8 +100,8 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
     """Read the newest entries of the log.
 
     Returns:
-        The history; descriptions of the faults; version and bytes of each of the newest entries that together have at
-        most ``limits.num_bytes``; the number of older entries that were not read.
+        The history; descriptions of the faults; a list of ``(version, bytes)`` for the newest entries, up to
+        ``limits.num_bytes`` in total; the number of older entries that were not read.
     """
     listed = [version for version in stream.log.versions() if version <= head.version]
     chosen = listed[-limits.versions :]
@@ -226,8 +226,8 @@ def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
 def _histogram(buckets: LogBuckets) -> list[dict[str, float]]:
     """Return the bars of a histogram: bounds ``above`` and ``to``, and the ``count`` of values between them.
 
-    All bars have the same width on a logarithmic scale. It is the smallest power of two of buckets that is at least an
-    eighth of an octave and gives at most ``_MAX_BARS`` bars. The list is empty if there are no values.
+    Every bar covers the same number of buckets: the lowest power of two for which a bar is at least an eighth of an
+    octave wide and there are at most ``_MAX_BARS`` bars. The list is empty if there are no values.
     """
     if not buckets.positive:
         return []

@@ -24,7 +24,7 @@ class FollowerView:
         beat: last heartbeat.
         state: ``live``, or ``silent`` if the last heartbeat is more than 30 seconds old.
         seconds_ago: age of the heartbeat in seconds: this host's time minus the time that the predictor's host wrote.
-        lag_versions: number of versions not yet applied; None if it follows another stream or has no version.
+        lag_versions: number of versions not applied; None if the predictor has no version or follows another stream.
     """
 
     beat: Heartbeat

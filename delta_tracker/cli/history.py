@@ -1,4 +1,4 @@
-"""History of a stream from its entries, in bounded memory: sizes, cadence, bytes compared with full snapshots."""
+"""History of a stream from its entries, in bounded memory: sizes, cadence, and a comparison with full snapshots."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ class History:
     def _learn_full_bytes(self, manifest: Manifest) -> None:
         """Update ``full_bytes`` from an entry.
 
-        It is the size of all rows and dense tensors: in the encodings of the newest snapshot, or in the dtypes of the
-        tables before the first snapshot.
+        ``full_bytes`` is the size of all rows and dense tensors. Rows are counted in the encodings of the newest
+        snapshot. Before the first snapshot, they are counted in the dtypes of the tables.
         """
         dense = sum(spec.num_bytes for spec in manifest.dense.values())
         if manifest.kind == "snapshot":

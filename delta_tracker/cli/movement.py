@@ -1,4 +1,4 @@
-"""Statistics of a stream's rows in bounded memory: the most frequently updated rows, and distances of the updates."""
+"""Statistics of a stream's updates in bounded memory: the most frequently updated rows, and L2 distances of updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_COUNTED = 1 << 20
 
 
 class RowCounts:
-    """Counts of the most frequent ids.
+    """Counter of the most frequent ids.
 
     Counts are exact for up to ``capacity`` different ids. For more ids this is a Misra-Gries sketch in the mergeable
     form of Agarwal et al., "Mergeable Summaries" (PODS 2012): a count may be too low by up to :attr:`error`, and every
@@ -70,7 +70,7 @@ class RowCounts:
 
 
 class TableMovement:
-    """Update counts and update distances of the rows of one table.
+    """Statistics of the updates of one table: how often each row is updated, and by what L2 distance.
 
     Args:
         spec: the table.
@@ -79,12 +79,12 @@ class TableMovement:
         num_counted: number of different rows that are counted exactly.
 
     Attributes:
-        stride: every ``stride``-th row is sampled; 0 if no row is.
+        stride: every ``stride``-th row is sampled; 0 if no row is sampled.
         counts: number of deltas that contain each row.
         moves: distribution of the nonzero L2 distances between the value of a sampled row in a version and its previous
             value.
         num_deltas: number of deltas with listed rows of the table.
-        unmoved: number of sampled rows in deltas with the same value as before, counted once per delta.
+        unmoved: number of times that a delta contained a sampled row whose value had not changed.
     """
 
     def __init__(self, spec: TableSpec, sample_bytes: int, num_counted: int) -> None:
@@ -103,8 +103,8 @@ class TableMovement:
         """Add the table's rows of the next version.
 
         Args:
-            whole: blocks with all rows of their range.
-            listed: blocks with ids.
+            whole: blocks that contain every row of their row range.
+            listed: blocks that list the ids of their rows.
             is_delta: True for a delta, False for a snapshot.
         """
         # Two blocks contain the same row only if they are column shards.
@@ -126,11 +126,11 @@ class TableMovement:
             self.unmoved += int((distances == 0).sum())
 
     def _compare(self, rows: BlockRows) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """Compare and then replace the sampled values of a block's rows.
+        """Compare a block's sampled rows with the stored values, then store the new values.
 
         Yields:
-            Indices of the rows in the sample, and the squared L2 distances from their previous values; NaN for a first
-            value.
+            Indices of the rows in the sample, and the squared L2 distances from the previous values. A row without a
+            previous value has the distance NaN.
         """
         left, right = rows.block.columns
         for begin in range(0, rows.block.num_rows, _CHUNK_ROWS):
@@ -149,14 +149,14 @@ class TableMovement:
             yield slots, squares
 
     def _count(self, distances: NDArray[np.float64]) -> None:
-        """Add positive distances to ``moves``. A vectorised ``moves.extend``."""
+        """Add positive distances to ``moves``, as a vectorised ``moves.extend``."""
         places = np.clip(np.ceil(np.log2(distances) * PER_OCTAVE) - 1, LOWEST, HIGHEST).astype(np.int64)
         found, counts = np.unique(places, return_counts=True)
         self.moves.positive.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
 
 
 class Movement:
-    """Update counts and update distances of the rows of all tables, over successive versions.
+    """Statistics of the updates of all tables over successive versions, one :class:`TableMovement` per table.
 
     Memory: ``sample_bytes`` of values, 64 bytes for each of ``num_counted`` rows, and the memory to read a version.
 

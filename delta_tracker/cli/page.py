@@ -89,7 +89,7 @@ def short(name: str) -> str:
 
 
 def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Format Unix seconds in UTC; ``unknown date`` if ``datetime`` cannot represent them."""
+    """Format Unix seconds in UTC; return ``unknown date`` if ``datetime`` cannot represent them."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime(form)
     except (OverflowError, ValueError, OSError):
@@ -143,7 +143,7 @@ def _sizes(figures: Figures) -> Chart:
 
 
 def _saved(bins: Sequence[dict[str, Any]]) -> Chart:
-    """Return the chart of the cumulative bytes since the first version: of the stream, and as full snapshots."""
+    """Return the chart of the stream's cumulative bytes, compared with a full snapshot for each version."""
     legend = {"full": "as full snapshots", "s0": "this stream"}
     chart = _over_versions("Cumulative bytes since the first version", bins, legend)
     full = sent = 0
@@ -189,7 +189,7 @@ def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
 
 
 def _over_versions(about: str, bins: Sequence[dict[str, Any]], legend: dict[str, str]) -> Chart:
-    """Return a chart without shapes: versions along the x axis, and markers at snapshots and new publishers."""
+    """Return a chart with versions on the x axis, and markers at snapshots and new publishers, without shapes."""
     chart = Chart(about=about, legend=legend)
     slot = 100 / len(bins)
     is_long = bins[-1]["end"] - bins[0]["begin"] > _DAY
@@ -210,7 +210,7 @@ def _moved(figures: Figures) -> list[dict[str, Any]]:
 
 
 def _card(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the template's values for the histogram of distances of one table: ``table`` and ``chart``."""
+    """Return what the template needs for one table: ``table``, and ``chart``, the histogram of its distances."""
     histogram, moves = table["histogram"], table["moves"]
     scale = linear(max(bar["count"] for bar in histogram) / moves["count"])
     shares = [bar["count"] / moves["count"] for bar in histogram]
@@ -228,7 +228,11 @@ def _card(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _distances(across: Scale) -> list[Tick]:
-    """Return at least two ticks: at powers of ten, else at 1, 2 and 5 times those, else at the ends of the scale."""
+    """Return at least two ticks for a scale of distances.
+
+    Ticks are at powers of ten. If the scale contains fewer than two, ticks are at 1, 2 and 5 times powers of ten, or
+    else at the ends of the scale.
+    """
     low, high = math.floor(math.log10(across.low)), math.ceil(math.log10(across.high))
     tens = [10.0**power for power in range(low, high + 1)]
     fine = [power * step for power in tens for step in (1, 2, 5)]

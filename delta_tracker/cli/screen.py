@@ -47,7 +47,7 @@ def screen(view: View, width: int, height: int | None = None) -> RenderableType:
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     """Distribute lines of the screen among its tables.
 
-    Each table first gets the same few lines, then one more in turn, until no line is left or it has all it needs.
+    Each table first gets the same few lines. The other lines are given in turn to the tables that need more.
 
     Args:
         room: number of lines to distribute.

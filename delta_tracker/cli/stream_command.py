@@ -40,7 +40,7 @@ class MeteredStorage(Storage):
     """Storage that calls ``on_read`` with the number of bytes of each read.
 
     Attributes:
-        on_read: the function to call; None for none.
+        on_read: function to call after each read; None to disable.
     """
 
     on_read: Callable[[int], None] | None = None
@@ -127,7 +127,7 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
         storage = MeteredStorage(store_url(url), options=store_options(options))
         return function(Stream(storage, StreamLog(storage), Output(is_json=is_json)), **own)
 
-    # In click's reverse order: the URL precedes the command's own parameters, the options follow them.
+    # click reverses this list: the URL precedes the command's own parameters, the options follow them.
     own_params = list(getattr(function, "__click_params__", ()))
     wrapped.__click_params__ = [_JSON, _OPTION, *own_params, _URL]  # type: ignore[attr-defined]
     return wrapped

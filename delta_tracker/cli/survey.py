@@ -107,7 +107,7 @@ class Survey:
     def behind_seconds(self, follower: FollowerView) -> float | None:
         """Return the age of the oldest version that a predictor has not applied, in seconds.
 
-        0 if it has applied all versions; None if unknown.
+        The result is 0 if the predictor has applied all versions, and None if the age is unknown.
         """
         held = follower.beat.version
         if follower.lag_versions is None or held is None:
@@ -218,7 +218,9 @@ def count_kinds(entries: Sequence[Entry]) -> Counter[str]:
 
 
 def _start(stream: Stream, head: Manifest, held: Mapping[int, Entry]) -> tuple[Start | None, list[str]]:
-    """Return the entries that a new predictor reads, and a list of at most one problem, if it cannot reach the head.
+    """Return the entries that a new predictor reads, and the problem that prevents it from reaching the head.
+
+    The entries are None if there is no readable snapshot. The problem is a list of at most one description.
 
     Args:
         stream: the stream.

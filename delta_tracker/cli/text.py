@@ -43,7 +43,7 @@ def count(number: int) -> str:
 
 
 def several(number: int, one: str, many: str = "") -> str:
-    """Format a number with a noun in the singular or plural. The default plural is ``one`` with an ``s``.
+    """Format a number and its noun, in the singular or plural. ``many`` defaults to ``one`` followed by ``s``.
 
     Example:
         >>> several(1, "entry", "entries"), several(2000, "part")
@@ -85,7 +85,7 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Format a Unix time in this host's time zone; only the year if ``datetime`` cannot represent the time.
+    """Format a Unix time in this host's time zone; return only the year if ``datetime`` cannot represent the time.
 
     Example:
         >>> moment(1e15)

@@ -75,7 +75,7 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
 
 
 def _views(stream: Stream, window: float) -> Iterator[View]:
-    """Yield one view per refresh, without end.
+    """Yield one view per refresh, indefinitely.
 
     An error of the first read is raised. A later error is stored in the view, and the next refresh retries.
     """

@@ -72,7 +72,7 @@ class Finding:
     Args:
         where: name of the entry or part.
         problem: description of the damage.
-        is_in_the_way: True if a predictor that starts now reads it.
+        is_in_the_way: True if a predictor that starts now reads the entry or part.
     """
 
     where: str

@@ -21,7 +21,7 @@ _NUM_LISTED = 20
 
 
 class Watch:
-    """Newest entries of a stream: those of a time window that ends now, and some before it.
+    """Reader of a stream's newest entries: those of a time window that ends now, and some earlier ones.
 
     Args:
         log: log of the stream.
@@ -29,7 +29,7 @@ class Watch:
 
     Attributes:
         head: the newest entry read; None before the first.
-        entries: the entries, ascending: at most 5,000, and at least one from before the window if that was read.
+        entries: the newest entries in ascending order, at most 5,000.
         tables: FQN to table, as of the newest entry that has tables.
         changed: FQN to the newest delta with rows of that table.
         starts: number of times that :meth:`refresh` read the log from the head backwards.
@@ -72,9 +72,9 @@ class Watch:
         return list(islice(reversed(self.entries), count))
 
     def seconds(self, now: float) -> float:
-        """Return the seconds of the window that the entries cover, from 1 to its length.
+        """Return the length in seconds of the part of the window that the entries cover.
 
-        Fewer than its length if the oldest entry is in the window.
+        At least 1, and less than the window's length only if the oldest entry is in the window.
         """
         oldest = self.entries[0].created if self.entries else now
         return min(self._window_seconds, max(1.0, now - oldest))
@@ -89,7 +89,10 @@ class Watch:
         return found
 
     def pulse(self, now: float, count: int) -> list[int]:
-        """Return the bytes of deltas in each of ``count`` equal parts of the last :meth:`seconds`, oldest first."""
+        """Divide the time span of :meth:`seconds` into ``count`` equal parts; return the bytes of deltas in each.
+
+        The oldest part is first.
+        """
         found = Counter[int]()
         for entry in self.recent(now):
             ago = max(0.0, now - entry.created) / self.seconds(now)
@@ -116,7 +119,7 @@ class Watch:
     def _is_elsewhere(self, head: Manifest) -> bool:
         """Return True if the stream was replaced, or the entry after ``head`` is missing.
 
-        Checks at most every 10 seconds, because it lists the log, and otherwise returns False.
+        Because the check lists the log, it runs at most every 10 seconds. In between, the result is False.
         """
         if time.monotonic() < self._next_check:
             return False

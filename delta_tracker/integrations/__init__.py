@@ -1,4 +1,4 @@
 """Adapters for other libraries.
 
-Read the library's file first: ``dcp.py`` for torch.distributed.checkpoint, ``lightning.py`` for Lightning.
+Open ``dcp.py`` first: it supports torch.distributed.checkpoint. ``lightning.py`` supports Lightning.
 """

@@ -29,7 +29,7 @@ _MAX_HEADER_BYTES = 1 << 28
 
 
 class _Wanted(dict[str, Tensor]):
-    """Tensors to load, by name; may be empty.
+    """Dict of the tensors to load, by name.
 
     If a rank has no shard of some table, DCP retries with the flattening of torch 2.3, which expects an entry in the
     checkpoint for an empty dict. ``values()`` of this dict is therefore never empty.
@@ -68,7 +68,9 @@ class SavedTracker:
         self._headers: dict[str, Tensor] = {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return empty tensors for the parts that this rank needs; no tensors if the checkpoint has no tracker state.
+        """Return uninitialised tensors by name, for ``dcp.load`` to fill with the parts that this rank needs.
+
+        The result is empty if the checkpoint has no tracker state.
 
         Raises:
             InvalidArgumentError: if the checkpoint has no tracker under ``key``, or ``key`` is None and it has several.

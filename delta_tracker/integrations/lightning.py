@@ -28,7 +28,7 @@ class TrackerCallback(Callback):
 
     The state is part of every checkpoint. Lightning writes only rank 0's checkpoint, so the parts of all ranks are
     gathered on rank 0. After the model is restored, each rank loads the rows of its own shards, at any world size.
-    Without tracker state in the checkpoint, every row is marked as changed.
+    If the checkpoint has no tracker state, every row is marked as changed.
 
     The training code must prevent Lightning from wrapping the sharded model in ``DistributedDataParallel``, and must
     save and restore sharded tensors. The callback does neither.
@@ -102,7 +102,7 @@ class TrackerCallback(Callback):
         checkpoint[_KEY] = self.tracker.state_dict(strategy="gather")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the publisher and detach the tracker, also after an error in ``fit``."""
+        """Close the publisher and detach the tracker, even after an error in ``fit``."""
         del trainer, pl_module, stage
         if self._publisher is not None:
             self._publisher.close()

@@ -20,12 +20,12 @@ def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[st
             tensors, as in the model's ``state_dict``.
 
     Returns:
-        Name to detached tensor. Names are those of the model's ``state_dict``; if ``dense`` is a module that is not
-        part of the model, those of its own. A tensor with several names is returned under each of them.
+        Name to detached tensor. Names are those of the model's ``state_dict``, or of the module's own if ``dense`` is
+        a module that is not part of the model. A tensor with several names is returned under each of them.
 
     Raises:
-        InvalidArgumentError: if ``dense`` is a string, the model has no tensor of a name, or a selected tensor is of
-            a subclass such as ``DTensor``, sparse or on the meta device.
+        InvalidArgumentError: if ``dense`` is a string, the model has no tensor of a name, or a selected tensor is
+            sparse, on the meta device, or of a subclass such as ``DTensor``.
     """
     if isinstance(dense, nn.Module):
         found = dict(_tensors(model, dense))

@@ -63,7 +63,7 @@ class LocalShard:
 
 @dataclass(slots=True)
 class Discovery:
-    """Tracked tables of a model, with this rank's shards.
+    """Result of :func:`discover`: the tracked tables of a model and this rank's shards of them.
 
     Args:
         modules: FQN to sharded embedding module.
@@ -172,9 +172,10 @@ def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
 
 
 def _unknown(fqn: str, module: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, str]]:
-    """Yield FQN and class name of ``module`` if :func:`has_unknown_rows`, otherwise of each sharded tensor in it.
+    """Yield the FQN and class name of ``module`` or its sharded tensors, if they cannot be tracked.
 
-    Tensors of submodules are not included.
+    If :func:`has_unknown_rows` returns True, only ``module`` is yielded. Otherwise each of its sharded tensors is
+    yielded, without those of submodules.
     """
     if has_unknown_rows(module, torchrec):
         yield fqn, type(module).__name__

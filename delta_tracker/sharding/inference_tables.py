@@ -191,7 +191,7 @@ def _obstacle(block: _Block, quantised: Quantised) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Quantised rows of a rectangle of a table.
+    """Block of quantised rows, a rectangle of a table.
 
     Args:
         region: the rectangle; its ``memory`` is two-dimensional uint8, one row with padding per table row.

@@ -49,9 +49,10 @@ class KeyedIds(Protocol):
 
 
 class UpdateListener(Protocol):
-    """Receiver of the hooks' reports, called in the thread of the lookup or write. Must not wait for the device.
+    """Receiver of the hooks' reports, called in the thread of the lookup or write.
 
-    A write is identified by a key, from :meth:`opened` to :meth:`applied` or :meth:`ended`.
+    The methods must not wait for the device. A write has the same key in :meth:`opened`, :meth:`applied` and
+    :meth:`ended`.
     """
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
@@ -64,9 +65,9 @@ class UpdateListener(Protocol):
         """Handle the end of the write ``key`` in the tables with the FQNs ``tables``. The values are ignored."""
 
     def ended(self, key: int) -> None:
-        """Handle the end of the backward pass of the write ``key``, also after an error.
+        """Handle the end of the backward pass of the write ``key``, even after an error.
 
-        No more rows of the write will be written. Called in any thread, also in a destructor; must be lock-free.
+        No more rows of the write will be written. May run in any thread or in a destructor, so it must be lock-free.
         """
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
@@ -231,7 +232,7 @@ class PostLookupHook(Watcher):
         """
         values, lengths = features.values(), features.length_per_key()
         if values.dtype != self._index_type:
-            # The kernel converts them in the forward pass. The original may be overwritten before the backward pass.
+            # The kernel converts the ids in the forward pass. The originals may be overwritten before the backward.
             values = values.to(torch.int64, copy=True)
         ids: dict[str, Tensor | None] = {}
         feature, begin = 0, 0

@@ -17,7 +17,9 @@ from delta_tracker.sharding.discover import Kernel
 
 
 class KernelMemory:
-    """Weights and optimizer states of one kernel, by table slot. The constructor flushes the kernel's caches.
+    """Memory of one kernel, split into weights and optimizer states by table slot.
+
+    The constructor flushes the kernel's caches.
 
     Args:
         kernel: the kernel.
@@ -36,7 +38,7 @@ class KernelMemory:
     def optimizer_states(self) -> list[list[Tensor]]:
         """Optimizer states of each slot, ``[rows]`` or ``[rows, columns]``, as tensors that share the kernel's memory.
 
-        One empty list per slot for SGD and for unfused kernels.
+        The list of each slot is empty for SGD and for unfused kernels.
         """
         kernel = self._kernel
         found = kernel.module.emb_module.split_optimizer_states() if kernel.is_fused else []
@@ -44,7 +46,7 @@ class KernelMemory:
 
 
 class _Cut(threading.local):
-    """Kernels that this thread has read in its :func:`one_cut` block; None outside of a block."""
+    """Thread-local record of the kernels read in a :func:`one_cut` block. ``memories`` is None outside of a block."""
 
     memories: dict[Kernel, KernelMemory] | None = None
 

@@ -1,7 +1,7 @@
 """Run work after a sharded collection has launched its output distribution, overlapped with the communication.
 
-At this point TorchRec calls the function in the collection's post-odist slot, which holds only one. That function is an
-:class:`OdistSlot`, which calls the function that was in the slot before and the hooks of all trackers.
+At this point TorchRec calls the function in the collection's post-odist slot, which holds only one function. The
+tracker puts an :class:`OdistSlot` there, which calls the previous function, then the hooks of all trackers.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class OdistSlot:
 
 
 class PostOdistHook(Watcher):
-    """Hook that reports each launch of a collection's output distributions, one for each of its sharding types.
+    """Hook that reports each launch of an output distribution of a collection, which has one per sharding type.
 
-    Uses TorchRec's slot if the collection has and calls it, otherwise module hooks. A managed-collision module
+    The hook uses TorchRec's slot if the collection calls it, otherwise module hooks. A managed-collision module
     distributes the output of its collection itself and does not call the slot.
 
     Args:
         module: the collection.
         tables: FQNs of its tables.
-        listener: its ``output_launched`` is called. It must neither block nor wait for the device.
+        listener: receives the reports. Its ``output_launched`` must neither block nor wait for the device.
         keys: not used by this hook.
         recorder: records errors.
         has_slot: True if the collection calls the slot.
@@ -95,7 +95,10 @@ class PostOdistHook(Watcher):
         super().remove()
 
     def _shared_slot(self) -> OdistSlot:
-        """Return the collection's :class:`OdistSlot`; register one if another function or none is in the slot."""
+        """Return the collection's :class:`OdistSlot`.
+
+        If it has none, register one that also calls the current post-odist function, if any.
+        """
         held = self._module.post_odist_tracker_fn
         if isinstance(held, OdistSlot):
             return held

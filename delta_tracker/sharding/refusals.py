@@ -1,4 +1,4 @@
-"""Reject models in which rows are written without a call of the tracker's hooks.
+"""Reject models that write rows without calling the tracker's hooks.
 
 Hooks report the backward pass of a lookup, ``load_state_dict`` and evictions. The modules and optimizers that are
 rejected here write other rows of fused tables, or write at other times. Tables without a fused optimizer are compared
@@ -33,7 +33,7 @@ _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE", "COUNTER", "COWCLIP"})
 
 
 def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
-    """Raise an error if rows of a tracked table may be written without a call of a hook.
+    """Raise an error if rows of a tracked table may be written without calling a hook.
 
     Args:
         model: the model in which ``found`` was discovered.
@@ -52,7 +52,7 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
     """Reject 2D parallelism, because ``DMPCollection.sync`` averages the replicas of a shard in place.
 
-    A wrapper above the tracked model is not among its modules. It is detected by the collections' sharding environment.
+    The wrapper may be above the tracked model. It is then detected by the sharding environment of the collections.
     """
     wrapped = {
         part
@@ -74,7 +74,7 @@ def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> 
 
 
 def _refuse_pruning(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
-    """Reject in-training pruning of fused tables, because it resets rows in the forward pass without a hook's call."""
+    """Reject in-training pruning of fused tables, because it resets rows in the forward pass without calling a hook."""
     lookups = {
         id(_unwrapped(lookup)): [fqn for fqn in _tables(found, module_fqn) if found.shards[fqn].is_fused]
         for module_fqn, module in found.modules.items()

@@ -86,9 +86,9 @@ def load_torchrec() -> Torchrec:
 
 
 def _imported(module: str, *names: str) -> tuple[type, ...]:
-    """Return those of the named classes that exist in an imported module.
+    """Return those of the named classes that a module has, without importing the module.
 
-    The result is empty if the module is not imported. In that case no model has instances of the classes.
+    If it has not been imported yet, return an empty tuple. In that case no model has instances of the classes.
     """
     return tuple(found for name in names if (found := getattr(sys.modules.get(module), name, None)) is not None)
 
@@ -158,7 +158,7 @@ def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]: 
 
 
 def planned_kernel(module: nn.Module, table: str) -> str:
-    """Return the name of a table's planned compute kernel, also if the table is on another rank."""
+    """Return the name of a table's planned compute kernel, even if the table is on another rank."""
     return str(module.module_sharding_plan[table].compute_kernel)  # type: ignore[index, union-attr]
 
 

@@ -65,8 +65,8 @@ class WriteWatch:
         self._held = _versions(self._of)
 
     def __call__(self) -> bool:
-        """Return True if the weights were written or replaced since the last call, or the construction."""
-        # Under a microsecond for most shards.
+        """Return True if the weights were written or replaced since the last call, or since the construction."""
+        # Takes less than a microsecond for most shards.
         shard = self._shard()
         if shard is self._of:
             for owner, name, tensor, version in self._held:
@@ -99,7 +99,7 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
         num_rows: maximum number of rows in a chunk.
 
     Yields:
-        The slice of ``ids`` in the chunk, and their rows as returned by :func:`read_rows`.
+        The slice of ``ids`` in the chunk, and the rows of these ids as returned by :func:`read_rows`.
     """
     views = column_views(shard)
     held = [view.new_empty(min(num_rows, len(ids)), view.shape[1]) for view in views]
@@ -115,7 +115,7 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
 def num_optimizer_states(shard: LocalShard) -> int:
     """Return the number of states that the fused optimizer keeps per row.
 
-    0 for SGD, for unfused kernels, and if the rank has no rows of the table.
+    The result is 0 for SGD, for unfused kernels, and if the rank has no rows of the table.
     """
     return min(map(len, _optimizer_states(shard)), default=0)
 

@@ -91,7 +91,7 @@ class EvictionHook(Watcher):
         self._evictions.hooks.append(self)
 
     def remove(self) -> None:
-        """Remove the hook. Removing the last hook of a module restores its method."""
+        """Remove the hook. Removing the last hook of a module restores the module's ``_evict``."""
         super().remove()
         if self in self._evictions.hooks:
             self._evictions.hooks.remove(self)
@@ -131,7 +131,7 @@ class _Evictions:
         done = [hook.before(evicted) for hook in self.hooks]
         try:
             self._evict(evicted)
-        finally:  # also after an error, because nothing more is written then
+        finally:  # even after an error, because nothing more is written then
             for tell in done:
                 tell()
 
