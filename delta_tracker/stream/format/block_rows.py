@@ -1,4 +1,4 @@
-"""Rows of a block, which are written to parts, read from parts, merged, and applied to models."""
+"""Lazy view of the rows of a block, used to write, read, merge and apply rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRows:
-    """Rows of a block, read lazily.
+    """View of the rows of a block, which are read lazily.
 
     Notation: ``N`` is ``block.num_rows``, and ``width`` is the number of stored columns,
     ``block.encoding.width(block.num_columns)``.
@@ -26,8 +26,9 @@ class BlockRows:
     Args:
         block: table, row range, column range and encoding.
         ids: ``[N]`` int64 global row ids, ascending and unique; None if the block holds all rows of its range.
-        read: returns the rows ``begin`` to ``end`` of the ``N`` as they are stored, ``[end - begin, width]`` in
-            ``block.encoding.dtype``. The result may be a view of shared memory: do not write to it.
+        read: function that returns the rows ``begin`` to ``end`` (exclusive) as they are stored,
+            ``[end - begin, width]`` in ``block.encoding.dtype``. The result may be a view of shared memory: do not
+            write to it.
     """
 
     block: Block
@@ -74,7 +75,8 @@ class BlockRows:
 
         Args:
             rows: half-open range of global row ids, inside the block's range.
-            columns: half-open column range, inside the block's; equal to it if the rows are quantized.
+            columns: half-open column range, inside the block's column range. For quantized rows, it must be the
+                block's whole column range.
         """
         block = self.block
         if rows == block.rows and columns == block.columns:
@@ -92,7 +94,7 @@ class BlockRows:
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
     def take(self, places: Tensor) -> BlockRows:
-        """Return the rows at some indices, as rows with listed ids.
+        """Return the rows at the given indices. The result has ids, even if this block has none.
 
         Args:
             places: ``[M]`` int64 indices among the ``N`` rows, ascending and unique.
@@ -102,7 +104,9 @@ class BlockRows:
         return BlockRows(part, ids, lambda begin, end: self.gather(places[begin:end]))
 
     def gather(self, places: Tensor) -> Tensor:
-        """Return the rows at some indices as they are stored, ``[M, width]``. Reads from the first to the last row.
+        """Return the rows at the given indices as they are stored, ``[M, width]``.
+
+        Also reads the rows between the first and the last index.
 
         Args:
             places: ``[M]`` int64 indices among the ``N`` rows, ascending.
@@ -114,6 +118,11 @@ class BlockRows:
 
 
 def places_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return the half-open index range of the ``ids``, ``[N]`` ascending, that are in the half-open range ``rows``."""
+    """Return the half-open range of the indices at which ``ids`` are inside ``rows``.
+
+    Args:
+        ids: ``[N]`` int64 global row ids, ascending.
+        rows: half-open range of global row ids.
+    """
     start, stop = torch.searchsorted(ids, torch.tensor(rows)).tolist()
     return start, stop

@@ -17,7 +17,7 @@ from delta_tracker.stream.storage.storage import Storage
 
 
 class Contents:
-    """Rows and dense tensors of a version. The constructor checks all of them.
+    """Contents of a version: its rows and dense tensors. The constructor checks all of them.
 
     Whole blocks are read with the listed rows written over them, so that a row is never applied in an older state.
 
@@ -34,7 +34,7 @@ class Contents:
     Attributes:
         manifest: manifest of the version.
         whole: whole blocks, decoded, with the listed rows written over them. Apply them first.
-        listed: listed rows that are not completely in one whole block, decoded.
+        listed: other listed rows, decoded: those whose columns were not all written over one whole block.
         dense: name to dense tensor.
     """
 
@@ -61,7 +61,7 @@ class Contents:
         self.dense = dense_of(readers)
 
     def chunks(self, num_rows: int = 16_384) -> Iterator[tuple[str, Tensor]]:
-        """Yield all rows as pairs of table FQN and values, ``[n, columns]`` with ``n`` of at most ``num_rows``."""
+        """Yield all rows as pairs of a table FQN and values, ``[n, columns]`` with ``n <= num_rows``."""
         for rows in (*self.whole, *self.listed):
             for values in rows.chunks(num_rows):
                 yield rows.block.table, values

@@ -39,15 +39,17 @@ DTYPE_NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some or all rows of a row range of one table, with the columns of a column range, stored in a part.
+    """Record of a block: rows of one table that a part holds.
+
+    A block has some or all rows of a row range, with the columns of a column range.
 
     Args:
         table: FQN of the table.
         rows: half-open range of global row ids.
         columns: half-open range of columns.
         num_rows: number of rows that the part holds.
-        ids: storage of the row ids: ``all`` (none, the block holds all rows of its range), ``list``, or ``gaps``
-            (compressed).
+        ids: storage of the row ids: ``list``, ``gaps`` (compressed), or ``all`` (no ids, because the block holds all
+            rows of its range).
         encoding: encoding of the values.
     """
 
@@ -132,8 +134,8 @@ class Manifest:
         dense: name to spec of the dense parameters and buffers.
         parts: objects that hold the rows and dense tensors. Apply blocks with all rows of their range before blocks
             that list rows.
-        merges: link of the log entry of ``version`` if this is a merged entry, which replaces the versions after
-            ``parent`` up to and including ``version``; None in the log.
+        merges: for a merged entry, link to the log entry of ``version``; None for an entry of the log. A merged entry
+            replaces the versions after ``parent`` up to and including ``version``.
         xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty before the entry is parsed from its bytes.
     """
 
@@ -156,17 +158,17 @@ class Manifest:
 
     @property
     def link(self) -> Link:
-        """Link that the next entry has as its parent."""
+        """Link to the log entry of :attr:`version`, which the next entry has as its parent."""
         return self.merges or Link(self.version, self.xxh3)
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in all parts. A row in several blocks, such as column shards, counts once for each."""
+        """Number of rows in all parts. A row is counted once per block that holds it, such as each column shard."""
         return sum(block.num_rows for part in self.parts for block in part.blocks)
 
     @property
     def rows_by_table(self) -> dict[str, int]:
-        """FQN to number of rows of the table, counted as in :attr:`num_rows`; only tables that have blocks."""
+        """FQN to number of rows of the table, counted as in :attr:`num_rows`. Tables without blocks are omitted."""
         found: dict[str, int] = {}
         for part in self.parts:
             for block in part.blocks:

@@ -78,7 +78,10 @@ class WholeBlocks:
         self._index = _Index((block, block) for block in blocks if block.num_rows)
 
     def outside(self, listed: BlockRows) -> Iterator[BlockRows]:
-        """Yield the listed rows that :meth:`Overlay.over` does not write with all columns to one whole block."""
+        """Yield the rows of ``listed`` that have to be stored separately.
+
+        Other rows need not be, because :meth:`Overlay.over` writes all of their columns to one whole block.
+        """
         block = listed.block
         holders = [
             whole.rows
@@ -117,7 +120,10 @@ class _Index(Generic[_T]):
 
 
 class _Column(Generic[_T]):
-    """Blocks of one column range, sorted by rows. No block is empty, so begins and ends both ascend."""
+    """Index of the blocks of one column range, sorted by row range.
+
+    No block is empty and none overlap, so the begins and the ends of the row ranges both ascend.
+    """
 
     def __init__(self, entries: list[tuple[Block, _T]]) -> None:
         entries.sort(key=lambda entry: entry[0].rows)
@@ -131,6 +137,6 @@ class _Column(Generic[_T]):
 
 
 def _fits(whole: Block, listed: Block) -> bool:
-    """Return True if the columns that both blocks have are stored in the same form."""
+    """Return True if stored values of the common columns can be copied from ``listed`` to ``whole``."""
     is_alike = whole.encoding is listed.encoding
     return is_alike and (whole.columns == listed.columns or not whole.encoding.is_quantized)

@@ -44,7 +44,7 @@ class _Dense(Struct):
 
 
 class _Entry(Struct):
-    """Fields of an entry's JSON object, except ``format``. Unknown fields are ignored."""
+    """JSON object of an entry, without the field ``format``. Unknown fields are ignored."""
 
     stream: Hex
     generation: Count
@@ -152,9 +152,10 @@ def _check_place(manifest: Manifest) -> None:
 
 
 def _check_blocks(manifest: Manifest) -> None:
-    """Check that all blocks are inside their tables, and that whole blocks do not overlap, nor listed blocks.
+    """Check the ranges of the blocks.
 
-    Whole blocks of a snapshot must cover the tables.
+    Blocks must be inside their tables. Two whole blocks must not overlap, and two listed blocks must not overlap. The
+    whole blocks of a snapshot must cover the tables.
     """
     listed: dict[str, list[Block]] = {fqn: [] for fqn in manifest.tables}
     whole: dict[str, list[Block]] = {fqn: [] for fqn in manifest.tables}

@@ -19,13 +19,16 @@ _MAX_FREE_BYTES = 320 << 20
 
 
 class PartSource(Protocol):
-    """Bytes of a part, read and checked lazily."""
+    """Protocol of a source of a part's bytes, which are read and checked lazily."""
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)``. They may be unchecked before :meth:`finish`."""
+        """Return the bytes ``[begin, end)``. They may not have been checked before :meth:`finish` returns."""
 
     def finish(self) -> None:
-        """Read the remaining bytes and compare the part with its record. A call after an error resumes there."""
+        """Read the remaining bytes and compare the part with its record.
+
+        After an error, another call resumes where the failed call stopped.
+        """
 
 
 class PartBuffer:
@@ -34,7 +37,7 @@ class PartBuffer:
     Allocating new memory takes longer than reading into it. The memory is reusable once every array and tensor that
     refers to it has been garbage-collected. While a version is in use, the next one is read into other memory.
 
-    Memory: that of a :class:`~delta_tracker.buffers.BufferPool`, which keeps at most 320 MiB of free memory.
+    The memory belongs to a :class:`~delta_tracker.buffers.BufferPool` that keeps at most 320 MiB of free memory.
     """
 
     def __init__(self) -> None:

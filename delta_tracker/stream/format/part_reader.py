@@ -45,7 +45,7 @@ class _Span:
 
 
 class PartReader:
-    """Rows and dense tensors of a part. The constructor checks all of them.
+    """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
 
     Memory: the whole part if it has at most ``memory_bytes``; otherwise a few pieces of 8 MiB, and 8 bytes per listed
     row for its id. Rows and tensors may be views of that memory.
@@ -176,7 +176,7 @@ class PartReader:
         return expected
 
     def _check_flags(self) -> None:
-        """Check that bool tensors hold only the bytes 0 and 1, because torch does not."""
+        """Check that bool tensors hold only the bytes 0 and 1. Torch does not check this."""
         for index, name in enumerate(self.part.dense):
             span = self._spans[dense_key(index)]
             if span.dtype == torch.bool and (self._read(span.begin, span.end) > 1).any():
@@ -239,9 +239,10 @@ class _InMemory:
 
 
 class _Pieces:
-    """Part that is read in pieces: all of them once to hash the part, and then single ones again on demand.
+    """Part that is read in pieces. All pieces are read once to hash the part, and single pieces again on demand.
 
-    A piece that is read again is compared with its hash. After an error, hashing resumes where it stopped.
+    A piece that is read again is compared with its hash of the first read. After an error, hashing resumes where it
+    stopped.
     """
 
     def __init__(self, storage: Storage, part: Part) -> None:
@@ -314,8 +315,8 @@ def read_parts(
 
     At most ``memory_bytes`` of the parts are held in memory. Other parts are read again when needed.
 
-    If ``buffer`` is given, the parts are read into it. It also keeps what was read before a :class:`StorageError` or an
-    interruption, and the next call for the same parts resumes there.
+    If ``buffer`` is given, the parts are read into it. It also keeps the bytes that were read before a
+    :class:`StorageError` or an interruption, so that the next call for the same parts does not read them again.
 
     Raises:
         CorruptPartError: if the bytes of a part do not match its record.

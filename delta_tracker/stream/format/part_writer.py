@@ -1,8 +1,8 @@
 """Writer of parts: rows and dense tensors as the bytes of a safetensors file, as ``stream/FORMAT.md`` specifies.
 
 The file is written directly from the tensors' memory, chunk by chunk, and can be read without a copy. The
-``safetensors`` package supports neither on an object store, and its ``save`` to bytes makes a publish several times
-slower.
+``safetensors`` package cannot write to an object store without a copy: its ``save`` returns all bytes, which makes a
+publish several times slower.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PartWriter:
     def buffers(self) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the part.
 
-        They are views of the tensors' memory: write each one before the next is requested.
+        The buffers are views of the tensors' memory: write each one before requesting the next.
         """
         digest = xxhash.xxh3_128()
         num_bytes = 0

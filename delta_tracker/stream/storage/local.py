@@ -1,6 +1,7 @@
 """Atomic and durable writes to local files.
 
-This module does not use obstore, which still refers to a buffer when it requests the next one, and is no faster.
+This module does not use obstore: it refers to a buffer while it requests the next one, so buffers would have to be
+copied. It is also no faster.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
         fsync: if False, the system decides when the file reaches the disk.
 
     Returns:
-        False if the name exists and ``overwrite`` is False.
+        True if the file was written; False if the name exists and ``overwrite`` is False.
 
     Raises:
         OSError: if the file cannot be written; no partial file is visible then.

@@ -78,7 +78,7 @@ class Transfer:
 
 
 class Storage:
-    """Objects below one URL. Thread-safe.
+    """Store of the objects below one URL. Thread-safe.
 
     Names are relative, use forward slashes and stay below the root. An absolute name and a name with an empty, ``.`` or
     ``..`` component, a backslash, a ``#`` or a control character raise :class:`InvalidArgumentError`. Writes are
@@ -91,8 +91,8 @@ class Storage:
             so that a reader may start before the writer.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
         options: options of a remote store by obstore's names, such as ``endpoint``, ``region``, ``access_key_id``,
-            ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A request fails after
-            ``read_timeout`` without a byte, 30s by default. ``timeout`` limits the whole request; default: no limit.
+            ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A request fails if no
+            byte arrives for ``read_timeout``, 30s by default. ``timeout`` limits the whole request; default: no limit.
 
     Raises:
         InvalidArgumentError: for an unsupported scheme, or options that the store does not have.
@@ -138,13 +138,13 @@ class Storage:
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless one of that name exists; return False if it does. Only one racing writer succeeds.
 
-        A store may also refuse because of a concurrent request for the name (409 on AWS). A refusal is therefore
-        accepted only if the object exists. Otherwise the write is retried with growing pauses, for about a second in
-        total.
+        A store may also refuse the write because of a concurrent request for the name (409 on AWS). A refusal is
+        therefore accepted only if the object exists. Otherwise the write is retried with growing pauses, for about a
+        second in total.
 
         Raises:
             NameConflictError: if the store still refuses, and no object of that name exists.
-            StorageError: if the object cannot be written. If the response was lost, it may exist nevertheless.
+            StorageError: if the object cannot be written. If the response was lost, the object may exist.
         """
         check_name("name", name)
         for attempt in range(_CREATE_ATTEMPTS):
@@ -168,10 +168,10 @@ class Storage:
             return True
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write or replace a small object atomically: readers see the old or the new bytes, also after a power loss.
+        """Write or replace a small object atomically: readers see the old or the new bytes, even after a power loss.
 
         Raises:
-            StorageError: if the object cannot be written. If the response was lost, it may have been written.
+            StorageError: if the object cannot be written. If the response was lost, the object may have been written.
         """
         check_name("name", name)
         with self._translated():
@@ -443,7 +443,7 @@ class Storage:
         out: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8] | None:
         """Read the bytes ``[begin, end)`` of a local file into an array; return None if the file does not exist."""
-        # Not through obstore, whose stream of a file takes 30 times as long.
+        # obstore is not used here: its stream of a local file takes 30 times as long.
         assert self._directory is not None
         try:
             # Non-blocking, because a named pipe must not block the reader.
