@@ -127,7 +127,10 @@ class BufferPool:
                 self._lock.release()
 
     def _settle(self) -> None:
-        """Mark the memory of garbage arrays as free, and release free memory above the limits. Requires the lock."""
+        """Mark the memory of garbage arrays as free, and release free memory above the limits.
+
+        The caller must hold the lock.
+        """
         while self._ended:
             _, memory = self._loans.pop(self._ended.popleft())
             self._num_returns += 1

@@ -1,4 +1,4 @@
-"""Gloo process groups of all ranks for the library's messages. Only the training thread calls them."""
+"""Gloo process groups of all ranks for the library's messages. Only the training thread uses them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class RankGroup:
     other in the default group's store before the group is created. If a rank is missing, the others raise after
     ``timeout`` and leave no state, so that a later attempt of all ranks succeeds.
 
-    After a rank was lost, the other ranks may have made different numbers of calls, so that every later call raises
-    too.
+    After a rank was lost, every later call raises too, because the other ranks may have made different numbers of
+    calls.
 
-    The group is not created by ``torch.distributed.new_group``, because that numbers the groups of each process: a
-    group that only one rank creates would be connected to an unrelated group of another rank.
+    The group is not created by ``torch.distributed.new_group``, because that function numbers the groups of each
+    process separately. If only one rank created a group, the group could be connected to an unrelated group of another
+    rank.
 
     Args:
         name: name of the group, the same on every rank.
@@ -66,7 +67,7 @@ class RankGroup:
             options.group_name = f"delta_tracker/{name}/{number}"
 
     def start_all_gather(self, tensor: Tensor) -> Gathering:
-        """Start to gather the tensors of all ranks, all of one shape and dtype, without waiting.
+        """Start to gather the tensors of all ranks without waiting. All tensors must have the same shape and dtype.
 
         Does not raise if a rank is lost; :meth:`Gathering.result` then raises.
         """
@@ -84,7 +85,7 @@ class RankGroup:
         return gathering
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, in the order of ranks; all of one shape and dtype.
+        """Return the tensors of all ranks in the order of ranks. All tensors must have the same shape and dtype.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -170,7 +171,7 @@ class RankGroup:
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Convert torch's errors to :class:`~delta_tracker.errors.RankLostError`, and keep it for later calls."""
+        """Convert torch's errors to :class:`~delta_tracker.errors.RankLostError`, and save it for later calls."""
         try:
             yield
         except RankLostError as error:
@@ -209,7 +210,8 @@ class Gathering:
 def _own_store(timeout: timedelta) -> dist.Store:
     """Return a new connection to the default group's store.
 
-    The connection has its own timeout. A blocking call on it does not block calls of other threads on the default one.
+    The connection has its own timeout. A blocking call on it does not block other threads that use the
+    default connection.
     """
     default: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001  there is no public name for it
     before = default.timeout

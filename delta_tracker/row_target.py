@@ -151,7 +151,7 @@ class TensorTarget(RowTarget):
         return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
-        """Move the values to the device of the regions if it is the same for all; otherwise return them unchanged."""
+        """Move the values to the device of the regions. Return them unchanged if the regions are on several devices."""
         return values if self._device is None or values.device == self._device else values.to(self._device)
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:

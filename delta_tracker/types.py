@@ -19,7 +19,7 @@ from delta_tracker.rows import ChangedRows
 
 
 class TrackingMode(Enum):
-    """State of each changed row that a read returns in :attr:`DeltaRows.states`."""
+    """Kind of state that a read returns for each changed row in :attr:`DeltaRows.states`."""
 
     ID_ONLY = "id_only"
     """No state; a read returns only ids."""
@@ -34,7 +34,7 @@ class TrackingMode(Enum):
 
 
 class EmbdUpdateMode(Enum):
-    """Recorded state that a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` returns for each id."""
+    """Choice of the state that a :class:`~delta_tracker.tracker.store.lookups.DeltaStore` returns for each id."""
 
     NONE = "none"
     """No state; only ids are returned."""
@@ -46,7 +46,7 @@ class EmbdUpdateMode(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexedLookup:
-    """Ids that one batch looked up in one table, with their recorded states.
+    """Lookup of one batch in one table: the ids and their recorded states.
 
     Args:
         batch_idx: index of the batch.
@@ -267,7 +267,7 @@ class Delta(Mapping[str, DeltaRows]):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a tracker on this rank, in bytes.
+    """Memory usage of a tracker on this rank, in bytes.
 
     Args:
         log_bytes: size of the changed ids, their old states, and the ids of open batches.

@@ -1,4 +1,4 @@
-"""Bounds at which ``Publisher.step`` publishes."""
+"""Bounds that determine when ``Publisher.step`` publishes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """Bounds at which :meth:`Publisher.step` publishes. The first bound that any rank reaches starts a version.
+    """Schedule of :meth:`Publisher.step`: the first bound that any rank reaches starts a version.
 
     Rows and bytes are counted on each rank separately. Tables without a fused optimizer are not counted, because only a
     read finds their changed rows.
@@ -27,7 +27,7 @@ class Cadence:
             publisher; None to publish a snapshot only if one is needed.
 
     Raises:
-        InvalidArgumentError: for a bound that is not a positive number, or without any bound.
+        InvalidArgumentError: if a bound is not a positive number, or if no bound is given.
 
     Example:
         >>> Cadence(batches=100, seconds=60).batches
@@ -54,8 +54,8 @@ class Cadence:
 class Pace:
     """Checks whether a bound of a cadence is reached on one rank.
 
-    An exact count of the pending rows scans the row sets. It is made only if the last count and the lookups recorded
-    since then together reach a bound.
+    An exact count of the pending rows scans the row sets. This count is made only if the last count and the lookups
+    recorded since then together reach a bound.
 
     Args:
         cadence: the bounds.
@@ -82,7 +82,7 @@ class Pace:
         """Return True if a version is due at the next batch.
 
         Args:
-            is_clock: True to check ``seconds`` too; only rank 0 does.
+            is_clock: True to check ``seconds`` too. Only rank 0 passes True.
         """
         cadence = self._cadence
         if cadence.batches is not None and self._tracker.num_batches + 1 - self._batch >= cadence.batches:

@@ -49,7 +49,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Parts of a version that one rank has written.
+    """Result of writing one rank's parts of a version.
 
     Args:
         draft: contents that were written, or the error of the read.
@@ -73,7 +73,7 @@ class Coordinator:
         recorder: records the time of writes and commits.
 
     Attributes:
-        head: manifest of the last committed version; of the claim before the first.
+        head: manifest of the last committed version; before the first version, the manifest of the claim.
     """
 
     def __init__(self, exchange: Exchange, recorder: Recorder) -> None:
@@ -118,7 +118,7 @@ class Coordinator:
         """Check that all ranks are at the same batch and have the same tables. A collective.
 
         Args:
-            batch: number of batches of this rank.
+            batch: number of batches that this rank has processed.
             tables: FQN to table of this rank.
 
         Raises:
@@ -242,14 +242,18 @@ class Coordinator:
         return self.head
 
     def answer(self) -> dict[str, Any]:
-        """Return the last entry of the log as rank 0's message to the other ranks; an empty dict on the other ranks."""
+        """Return the message of rank 0 to the other ranks.
+
+        Returns:
+            On rank 0, the last entry of the log as text, under the key ``entry``; an empty dict on the other ranks.
+        """
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
     def accept(self, own: Message, num_bytes: int) -> Manifest:
         """Return rank 0's manifest on every rank, or raise the error of :meth:`commit`. A collective.
 
         Args:
-            own: message of this rank, with the result of :meth:`answer` after :meth:`commit` on rank 0.
+            own: message with the result of :meth:`answer`. On rank 0, :meth:`commit` must have been called before.
             num_bytes: length of the longest message of a rank.
 
         Raises:
@@ -271,7 +275,14 @@ class Coordinator:
         return self.answer()
 
     def _check_same_store(self) -> dict[str, Any]:
-        """Raise InvalidArgumentError if this rank's store lacks rank 0's claim: predictors would miss its parts."""
+        """Check that this rank's store has rank 0's claim; otherwise predictors would miss the parts of this rank.
+
+        Returns:
+            An empty message.
+
+        Raises:
+            InvalidArgumentError: if the store lacks the claim.
+        """
         seen = StreamLog(self._storage).read(self.head.version)
         if seen is None or seen.writer != self.head.writer:
             raise InvalidArgumentError(

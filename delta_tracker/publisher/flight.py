@@ -47,7 +47,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copying(Flight):
-    """State in which all rows of a snapshot are copied and written. The rows that changed since then are read next."""
+    """State in which all rows of a snapshot are copied and written. The rows that change meanwhile are read next."""
 
     phase = Phase.COPYING
     job: Future[Part | None]

@@ -26,7 +26,7 @@ class PublisherGauges:
         self._version_cell: Cell  # set by begin()
 
     def begin(self, version: int) -> None:
-        """Initialize the counters to 0, so that alerts detect the first failure, and streams without versions.
+        """Initialize the counters, so that alerts detect the first failure and a stream without versions.
 
         Args:
             version: number of the publisher's claim.

@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Writer of the rows that changed since its last version, as one version of all ranks.
+    """Writes the rows that changed since its last version to a stream, as one version of all ranks.
 
     Every rank builds a publisher. Every rank calls :meth:`publish`, :meth:`snapshot` or, after each batch, :meth:`step`
     at the same batch, from the thread that built the publisher, which is the training thread. At the cut each rank
@@ -49,9 +49,10 @@ class Publisher:
     cut and are part of the same version. The copy needs a few chunks of 4 MiB.
 
     Building a publisher claims the stream and fences every publisher of an older generation. The first version is a
-    snapshot, unless the tracker's state was loaded from a checkpoint of the same stream. It is then a delta, without
-    ``top_k``, of the rows that were pending in the checkpoint and of the rows of later versions, with the trainer's
-    values. The publisher reserves its consumer, so that the stream does not miss rows that another reader committed.
+    snapshot, unless the tracker's state was loaded from a checkpoint of the same stream. In that case it is a
+    delta, without ``top_k``. It has the rows that were pending in the checkpoint and the rows of all versions after the
+    checkpoint, with the trainer's values. The publisher reserves its consumer, so that the stream does not miss rows
+    that another reader committed.
 
     Args:
         tracker: tracker of the rows.
@@ -68,10 +69,10 @@ class Publisher:
         retention: versions that the stream keeps. A background thread of rank 0 removes other versions periodically.
             Only versions before a snapshot can be removed: create snapshots with ``cadence.snapshot_every`` or
             ``compact_every``. None keeps all versions.
-        compact_every: number of versions between two compactions, 2 or more, in the same background thread; None
-            disables compaction.
+        compact_every: number of versions between two compactions, 2 or more; None disables compaction. Compaction
+            runs in the same background thread as the retention.
         notifier: delivers a hint of each version to waiting predictors; None if predictors only poll.
-        timeout: maximum wait for other ranks, also until the slowest rank has built its publisher.
+        timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
@@ -81,7 +82,7 @@ class Publisher:
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
         InvalidArgumentError: for an invalid argument, dense names or an encoding that do not fit the model, a ``top_k``
-            without a score in a mode without scores, or another store than that of rank 0.
+            without a score in a mode without scores, or a store that is not the store of rank 0.
         UnsafeStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
@@ -189,13 +190,13 @@ class Publisher:
         time. Rows that change while it is published stay pending in the tracker, so that a slow store needs no
         additional memory but makes the next version larger.
 
-        Failures do not raise here: they are logged and kept in :attr:`error`, all rows stay pending, and the next
-        version retries. After a :class:`~delta_tracker.errors.FencedError` or a
+        This method does not raise the error of a version. The error is logged and kept in :attr:`error`, all rows stay
+        pending, and the next version contains them. After a :class:`~delta_tracker.errors.FencedError` or a
         :class:`~delta_tracker.errors.RankLostError` no further version is tried.
 
         Raises:
-            InvalidArgumentError: without a cadence, after :meth:`close`, or from another thread or process than the one
-                that built the publisher.
+            InvalidArgumentError: if the publisher has no cadence or is closed, or if called from another thread or
+                process than the one that built the publisher.
         """
         self._checked_source()
         if self._pace is None:
@@ -211,10 +212,10 @@ class Publisher:
     def publish(self) -> Manifest:
         """Publish the rows that changed since the last version, or a snapshot if one is needed.
 
-        A snapshot is needed for the first version, except after a resume from a checkpoint, and after the tracker
-        dropped the consumer's pending rows. A version without changed rows is published too, so that predictors can
-        measure their lag. Rows whose update is in progress are in this version and again in the next. A version that
-        :meth:`step` started is finished first.
+        The first version is a snapshot, unless the trainer resumed from a checkpoint. A snapshot is also needed after
+        the tracker dropped the consumer's pending rows. A version without changed rows is published too, so that
+        predictors can measure their lag. Rows whose update is in progress are in this version and again in the next.
+        A version that :meth:`step` started is finished first.
 
         Returns:
             The committed manifest, the same on every rank.
@@ -226,8 +227,8 @@ class Publisher:
             StorageError: if this rank could not write; every row stays pending. If the store failed during the commit,
                 the version may have been committed; the next version then follows it.
             RankLostError: if a rank died or did not answer in time; every row stays pending.
-            InvalidArgumentError: after :meth:`close`, from another thread or process than the one that built the
-                publisher, or if the read with ``top_k`` failed on another rank.
+            InvalidArgumentError: if the publisher is closed, if called from another thread or process than the one that
+                built the publisher, or if the read with ``top_k`` failed on another rank.
         """
         return self._publish("delta")
 
@@ -258,8 +259,8 @@ class Publisher:
         retention or compaction is interrupted after 10 seconds; the next one completes its work.
 
         Raises:
-            InvalidArgumentError: from another thread or process than the one that built the publisher, which then stays
-                open.
+            InvalidArgumentError: if called from another thread or process than the one that built the publisher. The
+                publisher then stays open.
         """
         if self._source is not None:
             self._checked_source()

@@ -24,7 +24,7 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
     """Return the encoding of each table.
 
     Args:
-        choice: one encoding for all tables, or FQN to encoding. Tables without an encoding, which are all for None, are
+        choice: one encoding for all tables, a mapping of FQN to encoding, or None. Tables without an encoding are
             stored in their own dtype.
         tracker: tracker of the tables.
 
@@ -122,7 +122,7 @@ class Gatherer:
         return BlockRows.of(block, ids.cpu() + shard.row_offset, stored)
 
     def _copied(self, rows: BlockRows) -> BlockRows:
-        """Read the rows now, chunk by chunk, and return them in memory."""
+        """Read the rows chunk by chunk, and return a copy in memory from the buffer pool."""
         stored, begin = self._memory(rows.block), 0
         for chunk in rows.chunks():
             stored[begin : begin + len(chunk)] = chunk

@@ -117,7 +117,10 @@ class VersionSource:
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
-        """Start a snapshot: track changes from now on, and return all rows of the fused tables, copied when read."""
+        """Start to track changes for a snapshot, and return all rows of the fused tables.
+
+        Each chunk of rows is copied when it is read.
+        """
         if self.handle.needs_snapshot:
             # The pending rows were dropped: until this snapshot is committed, a resumed trainer needs a snapshot too.
             self._has_snapshot = False
@@ -130,7 +133,7 @@ class VersionSource:
             return self._gatherer.whole(self._tracker.fused_tables, now=False)
 
     def cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
-        """Read the rows of a version with their current values. With ``top_k`` a collective.
+        """Read the rows of a version with their current values. A collective if ``top_k`` is set.
 
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
