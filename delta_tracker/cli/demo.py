@@ -81,7 +81,7 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Measurements of the demo.
+    """Record of the demo's measurements.
 
     Args:
         losses: loss of each batch.

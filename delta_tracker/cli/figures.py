@@ -123,7 +123,7 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
 
 
 def _gap(stream: Stream, listed: list[int]) -> list[str]:
-    """Return a description of the fault if an entry after the newest snapshot is missing; otherwise an empty list.
+    """Return a list with one fault if an entry after the newest snapshot is missing; otherwise an empty list.
 
     A new predictor cannot reach the head in that case. Missing entries before the snapshot are not a fault, because
     retention deletes them.

@@ -22,7 +22,7 @@ _NONE = Amount()
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Entries that a new predictor reads.
+    """Starting point of a new predictor: the snapshot and the entries that it reads.
 
     Args:
         snapshot: snapshot to start from.
@@ -63,8 +63,8 @@ class Survey:
         now: Unix time of the summary, in seconds.
         tables: FQN to table, as of the newest version that is not a claim.
         entries: contiguous entries up to the head, without unreadable ones.
-        num_strays: number of entries below a gap. New predictors do not read them. Retention keeps claims and the
-            entries before them.
+        num_strays: number of entries below a gap. New predictors do not read them. Retention leaves
+            such entries, because it keeps each claim and the entry before it.
         num_merged: number of merged entries.
         entry_bytes: bytes of all entries, including merged ones.
         num_parts: number of objects below ``parts``, with or without an entry.

@@ -48,8 +48,8 @@ class Watch:
     def refresh(self, now: float) -> None:
         """Read the entries created since the last call, at most 500.
 
-        The first call reads from the head backwards instead, and so does a call after the stream was replaced or has a
-        gap.
+        The first call reads from the head backwards instead, and so does a call after the stream was replaced, or if it
+        has a gap.
 
         Args:
             now: Unix time in seconds.

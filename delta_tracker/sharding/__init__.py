@@ -1,4 +1,4 @@
-"""Interface to models that TorchRec has sharded. The only package that imports torchrec and fbgemm.
+"""Interface to models that TorchRec has sharded. No other package imports torchrec or fbgemm.
 
 Open ``discover.py`` first: it finds the tables. ``kernel_hooks.py``, ``odist_hook.py`` and ``write_hooks.py`` report
 lookups, updates and other writes. ``kernel_memory.py`` and ``weights.py`` read rows and optimizer states.

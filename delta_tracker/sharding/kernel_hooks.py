@@ -62,7 +62,7 @@ class UpdateListener(Protocol):
         """Handle the start of the write ``key`` to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
     def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """Handle the end of the write ``key`` in the tables with the FQNs ``tables``. The values are ignored."""
+        """Handle the end of the write ``key``. The keys of ``tables`` are the tables' FQNs; the values are ignored."""
 
     def ended(self, key: int) -> None:
         """Handle the end of the backward pass of the write ``key``, even after an error.

@@ -58,7 +58,7 @@ _NESTED = nullcontext()
 def one_cut() -> AbstractContextManager[None]:
     """Return a context manager in which reads by this thread flush and split each kernel at most once.
 
-    This thread must not train in the block, because reads do not see rows written to a cache after its flush. Writes of
+    This thread must not train in the block, because reads omit rows written to a cache after its flush. Writes of
     other threads count as changes after the cut. A nested block is part of the outer one.
     """
     return _outermost_cut() if _CUT.memories is None else _NESTED  # avoids the 1.3 us of a generator

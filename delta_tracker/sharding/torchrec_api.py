@@ -21,7 +21,7 @@ from delta_tracker.errors import MissingExtraError
 
 @dataclass(frozen=True, slots=True)
 class Torchrec:
-    """Classes of the installed torchrec that discovery looks for.
+    """Container for the classes of the installed torchrec that discovery looks for.
 
     Args:
         collections: sharded module class to the name of the attribute that holds its tables; matches subclasses too.
@@ -95,7 +95,7 @@ def _imported(module: str, *names: str) -> tuple[type, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Quantised inference modules of the installed torchrec.
+    """Container for the classes of the installed torchrec that quantised inference uses.
 
     Args:
         collections: module class to the name of the attribute that holds its tables.

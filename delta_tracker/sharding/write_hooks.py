@@ -1,7 +1,7 @@
 """Hooks for writes outside autograd: ``load_state_dict``, and evictions of managed-collision modules.
 
 The hook on a collection's ``load_state_dict`` also runs if ``load_state_dict`` is called on a module above it or by
-``torch.distributed.checkpoint``. In-place writes to the tensors that bypass ``load_state_dict`` are detected by
+``torch.distributed.checkpoint``. In-place writes that bypass ``load_state_dict`` are detected by
 :class:`~delta_tracker.sharding.weights.WriteWatch`.
 
 A managed-collision module resets the rows of evicted ids in its forward pass, before they are looked up again. TorchRec
