@@ -136,7 +136,7 @@ class Aggregate:
         return numbers
 
     def merge(self, newer: Aggregate) -> None:
-        """Add the numbers of ``newer``, which is not changed. Its ``last`` replaces this one unless it is NaN."""
+        """Add the numbers of ``newer``, which is not changed. ``newer.last`` replaces ``last`` unless it is NaN."""
         self.num_rejected += newer.num_rejected
         if newer.count == 0:
             return

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall clock and monotonic clock. The module :mod:`time` implements it; tests pass their own."""
+    """Source of wall-clock and monotonic time. The module :mod:`time` implements it; tests pass their own clocks."""
 
     def time_ns(self) -> int:
         """Return nanoseconds since the epoch; may jump backwards."""

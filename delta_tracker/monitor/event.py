@@ -109,7 +109,7 @@ class Event:
         time_ns: wall-clock time, nanoseconds since the epoch.
         monotonic_ns: time on this machine's monotonic clock in nanoseconds, to compute durations.
         id: 64-bit id, unique across ranks.
-        span: id of the span that contains the event, or that it begins or ends; 0 outside of spans.
+        span: id of the span that contains the event, or that the event begins or ends; 0 outside of spans.
         parent: id of the parent span; 0 if there is none.
         trace: id shared by all related spans and their events; 0 outside of spans.
         phase: relation to the span.

@@ -64,7 +64,9 @@ class Guard:
         return self.call is not None and not self.call.is_done.is_set()
 
     def failed(self, reason: BaseException | str, now_ns: int) -> None:
-        """Count a failure and mute for 10 s, doubled for each consecutive failure up to 600 s. Log the first failure.
+        """Count a failure and mute the code for 10 s, doubled for each consecutive failure up to 600 s.
+
+        The first failure is logged.
 
         Args:
             reason: the exception, or a description of the failure.
@@ -95,7 +97,7 @@ class Runner:
     Not thread-safe. Workers are daemon threads, started at the first call or by :meth:`start`.
 
     Args:
-        clock: source of the times of the muting.
+        clock: clock that times the muting.
         deadline_seconds: time limit of a call.
     """
 

@@ -20,7 +20,7 @@ from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Ki
 
 PREFIX = "delta_tracker_"
 
-# More than any known number of label sets. The cells still need little memory.
+# The limit exceeds any known number of label sets. The cells still need little memory.
 _MAX_CELLS = 4096
 _BYTES = (6, 44)  # powers of two: 64 B to 16 TiB
 
@@ -141,7 +141,7 @@ DEFINITIONS: dict[str, Definition] = {
 
 
 class LibraryMetrics:
-    """The stats of :data:`DEFINITIONS` as attributes, each registered at its first access.
+    """Object with the stats of :data:`DEFINITIONS` as attributes. Each stat is registered at its first access.
 
     Args:
         registry: registers the stats.

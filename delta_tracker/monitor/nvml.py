@@ -1,6 +1,6 @@
 """Utilisation, memory, power and energy of NVIDIA devices, from NVML.
 
-Register them with
+To record them, call
 ``monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=380))``.
 """
 

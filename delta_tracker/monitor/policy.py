@@ -14,7 +14,7 @@ WhenEmpty = Literal["skip", "zero"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Conditions that close a window and open the next one. The first condition that is met closes it.
+    """Set of conditions, any of which closes the window and opens the next one.
 
     Without any condition, every collection closes the window.
 
@@ -60,7 +60,7 @@ class Policy:
         window: conditions that close a window.
         enabled: False to ignore all records.
         when_empty: for a window without records, report nothing (``skip``) or 0 for every aggregate (``zero``).
-        raw: maximum number of records of each window to report individually, a uniform random sample.
+        raw: maximum number of records to report individually per window, as a uniform random sample.
 
     Raises:
         InvalidArgumentError: for an unknown aggregation, an invalid value, or a negative ``raw``.

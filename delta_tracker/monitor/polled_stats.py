@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from delta_tracker.monitor.stat import Kind, Stat
 
 Readings = float | Mapping[str | tuple[str, ...], float] | None
-"""A number, numbers by label value (a tuple, if there are several labels), or None for no data."""
+"""Number, mapping of label values to numbers (for several labels, the keys are tuples), or None for no data."""
 
 
 class Source(ABC):
@@ -30,7 +30,7 @@ class Source(ABC):
         """Record the current readings.
 
         Args:
-            is_last: True for the last collection before the monitor stops. Only then, the method may wait for a device.
+            is_last: True for the last collection before the monitor stops. Only then may the method wait for a device.
         """
 
     def end(self) -> None:  # noqa: B027  most sources need no clean-up
@@ -44,10 +44,10 @@ class Source(ABC):
 
 
 class Passive(Source):
-    """A stat whose readings come from a callback.
+    """Source that records the readings of a callback in a stat.
 
     Args:
-        stat: stat that records the readings. For a counter, readings are totals, of which the increases are recorded.
+        stat: stat that records the readings. For a counter, readings are totals; their increases are recorded.
         callback: returns the readings.
     """
 
@@ -77,5 +77,5 @@ class Passive(Source):
             return reading
         before = self._totals.get(values, 0)
         self._totals[values] = reading
-        # A smaller total than before means that it has restarted from 0.
+        # If the total has decreased, it restarted from 0.
         return reading - before if reading >= before else reading

@@ -132,7 +132,7 @@ class Cell:
     def fold(self) -> None:
         """Aggregate the queued records."""
         with self._lock:
-            # A signal handler or finalizer that records reentered this method. Its record stays queued.
+            # A signal handler or finalizer recorded a value and reentered this method. The record stays queued.
             if self._is_folding:
                 return
             self._is_folding = True
@@ -233,7 +233,7 @@ class Cell:
 
     def _set_limit(self) -> None:
         count = self._policy.window.count
-        # The thread that adds the last record of a window by count closes it, so that its time and step are exact.
+        # The thread that adds the last of Window.count records closes the window, so that time and step are exact.
         self._limit = _MAX_WAITING if count is None else min(_MAX_WAITING, count - self._seen)
 
     def _take(self, num_left: int) -> int:

@@ -14,10 +14,11 @@ _NS = 1e-9
 
 
 class Span:
-    """Named range of time, with an event at its begin and one at its end. Events inside have its id as ``span``.
+    """Named range of time that emits an event at its begin and one at its end.
 
-    The parent is the enclosing span of the same thread or task. If the body raises, the end has severity ERROR and the
-    type of the exception. Use :meth:`start` and :meth:`stop` where a ``with`` statement does not fit.
+    Events emitted inside the span have its id as ``span``. The parent is the enclosing span of the same
+    thread or task. If the body raises, the end event has severity ERROR and the exception's type as
+    ``data["error"]``. Use :meth:`start` and :meth:`stop` where a ``with`` statement does not fit.
 
     Args:
         emit: called with the events.

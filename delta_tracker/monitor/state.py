@@ -1,7 +1,7 @@
 """Checkpoints of logical counters, which can be restored at any world size. The sum over ranks is preserved.
 
 Only counters defined with ``is_logical=True`` are saved, because they describe the training run. All others describe
-the process and start at 0 with it.
+the process and start at 0.
 
 A rank saves one uint8 tensor of JSON under its own key, because torch.distributed.checkpoint deduplicates tensors that
 ranks save under the same key. At a world size ``W``, rank ``r`` restores the counters of the saved ranks
@@ -49,9 +49,10 @@ def totals(monitor: Monitor = MONITOR) -> Totals:
 
 
 def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
-    """Set the logical counters to the sum of ``parts``, discarding earlier counts. Counters in no part are set to 0.
+    """Set the logical counters to the sum of ``parts``, discarding earlier counts.
 
-    Define your counters before the call: undefined ones are ignored. Built-in counters need no definition.
+    Counters that are missing in all parts are set to 0. Define your counters before the call: undefined ones are
+    ignored. Built-in counters need no definition.
 
     Raises:
         InvalidArgumentError: if the number of labels of a counter differs from that of the saved one; nothing is
@@ -70,7 +71,7 @@ def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
 
 
 class LogicalCounters:
-    """Logical counters as an object for ``ModelDeltaTracker.register_counter()``, which saves them in checkpoints.
+    """Object that saves logical counters in checkpoints, for ``ModelDeltaTracker.register_counter()``.
 
     A state holds the counters of one rank. A load restores each saved state on exactly one rank.
 
@@ -133,8 +134,8 @@ def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = M
         monitor: the monitor of the counters.
 
     Returns:
-        Number of saved ranks restored on this rank. If the checkpoint has no counters, 0, and the counters are not
-        changed.
+        Number of saved ranks restored on this rank. If the checkpoint has no counters, returns 0 and leaves the
+        counters unchanged.
 
     Raises:
         InvalidArgumentError: if the saved state is malformed, or the number of labels of a counter differs from that of

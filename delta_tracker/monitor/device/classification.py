@@ -21,7 +21,7 @@ FIGURES = ("accuracy", "precision", "recall", "f1")
 
 
 class DeviceClassification(DeviceState):
-    """Accuracy, precision, recall and F1 of single-label classification over all predictions of an epoch.
+    """Device metric for accuracy, precision, recall and F1 of single-label classification over an epoch.
 
     Each collection records the gauges ``<name>.accuracy``, ``<name>.precision``, ``<name>.recall`` and ``<name>.f1``.
     The values equal those of torchmetrics' Multiclass metrics. With ``macro`` they are means over the classes that
@@ -84,7 +84,7 @@ class DeviceClassification(DeviceState):
         self._add(places.device, ones, places)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the gauges over all predictions since the epoch began. Reset the counts if ``epoch_end`` is given."""
+        """Set the gauges to the values since the epoch began. Reset the counts if ``epoch_end`` is given."""
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
             self._rejected.add(round(growth[-1]) // 3)
@@ -96,7 +96,7 @@ class DeviceClassification(DeviceState):
                 gauge.cell().end_epoch(epoch_end)
 
     def figures(self) -> dict[str, float]:
-        """Return accuracy, precision, recall and F1 as of the newest reading; an empty dict without predictions."""
+        """Return accuracy, precision, recall and F1 as of the newest reading; empty if there are no predictions."""
         size = self._num_classes
         right, predicted, actual = (self._sums[place * size : (place + 1) * size] for place in range(3))
         num_seen = sum(actual)

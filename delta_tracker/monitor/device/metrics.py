@@ -1,4 +1,4 @@
-"""Stats of values on a device. They accumulate on that device and do not wait for it.
+"""Stats that accumulate values on a device without waiting for it.
 
 A value may be a Python number or a tensor of any shape on any device. Values that are not finite are counted as
 rejected and ignored; the check runs on the device. Windows close when a reading arrives, so a window with
@@ -127,7 +127,7 @@ class DeviceMean(_DeviceStat):
             self._add(_HOST, _single(value, weight))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate computed from total, weight, number of accepted values and number of all values."""
+        """Return the aggregate. ``sums`` are total, weight, number of accepted values and number of all values."""
         return _figures(*sums)
 
     def _update(self, value: Tensor, weight: Tensor | float) -> None:
@@ -212,7 +212,7 @@ class DeviceCounter(_DeviceStat):
         self._add(value.device, torch.stack((total, num_good, num_good, num_values)))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate computed from total, weight, number of accepted values and number of all values."""
+        """Return the aggregate. ``sums`` are total, weight, number of accepted values and number of all values."""
         total, *rest = sums
         return _figures(int(total) if total.is_integer() else total, *rest)
 
@@ -274,7 +274,7 @@ class DeviceHistogram(_DeviceStat):
                 sign[place % _NUM_BUCKETS + LOWEST] = round(count)
         buckets.zero = round(sums[_ZEROS])
         result.buckets = buckets
-        # Known only up to the width of a bucket.
+        # Minimum and maximum are known only up to the width of a bucket.
         result.min, result.max = buckets.quantile(0), buckets.quantile(1)
         result.count = buckets.count
         result.total, result.weight, result.num_rejected = sums[0], result.count, round(sums[_REJECTED])
@@ -303,7 +303,7 @@ def _figures(total: float, weight: float, count: float, num_values: float) -> Ag
 
 
 def _single(value: float, weight: float = 1) -> Tensor:
-    """Return total, weight, number of accepted values and number of all values of a single value, ``[4]``."""
+    """Return the ``[4]`` sums of one value: total, weight, number of accepted values and number of all values."""
     weighted = float(value) * float(weight)
     sums = (weighted, float(weight), 1.0, 1.0) if math.isfinite(weighted) else (0.0, 0.0, 0.0, 1.0)
     return torch.tensor(sums, dtype=torch.float64)

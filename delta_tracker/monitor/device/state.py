@@ -2,9 +2,9 @@
 
 Notation: ``K`` is the number of sums of a state.
 
-Values are added to the sums of a state on their device. A reading is an asynchronous copy of the sums, ordered with the
-other work on the device. The growth between two readings is their difference, so sums are never reset and readings are
-consistent.
+The values on each device are added to the sums of the state on that device. A reading is an asynchronous copy of the
+sums, ordered with the other work on the device. The growth between two readings is their difference, so sums are never
+reset and readings are consistent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLL_SECONDS, _NUM_POLLS = 0.001, 50
 
 
 class DeviceState(ABC):
-    """``K`` running sums, one vector on each device of the added values.
+    """State of ``K`` running sums, with one vector of sums on each device from which values were added.
 
     Args:
         name: name of the state.
@@ -56,7 +56,7 @@ class DeviceState(ABC):
         """
 
     def sums(self, device: torch.device) -> Tensor:
-        """Add the sums of all devices, and return them as a ``[K]`` tensor on ``device``. Waits for the devices."""
+        """Return the sums over all devices as a ``[K]`` tensor on ``device``. Waits for the devices."""
         with self._reader.lock:
             total = torch.zeros(self.num_sums, dtype=sum_dtype(device), device=device)
             for own, vector in self._vectors.items():
@@ -66,7 +66,7 @@ class DeviceState(ABC):
             return total
 
     def merged_until(self, now: Tensor) -> Tensor:
-        """Store the sums ``now``, ``[K]``, and return those stored by the previous call; zeros at the first call."""
+        """Store ``now``, the ``[K]`` current sums, and return those of the previous call; zeros at the first call."""
         before, self._merged = self._merged, now
         return torch.zeros_like(now) if before is None else before
 
@@ -220,7 +220,11 @@ class DeviceReader(Source):
 
 
 def _start_copy(vectors: Sequence[Tensor], device: torch.device, stream: Any) -> tuple[Tensor, Any]:  # noqa: ANN401
-    """Return the concatenated vectors and, on CUDA, the event after which their copy on the host is complete."""
+    """Concatenate vectors and, on CUDA, start to copy the result to the host.
+
+    Returns:
+        The result, and the CUDA event after which its copy is complete. On other devices, the event is None.
+    """
     if device.type != "cuda":
         # The copy stays on the device. The thread of the library that reads it may block.
         return torch.cat([*vectors, vectors[0][:0]]), None

@@ -3,7 +3,7 @@
 Tensors returned by :func:`on_device` report a simulated device but hold their data on the CPU. Inside
 :func:`find_syncs`, each operation on them that would synchronize is recorded: reading a number on the host, computing a
 result whose shape depends on data, creating a tensor from host data, and copying between host and device without
-``non_blocking``. Finding none is strong evidence but no proof. On a GPU, use
+``non_blocking``. An empty list is strong evidence but no proof. On a GPU, use
 ``torch.cuda.set_sync_debug_mode("error")``.
 """
 
@@ -58,7 +58,7 @@ def held(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def find_syncs(*, everywhere: bool = False) -> Iterator[list[SyncError]]:
-    """Context manager that records each operation in its body that would wait for the device, without raising.
+    """Context manager that records, without raising, each operation that would wait for the device.
 
     Args:
         everywhere: True to treat all CPU tensors as if they were on the device, to check code that only runs on the
@@ -82,7 +82,7 @@ def find_syncs(*, everywhere: bool = False) -> Iterator[list[SyncError]]:
 
 @contextmanager
 def assert_no_sync(*, everywhere: bool = False) -> Iterator[None]:
-    """Context manager that raises, when the block exits, the :class:`SyncError` of the first synchronization in it.
+    """Context manager that raises the first :class:`SyncError` found in its body when the body ends.
 
     Args:
         everywhere: True to treat all CPU tensors as if they were on the device, see :func:`find_syncs`.
@@ -115,7 +115,7 @@ class _Claiming(Tensor):
         return f"on_device({self.held!r})"
 
     def tolist(self) -> Any:  # noqa: ANN401  nested as deep as the shape
-        """Return the data as a list, through a copy to the host, which is a synchronization."""
+        """Copy the data to the host, which is a synchronization, and return it as a list."""
         return self.cpu().tolist()
 
     @classmethod
@@ -143,7 +143,7 @@ class _Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Calls(TorchFunctionMode):
-    """Function mode that records calls that dispatch no operation.
+    """Function mode that records the synchronizing calls that dispatch no operation.
 
     These calls create tensors on a device from host data or, if ``everywhere``, read CPU tensors.
 
@@ -231,7 +231,7 @@ def _check_same_device(name: str, tensors: Sequence[Tensor]) -> None:
     """Check that all operands of ``name`` are simulated or zero-dimensional.
 
     Raises:
-        RuntimeError: if an operand with dimensions is on the CPU, as in torch.
+        RuntimeError: if an operand is on the CPU and not zero-dimensional, as on real devices.
     """
     if any(not isinstance(each, _Claiming) and each.dim() for each in tensors):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {SIMULATED} and cpu")

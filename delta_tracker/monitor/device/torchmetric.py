@@ -33,7 +33,7 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Dtype and shape of a state. ``shape`` has the first 8 of ``num_dims`` sizes."""
+    """Dtype and shape of a state. ``shape`` has at most the first 8 of ``num_dims`` sizes."""
 
     dtype: torch.dtype
     num_dims: int
@@ -79,14 +79,14 @@ class TorchMetric(Source):
     itself calls a collective is not supported, because the collective would run in the collector's thread.
 
     Call :meth:`update` and :meth:`reset` of this object, not of the metric, so that readings are consistent. If the
-    metric's ``update`` waits for the device, so does :meth:`update`. These do not wait:
-    :class:`~delta_tracker.monitor.device.metrics.DeviceMean` and
+    metric's ``update`` waits for the device, so does :meth:`update`. To avoid the wait, use
+    :class:`~delta_tracker.monitor.device.metrics.DeviceMean` or
     :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
 
     Args:
         name: name of the gauge.
         metric: a metric whose states reduce over ranks by sum, max, min or cat. Its ``compute`` returns one number, or
-            a dict of numbers. The label ``figure`` of the gauge is the key, or ``value`` for one number.
+            a dict of numbers. The gauge's label ``figure`` is the key of the dict, or ``value`` for one number.
         monitor: monitor of the gauge, by default the program's.
 
     Raises:
@@ -123,7 +123,7 @@ class TorchMetric(Source):
             self._pending = None
 
     def read(self, *, is_last: bool) -> None:
-        """Record the value if a copy of the states is complete. Start a copy if they changed and none is pending.
+        """Record the value if a copy of the states is complete. Start a copy if the states changed and none is pending.
 
         Waits for the device only if ``is_last``.
         """
@@ -142,7 +142,7 @@ class TorchMetric(Source):
         self._record(self.value_of(states))
 
     def value_of(self, states: Mapping[str, Tensor | list[Tensor]]) -> Tensor | Mapping[str, Tensor]:
-        """Return the value of the metric for ``states``, tensors on the host by name. Does not call a collective."""
+        """Return the metric's value for ``states``, a dict of tensors on the host. Does not call a collective."""
         with self._computing:
             for name, state in states.items():
                 setattr(self._host, name, state)
@@ -194,7 +194,7 @@ class TorchMetric(Source):
         """Check that the states of the ranks can be reduced.
 
         Raises:
-            InvalidArgumentError: for different shapes, unless the reduction is cat, or more than 8 dimensions.
+            InvalidArgumentError: if shapes differ and the reduction is not cat, or for more than 8 dimensions.
         """
         for place, (name, reduction) in enumerate(self._reductions.items()):
             shapes = {of_rank[place].shape for of_rank in layouts}
@@ -306,7 +306,7 @@ def _joined(state: Tensor | list[Tensor]) -> Tensor:
 
 
 def _to_host(state: Tensor) -> Tensor:
-    """Return a copy of a state on the host. From CUDA the copy is asynchronous, on the current stream."""
+    """Return a copy of a state on the host. For a CUDA state, the copy is asynchronous, on the current stream."""
     if state.device.type != "cuda":
         return state.detach().to("cpu", copy=True)
     host = torch.empty(state.shape, dtype=state.dtype, pin_memory=True)

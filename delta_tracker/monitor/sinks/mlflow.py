@@ -1,4 +1,4 @@
-"""MLflow run with the training's parameters, metrics, and the published version of the model."""
+"""Export of parameters, metrics and the published version of the model to an MLflow run."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class MlflowSink(Sink):
 
 
 def _series(report: WindowReport | TotalReport) -> str:
-    """Return the name and the labels, each as ``label_value``, joined by dots."""
+    """Return the stat's name and each label as ``<name>_<value>``, joined by dots."""
     return ".".join([report.definition.name, *(f"{key}_{value}" for key, value in report.labels)])
 
 

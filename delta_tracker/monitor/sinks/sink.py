@@ -29,7 +29,7 @@ class Sink(ABC):
 
     @abstractmethod
     def deliver(self, batch: Batch) -> None:
-        """Export a batch. It must not be changed, because all sinks share its contents."""
+        """Export a batch. The sink must not change the batch, because all sinks share its contents."""
 
     def close(self) -> None:  # noqa: B027  many sinks have nothing to close
         """Flush and release resources. Called once."""

@@ -8,7 +8,7 @@ from delta_tracker.monitor.batch import WindowReport
 
 
 class Steps:
-    """Training steps of the windows of all series.
+    """Lookup of the training step of each window.
 
     The step is the one set by :meth:`~delta_tracker.monitor.monitor.Monitor.step` when the window closed. If no step
     was set, it is the number of the window in its series, starting at 1.
