@@ -621,7 +621,7 @@ class ChangeLog:
             _logger.exception("could not compact the change log; the next read retries")
 
     def _close_ended(self) -> None:
-        """Close the batches queued by :meth:`ended`. Most are closed already, except after failed backward passes."""
+        """Close the batches queued by :meth:`ended`. Usually only those of failed backward passes are still open."""
         while self._ended:
             key = self._ended.popleft()
             for fqn in self._open.pop(key, ()):

@@ -28,7 +28,7 @@ class Capture(Protocol):
     """Strategy of a tracking mode. It is stateless: one object serves all tables."""
 
     keeps_old: bool
-    """True if the result of :meth:`old_states` from before a row's first change is kept with the row."""
+    """True if each changed row is kept with the result of :meth:`old_states` from before its first change."""
     states_are_columns: bool
     """True if an old state has one value per column of the shard, False if it has one value per column range."""
     has_scores: bool
@@ -122,7 +122,7 @@ class EmbeddingCapture:
 class MomentumLastCapture:
     """Capture of the optimizer's first state of each row at the time of the read.
 
-    No old state is kept: only an update of a row changes its optimizer state, so that the state at the read is the
+    No old state is kept. A row's optimizer state changes only when the row is updated, so the state at the read is the
     state after the last update.
     """
 
@@ -157,7 +157,7 @@ class MomentumLastCapture:
 
 
 class MomentumDiffCapture(MomentumLastCapture):
-    """Capture of the growth of each row's sum of squared gradients, as row-wise Adagrad keeps it."""
+    """Capture of the growth of each row's sum of squared gradients, which row-wise Adagrad keeps."""
 
     keeps_old = True
 
@@ -202,7 +202,7 @@ UPDATE_MODE_MAP: Mapping[TrackingMode, EmbdUpdateMode] = MappingProxyType(
         TrackingMode.ROWWISE_ADAGRAD: EmbdUpdateMode.FIRST,
     }
 )
-"""Mapping from tracking mode to the state it uses of a row: none, or the first or last one since the last commit.
+"""Mapping from tracking mode to the update mode of a ``DeltaStore`` that keeps the same states.
 
 A ``DeltaStore(UPDATE_MODE_MAP[mode])`` to which every lookup is appended keeps the states of that mode.
 """

@@ -279,7 +279,7 @@ class _Search:
         """Set the part of each budget that is left after the due rows.
 
         Args:
-            num_rows: ``[G]`` changed rows over all ranks.
+            num_rows: ``[G]`` numbers of changed rows over all ranks.
             due_cost: ``[G]`` cost of the due rows over all ranks.
         """
         top_k = self._top_k
@@ -290,7 +290,9 @@ class _Search:
         self._remaining = (budgets - due_cost).clamp(min=0)
 
     def narrow(self, shift: int, histograms: Tensor) -> None:
-        """Find the next digit of each threshold: the highest digit at which the rows exceed the remaining budget.
+        """Find the next digit of each threshold.
+
+        It is the highest digit at which the rows with this or a higher digit exceed the remaining budget.
 
         Args:
             shift: right shift of the digit.

@@ -525,7 +525,7 @@ class ModelDeltaTracker:
     def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
         """Return a copy of this rank's current rows of several tables.
 
-        Faster than a call of :meth:`read_rows` for each table, which flushes and splits the whole kernel at each call.
+        Faster than calling :meth:`read_rows` for each table, because each call flushes and splits the whole kernel.
 
         Args:
             ids: table FQN to ids as in :meth:`read_rows`; None for all rows of all tables.
@@ -584,8 +584,8 @@ class ModelDeltaTracker:
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
         """Return the pending rows of every consumer, the registered counters and the notes. Moves no cursor.
 
-        Rows of uncommitted reads and of open batches are pending. Call it together with the model's ``state_dict``,
-        with no update between the two. The tensors are copies on the CPU.
+        Rows of uncommitted reads and of open batches are pending. Call it directly before or after the model's
+        ``state_dict``, without an update between the two calls. The tensors are copies on the CPU.
 
         Args:
             strategy: ``"local"`` returns this rank's part without a collective; every rank saves its own part.
@@ -605,9 +605,9 @@ class ModelDeltaTracker:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace all pending rows with a saved state. Restore the model first.
 
-        Every rank passes the parts of all ranks that saved (their keys differ, so that the dicts can be merged), or
-        at least those that cover its shards. Its own part is enough if world size and sharding plan are unchanged.
-        Uncommitted reads are aborted. A call that raises changes nothing.
+        On every rank, pass the parts of all ranks that saved, merged into one dict: the keys of different parts differ.
+        The parts that cover the rank's shards and counters are sufficient. If the world size and the sharding plan are
+        unchanged, the rank's own part is sufficient. Uncommitted reads are aborted. A call that raises changes nothing.
 
         Args:
             state: parts of :meth:`state_dict`. Pass an empty dict for a checkpoint without tracker state: all rows are

@@ -105,7 +105,9 @@ class _Metric:
         return {**states, _COUNT: self._metric._update_count}  # noqa: SLF001
 
     def merge(self, states: Sequence[State]) -> State:
-        """Reduce ``states`` as the metric does over ranks. Returns the metric's default state if ``states`` is empty.
+        """Merge ``states`` with the metric's own reductions over ranks.
+
+        Returns the metric's default state if ``states`` is empty.
 
         Raises:
             MalformedStateError: if the states cannot be reduced.

@@ -77,7 +77,7 @@ class Resharding:
 
     @property
     def annotations(self) -> Mapping[str, object]:
-        """Mapping from consumer to its note, as saved by the lowest rank among the parts."""
+        """Mapping from consumer to its note, from the part of the lowest rank."""
         return self._parts[0].annotations
 
     def needs(self) -> dict[str, Layout]:

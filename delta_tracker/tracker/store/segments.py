@@ -320,7 +320,7 @@ class SegmentStore:
         return opened + spare + sum(segment.num_bytes for segment in self._segments)
 
     def _fold_oldest(self) -> None:
-        """Merge the oldest half of the open batches, left open by failed backward passes, into one.
+        """Merge the oldest half of the open batches into one. They were left open by failed backward passes.
 
         The merged batch is never closed, so that every cut marks its rows again.
         """
