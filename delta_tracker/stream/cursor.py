@@ -1,4 +1,4 @@
-"""Stream position of a reader, and methods to find the next entry and the entries to recover with after a fault."""
+"""Stream position of a reader, and methods to find the entries to apply next or after a fault."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _SavedPlace(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Stream position: the id of the stream, 32 hex digits, and the entry that a reader applied last."""
+    """Stream position of a reader: the id of the stream, 32 hex digits, and the link of the last applied entry."""
 
     stream: str
     link: Link
@@ -197,9 +197,10 @@ class StreamCursor:
         """Yield entries that a reader can apply to recover from a fault, best first.
 
         The first is a merged delta that includes the faulty version, if there is one. The snapshots are next: those
-        newer than the last applied version, or all of them if the log was replaced. After a held version, no merged
-        delta is yielded, because it would contain the held rows. If no version was applied yet and the newest
-        snapshot does not match the model, nothing is yielded, because an older snapshot would be served unnoticed.
+        newer than the last applied version, or all of them if the last applied entry was replaced. After a held
+        version, no merged delta is yielded, because it would contain the held rows. If no version was applied yet
+        and the newest snapshot does not match the model, nothing is yielded, because an older snapshot would be served
+        unnoticed.
 
         Args:
             fault: error raised for the next entry.
@@ -219,8 +220,8 @@ class StreamCursor:
         try:
             for snapshot in self._readable_starts() if skips_unreadable else self.starts():
                 is_older = place is not None and snapshot.version <= place.link.version
-                # An older snapshot is useful only if the log was replaced up to this stream position, not just after
-                # it. Checked last, so that an unreadable entry at this position does not prevent a newer snapshot.
+                # An older snapshot is useful only if the last applied entry was replaced, not only later entries.
+                # Checked last, so that an unreadable entry does not prevent the use of a newer snapshot.
                 if is_older and not (isinstance(fault, StreamReplacedError) and not self._is_in_log()):
                     return
                 yield snapshot

@@ -1,6 +1,6 @@
 """Export of predictors' heartbeats as metrics of a program with a monitor, usually the publisher.
 
-For example, ``show_heartbeats("s3://bucket/stream")``.
+To start the export, call ``show_heartbeats("s3://bucket/stream")``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Heartbeats(Source):
         self._shown: set[tuple[str, str]] = set()
 
     def read(self, *, is_last: bool) -> None:
-        """Set the gauges. Remove gauges of predictors that are gone, and of values that a predictor does not report."""
+        """Set the gauges, and remove those whose predictor is gone or does not report the value."""
         del is_last
         now = self._clock.time_ns() / _NS_PER_SECOND
         readings: dict[tuple[str, str], float] = {}

@@ -67,7 +67,7 @@ _thread = threading.local()
 
 @contextmanager
 def interruptible(stop: threading.Event) -> Iterator[None]:
-    """Raise :class:`Interrupted` from store calls of this thread inside the block once ``stop`` is set.
+    """Context manager in which store calls of this thread raise :class:`Interrupted` once ``stop`` is set.
 
     Uploads of parts and access to local files stop between two pieces. Other requests to a remote store are abandoned
     within about a second.

@@ -1,7 +1,7 @@
 """Types of JSON fields, with the limits of ``stream/FORMAT.md``.
 
-Static checkers see plain types. ``msgspec.convert`` checks the limits when a record is parsed. The
-constructors of records do not check them.
+For static type checkers, these are plain types such as ``int``. ``msgspec.convert`` checks the limits when a record is
+parsed. The constructors of records do not check them.
 """
 
 from typing import Annotated

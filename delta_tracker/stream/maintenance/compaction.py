@@ -40,7 +40,7 @@ def compact(
     min_versions: int = 2,
     now: Callable[[], float] = time.time,
 ) -> Manifest | None:
-    """Merge the deltas after the newest snapshot into a larger delta, or with the snapshot into a newer snapshot.
+    """Merge the deltas after the newest snapshot into a larger delta, or fold them into a new snapshot.
 
     The input includes merged deltas of earlier calls. A merged entry has the generation and writer of its last version,
     and the cut, pending rows and tables of its last version that is not a claim. A merged snapshot keeps the blocks of
