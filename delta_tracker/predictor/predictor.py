@@ -75,10 +75,10 @@ class Predictor(Forkable):
     of others, but no torn row. All dense tensors change together after the last row.
 
     Args:
-        model: module whose tables have the same names as the tables of the stream (``<fqn>.weight``):
-            ``nn.Embedding``, ``nn.EmbeddingBag``, TorchRec collections, unsharded, sharded or quantized; or a mapping
-            of FQN to tensor or :class:`~delta_tracker.row_target.RowTarget`. The tables are looked up for each version,
-            so that ``model.to(device)`` may be called between versions.
+        model: module whose tables have the same names as the tables of the stream (``<fqn>.weight``), or a mapping of
+            FQN to tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
+            ``nn.EmbeddingBag`` and TorchRec collections, which may be unsharded, sharded or quantized. The tables are
+            looked up for each version, so that ``model.to(device)`` may be called between versions.
         url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
             :class:`~delta_tracker.stream.storage.storage.Storage`.
         names: name in the stream to name in the model, for tables and dense tensors whose names differ.

@@ -40,7 +40,7 @@ class Publisher:
 
     Every rank builds a publisher. Every rank calls :meth:`publish`, :meth:`snapshot` or, after each batch, :meth:`step`
     at the same batch, from the thread that built the publisher, which is the training thread. At the cut each rank
-    gathers its own rows. A background thread of each rank writes them, and the one of rank 0 creates the manifest. Only
+    gathers its own rows. A background thread of each rank writes them, and that of rank 0 creates the manifest. Only
     the training thread starts collectives, which carry a few hundred bytes and no rows. The version is committed when
     rank 0 has created its manifest. Until then it is invisible to predictors, and after any failure every row stays
     pending.
@@ -62,7 +62,7 @@ class Publisher:
         top_k: bound on the rows of a delta: only the rows that changed most are published, the other rows stay pending.
             None publishes all changed rows.
         dense: dense parameters and buffers in each version, with rank 0's values at the cut: a module of the model, or
-            names in the model's ``state_dict``; None for none.
+            names in the model's ``state_dict``; None for no dense tensors.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.

@@ -87,7 +87,7 @@ class VersionSource:
         return not self._has_snapshot or self.handle.needs_snapshot
 
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
-        """Resume from a checkpoint if every rank can find the rows of later versions; otherwise require a snapshot.
+        """Resume from a checkpoint if every rank finds the rows of all versions after it; else require a snapshot.
 
         A collective.
 
@@ -195,8 +195,8 @@ class VersionSource:
         """Release the consumer.
 
         Args:
-            forgets: True to drop the consumer's stream position from checkpoints, because the stream misses the rows of
-                later reads.
+            forgets: True to remove the consumer's stream position from the tracker's state, because the stream will
+                miss the rows of later reads.
         """
         if forgets:
             self.handle.annotate(None)
