@@ -85,7 +85,7 @@ class RankGroup:
         return gathering
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks in the order of ranks. All tensors must have the same shape and dtype.
+        """Return the tensors of all ranks in rank order. All tensors must have the same shape and dtype.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -197,7 +197,7 @@ class Gathering:
     work: dist.Work | None = None
 
     def result(self) -> list[Tensor]:
-        """Wait for the tensors of all ranks and return them in the order of ranks. May be repeated after an interrupt.
+        """Wait for the tensors of all ranks and return them in rank order. May be repeated after an interrupt.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.

@@ -121,7 +121,7 @@ class UnknownConsumerError(DeltaTrackerError, LookupError):
 class ReservedConsumerError(DeltaTrackerError, RuntimeError):
     """A consumer is reserved by ``owner``, for example by a publisher.
 
-    The stream of a publisher would miss the rows that another read commits.
+    If other code committed a read of a publisher's consumer, the publisher would not publish those rows.
     """
 
     def __init__(self, consumer: str, owner: str) -> None:

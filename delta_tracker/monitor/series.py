@@ -144,7 +144,7 @@ class Cell:
                 self._is_folding = False
 
     def merge(self, figures: Aggregate) -> None:
-        """Add records that were aggregated elsewhere, such as on a device.
+        """Add records that were aggregated elsewhere, for example on a device.
 
         Closes the window if it then has at least ``Window.count`` records.
         """

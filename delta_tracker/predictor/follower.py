@@ -108,7 +108,7 @@ class Follower:
         """Check that :meth:`start` can be called with ``poll_seconds``.
 
         Raises:
-            InvalidArgumentError: if the thread runs already, or ``poll_seconds`` is negative or not finite.
+            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is negative or not finite.
         """
         if not 0 <= poll_seconds < threading.TIMEOUT_MAX:
             raise InvalidArgumentError("poll_seconds", poll_seconds, "Pass seconds, 0 or more")
@@ -126,7 +126,7 @@ class Follower:
             refuse: function that raises if the stream cannot be followed.
 
         Raises:
-            InvalidArgumentError: if the thread runs already, or ``poll_seconds`` is negative or not finite.
+            InvalidArgumentError: if the thread is already running, or ``poll_seconds`` is negative or not finite.
             Exception: the error of ``refuse``, after the thread has ended.
         """
         with self._control:

@@ -135,7 +135,7 @@ class GateKeeper:
         return self._measure(manifest, contents)[0]
 
     def _measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the sizes of a version's rows, and the reason to reject the version for NaN or infinite values.
+        """Return the RMS row norm of each table of a version, and the reason to reject it for NaN or infinite values.
 
         The reason is empty if the version has no such values, or if the gate allows them.
         """

@@ -327,7 +327,7 @@ class Predictor(Forkable):
             StreamReplacedError: if the stream is not the one whose versions were applied.
             CorruptPartError, MalformedError: if a required version is damaged.
             PartialRowsError, TableMismatchError, DenseMismatchError: if a required version does not fit the model.
-            StorageError: if the store cannot be read. After an error of the store during the writes,
+            StorageError: if the store cannot be read. If the store fails during the writes,
                 ``status().pinned`` is ``version``, and the next :meth:`sync` or :meth:`follow` completes the rollback.
         """
         self._refuse_inside_reading("rollback()")

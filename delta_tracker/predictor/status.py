@@ -1,4 +1,4 @@
-"""State that a predictor reports to lookups and to monitoring."""
+"""State of a predictor: the versions that a lookup reads, and the status for monitoring."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Coordinator:
         return Share(draft, parts, Message.of(act))
 
     def tally(self, share: Share, num_bytes: int) -> list[dict[str, Any]]:
-        """Return the messages of all ranks' shares, in the order of ranks. A collective.
+        """Return the messages of all ranks' shares, in rank order. A collective.
 
         Args:
             share: share of this rank.
@@ -190,7 +190,7 @@ class Coordinator:
 
         Args:
             share: share of rank 0.
-            messages: messages of all ranks' shares, in the order of ranks.
+            messages: messages of all ranks' shares, in rank order.
 
         Raises:
             FencedError: if a newer publisher has claimed the stream.

@@ -152,7 +152,7 @@ class Exchange:
         return Count(most, is_alike=least[:3] == most[:3])
 
     def gather(self, own: Message, num_bytes: int) -> list[dict[str, Any]]:
-        """Return the messages of all ranks, in the order of ranks.
+        """Return the messages of all ranks, in rank order.
 
         Args:
             own: message of this rank.
@@ -185,7 +185,7 @@ class Exchange:
         return messages
 
     def exchange(self, phase: Phase, own: Message) -> list[dict[str, Any]]:
-        """Check that all ranks are in the same phase, and return their messages in the order of ranks.
+        """Check that all ranks are in the same phase, and return their messages in rank order.
 
         Args:
             phase: phase of this rank.
@@ -228,7 +228,7 @@ def check_alike(messages: Sequence[Mapping[str, Any]], *names: str) -> None:
     """Check that the ranks' messages have equal values for the keys ``names``.
 
     Args:
-        messages: messages of all ranks, in the order of ranks.
+        messages: messages of all ranks, in rank order.
         names: keys that are compared.
 
     Raises:

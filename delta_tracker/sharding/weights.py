@@ -81,7 +81,10 @@ class WriteWatch:
 
 
 def _versions(shard: LocalShard) -> list[tuple[Mapping[str, Tensor | None], str, Tensor, int]]:
-    """Return mapping, key, tensor and version counter of each nonempty weight tensor of a shard's kernels."""
+    """Return ``(mapping, key, tensor, version)`` for each nonempty weight tensor of a shard's kernels.
+
+    ``mapping[key]`` is the tensor, and ``version`` is its version counter.
+    """
     return [
         (owner, name, tensor, tensor._version)  # noqa: SLF001
         for kernel, _ in shard.places

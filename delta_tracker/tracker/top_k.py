@@ -371,7 +371,7 @@ class _Search:
 
 
 def _bins(shift: int) -> int:
-    """Return the number of values of the digit at ``shift``. The lowest digit has ten bits, the others eleven."""
+    """Return the number of histogram bins for the digit at ``shift``: 2**10 for the lowest digit, else 2**11."""
     return _NUM_BINS if shift else 1 << _DIGITS[1]
 
 

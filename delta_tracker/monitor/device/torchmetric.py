@@ -116,7 +116,7 @@ class TorchMetric(Source):
             self._num_updates += 1
 
     def reset(self) -> None:
-        """Reset the metric, such as at the end of an epoch."""
+        """Reset the metric, for example at the end of an epoch."""
         with self._lock:
             self.metric.reset()
             self._num_updates = self._num_read = 0

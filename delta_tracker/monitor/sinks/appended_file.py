@@ -30,7 +30,7 @@ class AppendedFile:
         """Append ``text``, or leave the file unchanged.
 
         Raises:
-            OSError: if the write fails, such as on a full disk.
+            OSError: if the write fails, for example on a full disk.
         """
         assert self._file is not None, "not called after close"
         data = memoryview(text.encode())

@@ -40,7 +40,7 @@ class ChromeTraceSink(Sink):
         """Append the batch, or leave the file unchanged.
 
         Raises:
-            OSError: if the write fails, such as on a full disk.
+            OSError: if the write fails, for example on a full disk.
         """
         lines = [self._event(event) for event in batch.events]
         lines += [self._curve(report) for report in batch.windows if report.values]

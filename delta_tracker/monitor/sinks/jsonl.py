@@ -39,7 +39,7 @@ class JsonlSink(Sink):
         """Append the lines of the batch, or leave the file unchanged.
 
         Raises:
-            OSError: if the write fails, such as on a full disk.
+            OSError: if the write fails, for example on a full disk.
         """
         lines = [window_line(report, batch.attributes) for report in batch.windows]
         if self._totals:

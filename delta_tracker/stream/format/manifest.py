@@ -158,7 +158,7 @@ class Manifest:
 
     @property
     def link(self) -> Link:
-        """Link to the log entry of :attr:`version`, which the next entry has as its parent."""
+        """Link to the log entry of :attr:`version`, stored in the next entry as its parent."""
         return self.merges or Link(self.version, self.xxh3)
 
     @property

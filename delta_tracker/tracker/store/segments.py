@@ -70,9 +70,9 @@ class SegmentStore:
     the set. After :meth:`compact` there is at most one segment more than there are distinct pinned positions. The store
     also holds the ids of open batches and, if row sets are large, one empty set for reuse.
 
-    Callers must serialise the calls. Per batch, call :meth:`open_batch` before its update is written and
-    :meth:`close_batch` once the update is proven to be written. Per read, call :meth:`cut` when the shard has the state
-    that the read is to return, then :meth:`changed`.
+    Callers must serialise the calls. For each batch, call :meth:`open_batch` before its update is written, and
+    :meth:`close_batch` once the update is known to be written. For each read, call :meth:`cut` while the shard has the
+    values that the read must return, then :meth:`changed`.
 
     Args:
         num_rows: ``R``, number of rows of the shard; 0 is allowed.
