@@ -171,7 +171,7 @@ class RankGroup:
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Convert torch's errors to :class:`~delta_tracker.errors.RankLostError`, and save it for later calls."""
+        """Raise a :class:`~delta_tracker.errors.RankLostError` for a torch error, and save it for later calls."""
         try:
             yield
         except RankLostError as error:

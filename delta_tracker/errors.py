@@ -428,9 +428,10 @@ class PartialRowsError(StreamError, ValueError):
 
 
 class DenseMismatchError(StreamError, ValueError):
-    """Dense tensor ``name`` is ``expected`` in the stream but ``found`` in the predictor's model; nothing was applied.
+    """A dense tensor differs between the stream and the predictor's model; nothing was applied.
 
-    If the model lacks the tensor, ``known`` lists the tensors of the model.
+    ``expected`` describes the tensor ``name`` in the stream, and ``found`` the one in the model. If the model lacks the
+    tensor, ``known`` lists the tensors of the model.
     """
 
     def __init__(self, name: str, expected: object, found: str, known: Iterable[str] = ()) -> None:

@@ -164,8 +164,8 @@ class History:
     def _learn_full_bytes(self, manifest: Manifest) -> None:
         """Update ``full_bytes`` from an entry.
 
-        ``full_bytes`` is the size of all rows and dense tensors. Row sizes are computed from the encodings of the newest
-        snapshot or, before the first snapshot, from the dtypes of the tables.
+        ``full_bytes`` is the size of all rows and dense tensors. Row sizes are computed from the encodings of the
+        newest snapshot or, before the first snapshot, from the dtypes of the tables.
         """
         dense = sum(spec.num_bytes for spec in manifest.dense.values())
         if manifest.kind == "snapshot":

@@ -69,7 +69,7 @@ class LogBuckets:
         self.zero = 0
 
     def extend(self, values: Sequence[float]) -> None:
-        """Add finite numbers to the counts."""
+        """Count each of the values in its bucket. All values must be finite."""
         above = [value for value in values if value > 0]
         self.positive.update(_indices(above))
         if len(above) < len(values):

@@ -82,7 +82,7 @@ class GateKeeper:
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:
-        """Raise the earlier error of a version that was held before, so that its rows are not read again.
+        """Raise the saved error if the version was held before and not accepted since, without reading its rows.
 
         Raises:
             HeldVersionError: if the version was held and was not accepted since.

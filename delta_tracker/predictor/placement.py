@@ -144,9 +144,9 @@ def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
 
 
 def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
-    """Group the blocks of one row range, so that all blocks of a group have the same rows.
+    """Split the blocks of one row range into groups, each of which covers the same row ids.
 
-    Two rows are in the same group if the version has the same column ranges of both.
+    Rows are grouped by the set of column ranges that the version contains for them.
     """
     if len(rows) == 1 or all(each.ids is None for each in rows):
         return [tuple(rows)]

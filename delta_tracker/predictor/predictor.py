@@ -515,8 +515,8 @@ class Predictor(Forkable):
         Args:
             receiver: tables and tensors of the model for the version.
             contents: rows and dense tensors of the version.
-            is_elsewhere: True if the version does not follow the version in the tables. After an interrupt, only this
-                version or a snapshot can then be applied.
+            is_elsewhere: True if the version is not a successor of the applied version. If its write is interrupted,
+                only the same version or a snapshot can be applied next.
         """
         manifest = contents.manifest
         placements = receiver.place(contents)

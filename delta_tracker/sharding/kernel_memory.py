@@ -56,10 +56,10 @@ _NESTED = nullcontext()
 
 
 def one_cut() -> AbstractContextManager[None]:
-    """Return a context manager in which reads by this thread flush and split each kernel at most once.
+    """Return a context manager in which reads by this thread flush each kernel and split its memory at most once.
 
     This thread must not train in the block, because reads omit rows written to a cache after its flush. Writes of
-    other threads count as changes after the cut. A nested block is part of the outer one.
+    other threads count as changes after the cut. Nested blocks have no effect.
     """
     return _outermost_cut() if _CUT.memories is None else _NESTED  # avoids the 1.3 us of a generator
 

@@ -52,7 +52,7 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
     """Reject 2D parallelism, because ``DMPCollection.sync`` averages the replicas of a shard in place.
 
-    A ``DMPCollection`` above the tracked model is detected by the sharding environment of the collections.
+    A ``DMPCollection`` above the tracked model is detected from the sharding environment of its collections.
     """
     wrapped = {
         part

@@ -71,7 +71,7 @@ class EvictionHook(Watcher):
         module: the sharded managed-collision module.
         tables: FQNs of the tables to report.
         listener: receives the reports.
-        keys: counter for the keys of writes, shared by all hooks of a listener.
+        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
         recorder: records errors and the time that recording takes.
     """
 

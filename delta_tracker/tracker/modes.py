@@ -120,7 +120,7 @@ class EmbeddingCapture:
 
 
 class MomentumLastCapture:
-    """Capture of the optimizer's first state of each row at the time of the read.
+    """Capture that reads the first optimizer state tensor, such as the momentum, of each row at the time of the read.
 
     No old state is kept. A row's optimizer state changes only when the row is updated, so the state at the read is the
     state after the last update.

@@ -276,7 +276,7 @@ class _Search:
         return torch.stack(rows)
 
     def set_budgets(self, num_rows: Tensor, due_cost: Tensor) -> None:
-        """Set the part of each budget that is left after the due rows.
+        """Set what remains of each budget after the cost of the due rows, which are selected in any case.
 
         Args:
             num_rows: ``[G]`` numbers of changed rows over all ranks.

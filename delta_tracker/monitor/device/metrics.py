@@ -1,8 +1,8 @@
 """Stats that accumulate values on a device without waiting for it.
 
 A value may be a Python number or a tensor of any shape on any device. Values that are not finite are counted as
-rejected and ignored; the check runs on the device. Windows close when a reading arrives, so a window with
-``Window(count=...)`` may have more records than ``count``.
+rejected and ignored; the check runs on the device. Windows close when a copy of the sums to the host
+completes, so a window with ``Window(count=...)`` may have more records than ``count``.
 """
 
 from __future__ import annotations

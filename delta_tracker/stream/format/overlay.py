@@ -122,7 +122,7 @@ class _Index(Generic[_T]):
 class _Column(Generic[_T]):
     """Index of the blocks of one column range, sorted by row range.
 
-    No block is empty and none overlap, so the begins and the ends of the row ranges both ascend.
+    The blocks are nonempty and disjoint, so the start and end indices of their row ranges both ascend.
     """
 
     def __init__(self, entries: list[tuple[Block, _T]]) -> None:
