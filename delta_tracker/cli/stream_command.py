@@ -54,13 +54,13 @@ class MeteredStorage(Storage):
         transfer: Transfer | None = None,
     ) -> NDArray[np.uint8] | None:
         """Read an object as :meth:`Storage.read` does, and pass the number of bytes to ``on_read``."""
-        return self._told(super().read(name, max_bytes=max_bytes, out=out, transfer=transfer))
+        return self._metered(super().read(name, max_bytes=max_bytes, out=out, transfer=transfer))
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Read a range as :meth:`Storage.read_range` does, and pass the number of bytes to ``on_read``."""
-        return self._told(super().read_range(name, begin, end))
+        return self._metered(super().read_range(name, begin, end))
 
-    def _told(self, data: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
+    def _metered(self, data: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
         if data is not None and self.on_read is not None:
             self.on_read(len(data))
         return data

@@ -78,11 +78,11 @@ def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
 
 
 def _await_head(stream: Stream, every: float) -> Manifest:
-    is_told = False
+    is_waiting_shown = False
     while (head := stream.log.head()) is None:
-        if not is_told:
+        if not is_waiting_shown:
             stream.out.note(f"there is no stream at {stream.storage.url} yet: waiting for its first version")
-            is_told = True
+            is_waiting_shown = True
         time.sleep(every)
     return head
 

@@ -198,7 +198,7 @@ class Coordinator:
         """
         draft = share.draft
         assert self._claim is not None, "only rank 0 commits"
-        assert not isinstance(draft, Exception), "a share without a draft is not told"
+        assert not isinstance(draft, Exception), "a failed draft is never committed"
         others = [parse_part(part) for message in messages[1:] for part in message["parts"]]
         entry = Manifest(
             stream=self.head.stream,
