@@ -19,7 +19,8 @@ from delta_tracker.types import Delta
 class ConsumerHandle:
     """Handle with exclusive access to one consumer of a tracker.
 
-    The tracker rejects all other reads and moves of this consumer.
+    Until the release, the tracker's methods that read, clear, rewind or remove the consumer raise
+    :class:`~delta_tracker.errors.ReservedConsumerError`.
 
     Returned by :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`. Use it from the training thread. Call
     :meth:`release` at the end, or use the handle in a ``with`` statement. After the release, all other methods raise
@@ -27,11 +28,11 @@ class ConsumerHandle:
 
     Args:
         name: the consumer, already reserved in the log.
-        holder: description of the owner, for errors.
+        holder: description of the owner, for error messages.
         log: the tracker's log.
         model: the tracked model.
         reader: the tracker's reader, which reads the consumer's deltas.
-        checkpoint: the tracker's checkpoint, which saves the consumer's note.
+        checkpoint: object that saves the tracker's state, including the consumer's note.
         is_transient: True if :meth:`release` removes the consumer.
     """
 
@@ -115,7 +116,7 @@ class ConsumerHandle:
     def distrust(self, fqn: str, ids: Tensor) -> None:
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
-        Call it if the consumer's copy of the rows differs from what it last received.
+        Call it if the rows at the consumer differ from those that the consumer last read.
 
         Args:
             fqn: the table.
@@ -130,16 +131,16 @@ class ConsumerHandle:
 
     @property
     def needs_snapshot(self) -> bool:
-        """True if the consumer was dropped because the log exceeded ``max_bytes``, so that it needs all rows."""
+        """True if the consumer was dropped because the log exceeded ``max_bytes``, and therefore needs all rows."""
         return self._log.is_behind(self._held())
 
     # Top-k
 
     def check_top_k(self, top_k: TopK | None) -> None:
-        """Reject a ``top_k`` with which every read would fail. None is accepted.
+        """Validate the ``top_k`` of later reads. None is valid.
 
         Raises:
-            InvalidArgumentError: if ``top_k`` is not a ``TopK``, or has no score in a mode without scores.
+            InvalidArgumentError: if ``top_k`` is not a ``TopK``, or has no ``score`` in a tracking mode without scores.
         """
         self._held()
         self._reader.check(top_k, with_optimizer=False)
@@ -173,7 +174,7 @@ class ConsumerHandle:
             self._log.add(name, holder=self._holder)
         except InvalidArgumentError:
             raise
-        except BaseException:  # remove the consumer, because no handle will
+        except BaseException:  # remove the consumer, because no handle is returned
             if name in self._log.consumers:
                 self._log.remove(name)
             raise
@@ -201,7 +202,7 @@ class ConsumerHandle:
 
     @property
     def is_as_restored(self) -> bool:
-        """True if the consumer's cursor has not moved since a state was loaded."""
+        """True if the consumer's cursor has not moved since a state was loaded; False if none was loaded."""
         return self._checkpoint.is_as_restored(self._held())
 
     def release(self) -> None:

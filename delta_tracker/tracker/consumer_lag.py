@@ -12,10 +12,10 @@ class Lag:
     """Lag of one consumer.
 
     Args:
-        batches: ``step()`` calls since its last committed read.
-        seconds: seconds since its last committed read.
-        oldest_pending: seconds since its oldest pending row was recorded, or a bound on this time (see
-            :class:`LagClock`). None if no row is pending.
+        batches: number of ``step()`` calls since the consumer's last committed read.
+        seconds: seconds since the consumer's last committed read.
+        oldest_pending: seconds since the consumer's oldest pending row was recorded, or a bound on this time (see
+            :class:`LagClock`). None if no row is known to be pending.
     """
 
     batches: int
@@ -26,9 +26,9 @@ class Lag:
 class LagClock:
     """Clock that measures the lag of consumers, with one timestamp per range of log positions instead of one per row.
 
-    The age of the oldest row in the log is exact. For rows that reads left out, only the timestamp of the oldest one is
-    kept until a read leaves no row out, so that the reported age is an upper bound. The age of a row that is found by
-    comparison with a copy counts from the read that found it, which is a lower bound.
+    The age of the oldest pending row in the log is exact. For rows that reads left out, the timestamp of the oldest one
+    is kept until a read leaves no row out, so that the reported age is an upper bound. For rows that a read finds by
+    comparing a shard with a copy, the age counts from this read, so that the reported age is a lower bound.
 
     Example:
         >>> clock = LagClock()
@@ -57,7 +57,7 @@ class LagClock:
         Args:
             consumer: its name.
             position: position of its cursor.
-            has_rows: True if rows from before the position are pending. Their age then counts from this call.
+            has_rows: True if rows that changed before the position are pending. Their age counts from this call.
         """
         now = time.monotonic()
         self._positions[consumer], self._committed[consumer] = position, now
@@ -68,7 +68,7 @@ class LagClock:
     def found(self, consumer: str, num_rows: int) -> None:
         """Record that a read found ``num_rows`` pending rows.
 
-        If the clock has no timestamp for them, their age counts from this call.
+        If the clock has no timestamp for any pending row of the consumer, the age of these rows counts from this call.
         """
         if num_rows and not self._is_known(consumer):
             self._left_out[consumer] = time.monotonic()
@@ -86,7 +86,7 @@ class LagClock:
         Args:
             consumer: its name.
             position: position at the end of the read.
-            leaves_out: True if the read left out rows, which stay pending.
+            leaves_out: True if the read left out some rows. These rows stay pending.
         """
         since = self._pending_since(consumer) if leaves_out else None
         self.placed(consumer, position)
@@ -110,7 +110,7 @@ class LagClock:
 
         Args:
             pinned: ends of uncommitted reads, across which timestamps must not be merged. Cursors need not be included.
-            forgets: also drop timestamps before the lowest cursor. Set it if no consumer can be moved back to them.
+            forgets: also drop timestamps before the lowest cursor. Set it if no cursor can move back.
         """
         if forgets and not pinned and self._recorded:
             start = min(self._positions.values(), default=0)
@@ -131,13 +131,13 @@ class LagClock:
 
         Args:
             consumer: its name.
-            batches: ``step()`` calls since its last committed read.
+            batches: number of ``step()`` calls since the consumer's last committed read.
         """
         now, since = time.monotonic(), self._pending_since(consumer)
         return Lag(batches, now - self._committed[consumer], None if since is None else now - since)
 
     def _is_known(self, consumer: str) -> bool:
-        """Return True if the clock has a timestamp for pending rows of a consumer."""
+        """Return True if the clock has a timestamp for at least one pending row of a consumer."""
         if consumer in self._left_out:
             return True
         start = self._positions[consumer]

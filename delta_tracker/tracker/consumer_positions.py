@@ -1,4 +1,4 @@
-"""The position of each consumer in the log: its cursor, its uncommitted read and its carried rows."""
+"""Registry of the consumers of a change log, with the cursor, uncommitted read and carried rows of each consumer."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class _Consumer:
 class ConsumerPositions:
     """Registry of a log's consumers.
 
-    It keeps the cursor of each consumer, counted in cuts and in batches, its uncommitted read and its carried rows.
-    *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out, rows
-    that were restored from a checkpoint or by a rewind, and rows that were made pending for this consumer only (see
-    :meth:`~delta_tracker.tracker.change_log.ChangeLog.distrust`).
+    For each consumer, it keeps the cursor (a log position and a ``step()`` count), the uncommitted read and the carried
+    rows. *Carried rows* are pending rows that are not in the log after the cursor: rows that committed reads left out,
+    rows that were restored from a checkpoint or by a rewind, and rows that were made pending for this consumer only
+    (see :meth:`~delta_tracker.tracker.change_log.ChangeLog.distrust`).
 
     :meth:`seal` stores a consumer's uncommitted read. :meth:`commit` moves the cursor to the end of the read and
-    carries the rows that the read left out. :meth:`abort` discards the read. Sealing again replaces the uncommitted
-    read; committing the replaced one raises :class:`StaleDeltaError`.
+    carries the rows that the read left out. :meth:`abort` discards the read. A second :meth:`seal` replaces the
+    uncommitted read; :meth:`commit` then raises :class:`StaleDeltaError` for the replaced read.
 
     Args:
         names: names of the consumers, at least one, all different.
 
     Raises:
-        InvalidArgumentError: if the list is empty or repeats a name.
+        InvalidArgumentError: if ``names`` is empty, repeats a name or is a string.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ class ConsumerPositions:
     def pinned(self) -> set[int]:
         """Positions across which segments must not be merged: cursors and ends of uncommitted reads.
 
-        Dropped consumers pin no position.
+        Positions of dropped consumers are not included.
         """
         standing = self._standing.values()
         return {each.position for each in standing} | {each.sealed.stop for each in standing if each.sealed is not None}
@@ -71,7 +71,7 @@ class ConsumerPositions:
 
     @property
     def hindmost(self) -> str | None:
-        """Name of the consumer that lags furthest; None if all consumers were dropped."""
+        """Name of the consumer with the lowest cursor position; None if all consumers were dropped."""
         standing = self._standing
         return min(standing, key=lambda name: standing[name].position, default=None)
 
@@ -81,10 +81,10 @@ class ConsumerPositions:
         return sum(rows.num_bytes for each in self._consumers.values() for rows in each.carried.values())
 
     def resolve(self, name: str | None) -> str:
-        """Return the name of a consumer. None selects the only consumer.
+        """Return ``name`` if a consumer has this name. If ``name`` is None, return the name of the only consumer.
 
         Raises:
-            UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
+            UnknownConsumerError: if there is no such consumer, or ``name`` is None and there are several consumers.
         """
         if name is None and len(self._consumers) == 1:
             return next(iter(self._consumers))
@@ -97,7 +97,7 @@ class ConsumerPositions:
 
         Args:
             name: the consumer.
-            holder: description of the owner, for errors.
+            holder: description of the owner, for error messages.
             is_transient: True if the consumer exists only while a snapshot is copied. It is then not saved in
                 checkpoints and has no metrics.
         """
@@ -116,9 +116,10 @@ class ConsumerPositions:
 
     @property
     def origin(self) -> Mapping[str, ChangedRows]:
-        """Mapping from table FQN to the rows that :meth:`rewind` carries, in addition to those in the log.
+        """Rows that :meth:`rewind` makes pending in addition to all rows in the log, by table FQN.
 
-        They are the rows that changed before the log's first position, and rows that were distrusted.
+        They are rows that changed before the log's first position, for example before a checkpoint was saved, and rows
+        that were distrusted.
         """
         return self._origin
 
@@ -136,7 +137,7 @@ class ConsumerPositions:
         return self._consumers[name].is_behind
 
     def is_transient(self, name: str) -> bool:
-        """Return True if consumer ``name`` exists only while a snapshot is copied and is not saved in checkpoints."""
+        """Return True if consumer ``name`` exists only while a snapshot is copied. It is not saved in checkpoints."""
         return self._consumers[name].is_transient
 
     def place(self, name: str, position: int, batch: int, *, is_behind: bool = False) -> None:
@@ -159,7 +160,7 @@ class ConsumerPositions:
         self.place(name, position, self._consumers[name].batch, is_behind=True)
 
     def rewind(self, name: str) -> None:
-        """Move consumer ``name`` to the log's first position and carry the rows of :attr:`origin`.
+        """Move consumer ``name`` to the log's first position and replace its carried rows with :attr:`origin`.
 
         Discards its uncommitted read.
         """
@@ -180,13 +181,15 @@ class ConsumerPositions:
             self._consumers[name].carried = {fqn: rows for fqn, rows in state.rows.items() if len(rows)}
 
     def carry(self, name: str, fqn: str, rows: ChangedRows, *, in_origin: bool) -> None:
-        """Carry rows for a consumer, replacing its carried rows with the same ids. Discards its uncommitted read.
+        """Add rows to a consumer's carried rows, where they replace rows with the same ids.
+
+        Discards the consumer's uncommitted read.
 
         Args:
             name: the consumer.
             fqn: the table.
             rows: the rows, with local ids.
-            in_origin: add them to :attr:`origin` too, so that :meth:`rewind` makes them pending.
+            in_origin: also add the rows to :attr:`origin`, so that :meth:`rewind` makes them pending.
         """
         consumer = self._consumers[name]
         consumer.carried = _over(rows, fqn, consumer.carried)
@@ -209,7 +212,7 @@ class ConsumerPositions:
         del self._consumers[name]
 
     def seal(self, delta: Delta) -> bool:
-        """Store ``delta`` as its consumer's uncommitted read. Return True if it replaces another one."""
+        """Store ``delta`` as the uncommitted read of its consumer. Return True if it replaces an earlier one."""
         consumer = self._consumers[delta.consumer]
         replaces = consumer.sealed is not None
         consumer.sealed = delta
@@ -217,6 +220,8 @@ class ConsumerPositions:
 
     def commit(self, delta: Delta) -> None:
         """Move a consumer's cursor to the end of its uncommitted read ``delta``.
+
+        The rows that the read left out become the consumer's carried rows.
 
         Raises:
             StaleDeltaError: if ``delta`` is no longer the consumer's uncommitted read.
@@ -237,7 +242,7 @@ class ConsumerPositions:
 
     @property
     def _standing(self) -> dict[str, _Consumer]:
-        """Mapping from name to consumer, for the consumers that were not dropped. Only these read the log."""
+        """Mapping from name to consumer, for the consumers that were not dropped. Only these can read the log."""
         return {name: each for name, each in self._consumers.items() if not each.is_behind}
 
     def _sealed_by(self, delta: Delta) -> _Consumer:

@@ -28,7 +28,7 @@ _CHUNK_ROWS = 1 << 15  # 8 MiB for rows of 64 float32 columns, which fit into a 
 
 
 class DeltaReader:
-    """Reader of the deltas of a log's consumers, in one tracking mode.
+    """Reader that builds the deltas of a log's consumers, in one tracking mode.
 
     Args:
         log: the change log.
@@ -53,16 +53,16 @@ class DeltaReader:
         top_k: TopK | None,
         ranks: AllRanks | None = None,
     ) -> Delta:
-        """Read a consumer's delta.
+        """Return a consumer's delta, which contains the rows that changed since its last committed read.
 
         The errors are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
 
         Args:
             consumer: name of a consumer. Callers must have checked that it is not reserved for another owner.
             commit: commit the read immediately.
-            with_states: add the states, in a mode that has them.
+            with_states: add the states, in a tracking mode that has states.
             with_values: add the current values of the rows.
-            with_optimizer: add the fused optimizer's current states of the rows.
+            with_optimizer: add the current states of the fused optimizer for the rows.
             top_k: budget of the delta. A read with a budget is a collective. None returns all pending rows.
             ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, which the first read with
                 ``top_k`` creates.
@@ -92,11 +92,11 @@ class DeltaReader:
             return delta
 
     def check(self, top_k: TopK | None, *, with_optimizer: bool) -> None:
-        """Reject arguments with which every read of this model fails.
+        """Reject arguments that the tracked model or the tracking mode does not support.
 
         Raises:
             UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
-            InvalidArgumentError: if ``top_k`` is not a TopK, or has no score in a mode without scores.
+            InvalidArgumentError: if ``top_k`` is not a TopK, or has no ``score`` in a tracking mode without scores.
         """
         if top_k is not None and not isinstance(top_k, TopK):
             raise InvalidArgumentError("top_k", top_k, "Pass a TopK")
@@ -115,11 +115,12 @@ class DeltaReader:
         with_values: bool,
         with_optimizer: bool,
     ) -> Delta:
-        """Return the delta of a read. Values and optimizer states are those of the current rows.
+        """Build the delta of a read. Values and optimizer states are read from the current rows.
 
         Args:
             reading: the pending rows that the read found.
-            chosen: FQN to ``[N]`` bool, True for the rows to return; missing for tables of which all rows are returned.
+            chosen: table FQN to ``[N]`` bool, True for the rows to return. A table whose rows are all returned may be
+                missing.
             with_states: as in :meth:`read`.
             with_values: as in :meth:`read`.
             with_optimizer: as in :meth:`read`.
@@ -161,9 +162,10 @@ class DeltaReader:
     def _choose(
         self, rows: Mapping[str, ChangedRows] | Exception, top_k: TopK, ranks: AllRanks | None
     ) -> dict[str, Tensor]:
-        """Return a mask ``[N]`` bool of the rows to return, by table FQN. A collective.
+        """Select rows by top-k. Return a mask ``[N]`` bool of the rows to return, by table FQN.
 
-        On ranks other than 0, replicated tables have no mask, and all of their changed rows are returned.
+        All ranks must call this method. On ranks other than 0, replicated tables have no mask, and all of their changed
+        rows are returned.
 
         Args:
             rows: the changed rows, or the error of this rank's read, which is reported to the other ranks.
@@ -172,7 +174,8 @@ class DeltaReader:
 
         Raises:
             InvalidArgumentError: if scores are NaN or have the wrong shape, or another rank failed.
-            Exception: re-raises ``rows`` if it is an exception.
+            RankLostError: if a rank died or did not make the call in time.
+            Exception: re-raises ``rows`` if it is an exception, or the exception of a score function.
         """
         if ranks is None:
             ranks = self._ranks = self._ranks or AllRanks()
@@ -207,9 +210,9 @@ class DeltaReader:
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
 
     def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:
-        """Return the tracking mode's score of each row, ``[N]`` float32; infinite where the score is NaN.
+        """Return the score of each row in the tracking mode, ``[N]`` float32; infinite where the score is NaN.
 
-        Works in chunks to avoid a copy of all rows.
+        Reads the rows in chunks to avoid a copy of all rows.
         """
         states = self._capture.states(shard, changed)
         assert states is not None, "every mode with scores has states"
@@ -220,14 +223,16 @@ class DeltaReader:
         return torch.where(scores.isnan(), torch.inf, scores)
 
     def _checked_scores(self, fqn: str, scores: Tensor, rows: ChangedRows) -> Tensor:
-        """Return the scores that a user's function computed, ``[N]`` float32; infinite where the old state is unknown.
+        """Validate the scores that a user's function returned, and return them as ``[N]`` float32.
+
+        The returned score is infinite where the old state is unknown.
 
         Raises:
-            InvalidArgumentError: if their shape is not ``[N]``, or a score is NaN although the old state is known.
+            InvalidArgumentError: if the shape is not ``[N]``, or a score is NaN although the row's old state is known.
         """
         if scores.shape == (len(rows),) and rows.known is not None:
             scores = torch.where(rows.known, scores, torch.inf)
         if scores.shape != (len(rows),) or bool(scores.isnan().any()):
             remedy = f"Return [{len(rows)}] numbers without NaN"
             raise InvalidArgumentError(f"score of {fqn!r}", tuple(scores.shape), remedy)
-        return scores.detach().to(torch.float32, copy=True)  # the score may reuse its output for the next table
+        return scores.detach().to(torch.float32, copy=True)  # the score function may reuse its output tensor

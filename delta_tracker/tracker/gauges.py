@@ -18,10 +18,10 @@ _KINDS = ("log", "copy", "carried")
 
 
 class TrackerGauges:
-    """Exporter of a tracker's metrics: its gauges, and counters of the rows that its consumers received.
+    """Exporter of a tracker's metrics: gauges, and counters of the rows that the consumers received.
 
     Args:
-        recorder: records the tracker's metrics.
+        recorder: recorder of the tracker's metrics.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -42,9 +42,9 @@ class TrackerGauges:
         """Set the gauges. Called in the monitor's thread.
 
         Pending rows are counted only if all shards are on the CPU. On a GPU, counting would wait for the device while
-        holding the log's lock, and the next hook would wait for the lock. Ages of pending rows are reported on every
-        device. The gauges keep their values if the lock cannot be acquired in time, for example while a read with top-k
-        waits for other ranks.
+        holding the log's lock, and the next hook would wait for the lock. The age of the oldest pending row is reported
+        on every device. If the lock cannot be acquired within a second, for example while a read with top-k waits for
+        other ranks, the gauges keep their values.
 
         Args:
             log: the tracker's log.

@@ -1,4 +1,4 @@
-"""State of a change log, as checkpoints save and restore it."""
+"""Dataclasses for the state of a change log, which checkpoints save and restore."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PendingState:
     """State of one consumer in a :class:`LogState`.
 
     Args:
-        batch: ``step()`` count at its last committed read.
+        batch: ``step()`` count at the consumer's last committed read.
         rows: table FQN to pending rows, with the old states that the tracking mode keeps. Tables without pending rows
             may be missing.
         is_behind: True if the consumer was dropped and needs a snapshot; ``rows`` is then empty.
@@ -25,7 +25,7 @@ class PendingState:
 
     @property
     def has_rows(self) -> bool:
-        """True if any row is pending. All rows are pending for a dropped consumer."""
+        """True if any row is pending. Also True for a dropped consumer, for which all rows are pending."""
         return self.is_behind or any(map(len, self.rows.values()))
 
 
@@ -35,7 +35,7 @@ class LogState:
 
     Args:
         num_batches: number of ``step()`` calls.
-        consumers: consumer name to its pending rows.
+        consumers: consumer name to the consumer's state.
         history: table FQN to all rows changed since the tracker was created, or None if the log does not keep them.
     """
 

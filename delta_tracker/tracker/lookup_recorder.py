@@ -13,7 +13,7 @@ from delta_tracker.types import TrackingMode
 
 
 class LookupRecorder:
-    """Recorder of lookups that no hook records. Not needed for a model whose lookups all run through hooks.
+    """Recorder of lookups that no hook records. A model whose lookups are all recorded by hooks does not need it.
 
     Args:
         log: the change log in which the lookups are recorded.
@@ -27,19 +27,19 @@ class LookupRecorder:
         self._mode = mode
 
     def record_ids(self, kjt: KeyedIds) -> None:
-        """Mark the ids of a lookup as changed.
+        """Mark the rows of a lookup as changed.
 
         Args:
-            kjt: a KeyedJaggedTensor of local ids; a feature's ids are marked in every table that it is looked up in.
+            kjt: a KeyedJaggedTensor of local ids. The ids of a feature are marked in every table of this feature.
         """
         self._record(kjt, None)
 
     def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
-        """Mark the ids of a lookup as changed, with the rows as they were before the change.
+        """Mark the rows of a lookup as changed, and record their values from before the change.
 
         Args:
             kjt: a KeyedJaggedTensor of local ids.
-            embeddings: the rows, in the order of ``kjt.values()``, in any shape with one row per id.
+            embeddings: the old values, in the order of ``kjt.values()``, in any shape with one row per id.
 
         Raises:
             InvalidArgumentError: if the mode is not EMBEDDING, or the number or width of the rows is wrong.

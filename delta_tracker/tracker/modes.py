@@ -1,6 +1,6 @@
-"""Strategies of the tracking modes: the data that each mode keeps of a changed row.
+"""Strategies of the tracking modes. A strategy defines the data that a mode keeps for each changed row.
 
-Notation: ``N`` is the number of rows, ``D`` the number of columns of the shard, ``S`` the number of its column ranges.
+Notation: ``N`` is the number of rows. A shard has ``D`` columns in ``S`` column ranges.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from delta_tracker.types import EmbdUpdateMode, TrackingMode
 
 
 class Capture(Protocol):
-    """Strategy of a tracking mode. It is stateless: one object serves all tables."""
+    """Strategy that implements a tracking mode. It is stateless, so that all tables share one object."""
 
     keeps_old: bool
-    """True if each changed row is kept with the result of :meth:`old_states` from before its first change."""
+    """True if the log keeps the state that :meth:`old_states` returned for each changed row before its first change."""
     states_are_columns: bool
     """True if an old state has one value per column of the shard, False if it has one value per column range."""
     has_scores: bool
@@ -38,11 +38,11 @@ class Capture(Protocol):
         """Reject a shard that the mode does not support.
 
         Raises:
-            UnsupportedTableError: with the reason.
+            UnsupportedTableError: if the mode does not support the shard; the error gives the reason.
         """
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return the state to keep of each current row, ``[N, ...]``.
+        """Return the current state of each row, which is then kept as the row's old state, ``[N, ...]``.
 
         Args:
             shard: the shard.
@@ -50,7 +50,7 @@ class Capture(Protocol):
         """
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the ``states`` of a delta.
+        """Return the states that a delta returns for changed rows.
 
         Args:
             shard: the shard.
@@ -70,7 +70,7 @@ class Capture(Protocol):
 
 
 class IdCapture:
-    """Capture of the ids only."""
+    """Strategy that keeps only the ids of changed rows."""
 
     keeps_old = False
     states_are_columns = False
@@ -95,7 +95,7 @@ class IdCapture:
 
 
 class EmbeddingCapture:
-    """Capture of the values that each changed row had before the change."""
+    """Strategy that keeps the values that each changed row had before the change."""
 
     keeps_old = True
     states_are_columns = True
@@ -109,7 +109,7 @@ class EmbeddingCapture:
         return read_rows(shard, ids)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the values of the rows that the consumer last received, ``[N, D]``."""
+        """Return the values of each row as the consumer last received them, ``[N, D]``; NaN where unknown."""
         del shard
         return rows.states
 
@@ -120,7 +120,7 @@ class EmbeddingCapture:
 
 
 class MomentumLastCapture:
-    """Capture that reads the first optimizer state tensor, such as the momentum, of each row at the time of the read.
+    """Strategy that reads the first optimizer state tensor (for example the momentum) of each row when a delta is read.
 
     No old state is kept. A row's optimizer state changes only when the row is updated, so the state at the read is the
     state after the last update.
@@ -134,7 +134,7 @@ class MomentumLastCapture:
         """Reject a shard whose optimizer is not fused or keeps no state per row.
 
         Raises:
-            UnsupportedTableError: with the reason.
+            UnsupportedTableError: if the shard is not supported; the error gives the reason.
         """
         if not shard.is_fused or (shard.places and num_optimizer_states(shard) == 0):
             raise UnsupportedTableError(shard.spec.table.fqn, "its optimizer keeps no state per row inside the kernel")
@@ -151,13 +151,13 @@ class MomentumLastCapture:
         return norms
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """Return ``states``, which have one value per row."""
+        """Return ``states``, which already contain one score per row."""
         del values
         return states
 
 
 class MomentumDiffCapture(MomentumLastCapture):
-    """Capture of the growth of each row's sum of squared gradients, which row-wise Adagrad keeps."""
+    """Strategy that measures the growth of each row's sum of squared gradients, which row-wise Adagrad keeps."""
 
     keeps_old = True
 
@@ -165,7 +165,7 @@ class MomentumDiffCapture(MomentumLastCapture):
         """Reject a shard whose optimizer is not fused, or whose first optimizer state is not one number per row.
 
         Raises:
-            UnsupportedTableError: with the reason.
+            UnsupportedTableError: if the shard is not supported; the error gives the reason.
         """
         super().check(shard)
         if shard.places and not has_rowwise_state(shard):
@@ -177,9 +177,9 @@ class MomentumDiffCapture(MomentumLastCapture):
         return read_optimizer(shard, ids)[0] if shard.places else torch.empty(len(ids), 0, device=shard.device)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the growth of each row's sums since the consumer last received the row, ``[N]``.
+        """Return the growth of each row's sums of squared gradients since the consumer last received the row, ``[N]``.
 
-        It is the total over the shard's column ranges.
+        The growth is added up over the shard's column ranges.
         """
         assert rows.states is not None, "this mode keeps old states"
         return (self.old_states(shard, rows.ids) - rows.states).sum(dim=1)
@@ -202,7 +202,8 @@ UPDATE_MODE_MAP: Mapping[TrackingMode, EmbdUpdateMode] = MappingProxyType(
         TrackingMode.ROWWISE_ADAGRAD: EmbdUpdateMode.FIRST,
     }
 )
-"""Mapping from tracking mode to the update mode of a ``DeltaStore`` that keeps the same states.
+"""Mapping from tracking mode to the update mode with which a ``DeltaStore`` keeps the same states.
 
-A ``DeltaStore(UPDATE_MODE_MAP[mode])`` to which every lookup is appended keeps the states of that mode.
+If every lookup is appended to ``DeltaStore(UPDATE_MODE_MAP[mode])``, the store keeps the states of ``mode``. See
+:class:`~delta_tracker.tracker.store.lookups.DeltaStore`.
 """

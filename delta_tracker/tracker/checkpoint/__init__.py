@@ -1,6 +1,9 @@
-"""Save, load and reshard the state of a tracker: each consumer's pending rows and note, and registered counters.
+"""Save, load and reshard the state of a tracker.
 
-Open ``tracker_checkpoint.py`` first: it implements the tracker's methods. ``rank_header.py`` defines and reads the
-saved state of one rank. ``pack.py`` writes it. ``reshard.py`` finds the rows of a rank in the states of all ranks, for
-any sharding plan. ``gather.py`` collects all ranks' states on rank 0. ``counters.py`` merges counters.
+The state consists of the pending rows and the note (a JSON value) of each consumer, and of the registered counters.
+
+Open ``tracker_checkpoint.py`` first: it implements the tracker's ``state_dict`` and ``load_state_dict``.
+``rank_header.py`` defines the format of one rank's saved state and reads its header. ``pack.py`` encodes the state of a
+rank in this format. ``reshard.py`` finds the rows of a rank in the saved states of all ranks, even if the sharding plan
+has changed. ``gather.py`` collects the states of all ranks on rank 0. ``counters.py`` merges counters.
 """

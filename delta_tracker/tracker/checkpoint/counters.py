@@ -1,6 +1,7 @@
 """Per-rank counters that are saved with the tracker: torchmetrics metrics and other mergeable objects.
 
-Each saved rank's state is loaded by exactly one rank, so that the total over all ranks is preserved at any world size.
+The state that one rank saved is loaded by exactly one rank, so that the total over all ranks is the same at any world
+size.
 Loading the synchronised total on every rank would multiply the total. Loading only rank 0's state would lose the counts
 of the other ranks.
 """
@@ -22,13 +23,16 @@ State = Mapping[str, Any]
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """Counter whose states can be saved, merged and loaded."""
+    """Interface of a counter whose state can be saved, merged with the states of other ranks, and loaded."""
 
     def state_dict(self) -> State:
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return the merged state of ``states``, or an initial state if it is empty. Does not change the object."""
+        """Return one state that combines ``states``, without changing this object.
+
+        Returns the state of a new counter if ``states`` is empty.
+        """
 
     def load_state_dict(self, state: State) -> None:
         """Replace the object's state with ``state``, which :meth:`merge` returned."""
@@ -38,11 +42,12 @@ def as_mergeable(name: str, counter: object) -> Mergeable:
     """Return ``counter``, wrapped if it is a torchmetrics metric.
 
     Args:
-        name: name of the counter, for errors.
+        name: name of the counter, for error messages.
         counter: the object that the user registers.
 
     Raises:
-        InvalidArgumentError: if it is neither mergeable nor a metric whose states are reduced by sum, max, min or cat.
+        InvalidArgumentError: if ``counter`` is neither a metric nor a :class:`Mergeable`, or is a metric that contains
+            other metrics or has a state that is not reduced by sum, max, min or cat.
     """
     torchmetrics = sys.modules.get("torchmetrics")  # already imported if the caller has a metric
     if torchmetrics is not None and isinstance(counter, torchmetrics.Metric):
@@ -63,12 +68,12 @@ _COUNT = "_update_count"
 
 
 class _Metric:
-    """Mergeable wrapper of a torchmetrics metric.
+    """Wrapper that makes a torchmetrics metric a :class:`Mergeable`.
 
-    Needed because the metric's own ``state_dict`` omits states that are not persistent.
+    It replaces the metric's own ``state_dict``, which omits states that are not persistent.
 
     Args:
-        name: name of the counter, for errors.
+        name: name of the counter, for error messages.
         metric: the metric.
 
     Raises:
@@ -92,7 +97,7 @@ class _Metric:
             self._reductions[field] = found
 
     def state_dict(self) -> State:
-        """Return a copy of the metric's states, and its number of updates.
+        """Return copies of the metric's states by name, together with the number of updates.
 
         A state that is a list is reduced to one tensor. An empty list is omitted.
         """
@@ -105,7 +110,7 @@ class _Metric:
         return {**states, _COUNT: self._metric._update_count}  # noqa: SLF001
 
     def merge(self, states: Sequence[State]) -> State:
-        """Merge ``states`` with the metric's own reductions over ranks.
+        """Return ``states`` merged by the reductions that the metric itself applies over ranks.
 
         Returns the metric's default state if ``states`` is empty.
 
@@ -126,7 +131,7 @@ class _Metric:
         return merged
 
     def load_state_dict(self, state: State) -> None:
-        """Reset the metric, and set its states from ``state`` after moving them to the metric's device."""
+        """Reset the metric, then set each state in ``state`` on the metric's device."""
         metric = self._metric
         metric.reset()
         for field in self._reductions:
@@ -138,13 +143,13 @@ class _Metric:
 
 
 def loaders(counters: Mapping[str, Mergeable], states: Mapping[str, Sequence[State]]) -> list[Callable[[], None]]:
-    """Merge the states of every counter and return functions that load the results.
+    """Merge the saved states of each counter. Return one function per counter, which loads the merged state.
 
-    No counter changes until these functions are called.
+    No counter changes until its function is called.
 
     Args:
-        counters: name to counter.
-        states: name of each counter to the saved states to merge.
+        counters: counter name to counter.
+        states: counter name to the saved states to merge, for every counter.
 
     Raises:
         MalformedStateError: if the states of a counter cannot be merged.

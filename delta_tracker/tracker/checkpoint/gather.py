@@ -14,17 +14,19 @@ _BYTE = torch.uint8
 
 
 def gather_parts(state: Mapping[str, Tensor], group: RankGroup) -> dict[str, Tensor]:
-    """Send the part of every rank to rank 0, tensor by tensor. A collective.
+    """Send the saved state of every rank, called its *part*, to rank 0. All ranks must call this function.
+
+    The tensors are sent one after the other.
 
     Args:
-        state: this rank's part, with its header as the first tensor.
+        state: this rank's part, by key. The header is the first tensor.
         group: group of all ranks.
 
     Returns:
-        The parts of all ranks on rank 0, an empty dict on the other ranks.
+        On rank 0, the tensors of all parts by key. On the other ranks, an empty dict.
 
     Raises:
-        MalformedStateError: if a rank sends an invalid part.
+        MalformedStateError: if a rank sends an invalid header.
         RankLostError: if a rank died or did not answer in time.
     """
     header = next(iter(state.values()))

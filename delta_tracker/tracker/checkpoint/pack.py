@@ -28,7 +28,7 @@ def pack(
     annotations: Mapping[str, object],
     counters: Counters,
 ) -> dict[str, Tensor]:
-    """Return the saved state of a rank, as CPU tensors by key.
+    """Encode the state of a rank. Return the CPU tensors to save, by key.
 
     Args:
         rank: the rank.
@@ -36,7 +36,7 @@ def pack(
         mode: value of the tracking mode.
         shards: table FQN to the rank's block.
         state: state of the rank's log, with local ids.
-        annotations: consumer to its note, a JSON value.
+        annotations: consumer name to the consumer's note, a JSON value.
         counters: counter name to the counter's fields, which are tensors or JSON values.
 
     Raises:
@@ -73,12 +73,12 @@ def pack(
 
 
 def replace_counters(part: RankHeader, saved: Mapping[str, Tensor], counters: Counters) -> dict[str, Tensor]:
-    """Return a part with its counters replaced.
+    """Return a part (the saved state of one rank) with ``counters`` in place of its saved counters.
 
     Args:
         part: header of the part.
         saved: key with prefix to tensor, for this part and possibly for other parts.
-        counters: name of each new counter to its fields.
+        counters: counter name to the counter's fields, which are tensors or JSON values.
 
     Raises:
         InvalidArgumentError: if a field of a counter is neither a JSON value nor a tensor of a supported dtype.
@@ -113,7 +113,7 @@ def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Cou
 
 
 def _filled_up(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor as ``[B]`` uint8, where ``B`` is padded to a multiple of ``ALIGNMENT``."""
+    """Return the ``B`` bytes of a tensor as ``[B]`` uint8, padded at the end to a multiple of ``ALIGNMENT``."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT))
 

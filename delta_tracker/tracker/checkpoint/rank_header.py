@@ -1,24 +1,29 @@
-"""Format of the saved state of one rank, called a *part* of the tracker's checkpoint, and of its header.
+"""Format of a *part* of the tracker's checkpoint, which is the saved state of one rank, and parser of a part's header.
 
-A part consists of plain tensors, one of which is a JSON header. No part is ever unpickled.
+A part consists of plain tensors, one of which contains a JSON header. Loading a part never unpickles data.
 
-Every key starts with ``rank{rank}of{world_size}/``, so that keys of different ranks differ:
-``torch.distributed.checkpoint`` silently keeps only one copy if several ranks save the same key. After that prefix:
+Every key starts with the prefix ``rank{rank}of{world_size}/``, so that keys of different ranks differ:
+``torch.distributed.checkpoint`` (DCP) silently keeps only one copy if several ranks save the same key. The prefix is
+followed by one of these names:
 
 - ``header``: ``[B]`` uint8, the JSON of :class:`RankHeader`.
-- ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. Pieces are concatenated in the header's order, each
-  padded to a multiple of 8 bytes. There is one tensor per table, because DCP's plan has an entry for every tensor. A
-  row set belongs to a consumer, named by its index in the header, or is ``history``. Its pieces are
-
-  - ``ids``: ``[N]`` int32 (int64 for tables of 2^31 rows and more), global, ascending and unique;
-  - ``known``: ``[N]`` bool, true where the old state is known; missing if all are known or the mode keeps none;
-  - ``states``: ``[K, S]``, the old states of the known rows, in the modes that keep them;
-  - ``ages``: ``[N]`` int32, the number of reads that have left each row out; missing if all are 0.
-
+- ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. There is only one such tensor per table, because
+  DCP's plan has an entry for every tensor.
 - ``counters/{name}/{field}``: tensors of the registered counters.
 
-Notation: ``N`` is the number of rows in a row set, ``K`` the number of those with a known old state, ``S`` the number
-of values in an old state, ``B`` a number of bytes.
+A *row set* contains the pending rows of one consumer, and its name is the index of this consumer in the header. The row
+set ``history`` contains all rows changed since the tracker was created. In a ``rows/{table}`` tensor, a row set
+consists of up to four *pieces*:
+
+- ``ids``: ``[N]`` int32 (int64 for tables of 2^31 rows and more), global, ascending and unique;
+- ``known``: ``[N]`` bool, True where the old state is known; missing if all are known or the mode keeps no old states;
+- ``states``: ``[K, S]``, the known old states, in the modes that keep old states;
+- ``ages``: ``[N]`` int32, the number of reads in which top-k left the row out; missing if all are 0.
+
+The pieces of all row sets are concatenated in the header's order, each padded to a multiple of 8 bytes.
+
+Notation: ``N`` is the number of rows in a row set, ``K`` the number of these rows whose old state is known, ``S`` the
+number of values in an old state, ``B`` a number of bytes.
 """
 
 from __future__ import annotations
@@ -64,12 +69,12 @@ Layout = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class SavedConsumer:
-    """A saved consumer, without its rows.
+    """Entry of a header for one consumer, without the consumer's rows.
 
     Args:
-        name: its name.
-        batch: ``step()`` count at its last committed read.
-        is_behind: True if it was dropped and needs a snapshot.
+        name: the consumer's name.
+        batch: ``step()`` count at the consumer's last committed read.
+        is_behind: True if the consumer was dropped and needs a snapshot.
     """
 
     name: str
@@ -82,10 +87,10 @@ class Piece:
     """Description of one of the tensors whose bytes are concatenated in a table's ``rows/{table}`` tensor.
 
     Args:
-        row_set: name of the row set that it belongs to.
+        row_set: name of the row set that the tensor belongs to.
         column: ``ids``, ``known``, ``states`` or ``ages``.
-        dtype: its dtype.
-        shape: its shape.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
 
     Raises:
         ValueError: if the dtype or the number of dimensions is wrong for the column.
@@ -114,7 +119,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankHeader:
-    """The header of one rank's saved state.
+    """Header of one rank's saved state.
 
     Args:
         rank: rank that saved the state.
@@ -123,10 +128,10 @@ class RankHeader:
         num_batches: number of ``step()`` calls.
         shards: table FQN to the rank's block.
         consumers: the consumers, in the order of their row sets.
-        has_history: True if a row set holds all rows changed since the tracker was created.
-        annotations: consumer to its note.
-        counters: counter name to the fields that are not tensors, by field name.
-        layouts: key of each counter tensor, without the prefix, to the tensor's layout.
+        has_history: True if the row set ``history`` is saved.
+        annotations: consumer name to the consumer's note.
+        counters: counter name to a mapping from field name to value, without the fields that are tensors.
+        layouts: key of each counter tensor, without the prefix, to the tensor's dtype and shape.
         pieces: table FQN to the pieces of its ``rows/{table}`` tensor, in order.
     """
 
@@ -144,26 +149,26 @@ class RankHeader:
 
     @property
     def prefix(self) -> str:
-        """Prefix of all keys of the part, which ends with a slash."""
+        """Prefix of all keys of the part, including the slash at the end."""
         return f"rank{self.rank}of{self.world_size}/"
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """Names of the row sets: one for each consumer, in order, and the history if it is saved."""
+        """Names of the row sets: one per consumer, in the order of the consumers, then the history if it is saved."""
         return (*(str(place) for place in range(len(self.consumers))), *([HISTORY] if self.has_history else []))
 
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
-        """Return a mapping from the key of a table's row tensor, without prefix, to its layout.
+        """Return the dtype and shape of a table's ``rows/{table}`` tensor, by key without prefix.
 
-        The mapping is empty if the table has no rows.
+        Returns an empty dict if no rows of the table are saved.
         """
         num_bytes = sum(piece.room for piece in self.pieces.get(fqn, ()))
         return {f"rows/{fqn}": (torch.uint8, (num_bytes,))} if num_bytes else {}
 
     def all_layouts(self) -> dict[str, Layout]:
-        """Return a mapping from key, without prefix, to layout, for all tensors of the part except the header.
+        """Return the dtype and shape of every tensor of the part except the header, by key without prefix.
 
-        The mapping has the order of the tensors in the part.
+        The keys are in the order of the tensors in the part.
         """
         rows = {name: layout for fqn in self.shards for name, layout in self.row_layouts(fqn).items()}
         return {**rows, **self.layouts}
@@ -233,7 +238,7 @@ class _Shard(Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Header(Struct):
-    """Schema of a header's JSON object. The ``version`` is checked separately."""
+    """Schema of a header's JSON object, except its field ``version``, which :func:`parse` checks first."""
 
     rank: _Count
     world_size: _Count
@@ -252,8 +257,8 @@ def parse(key: str, header: Tensor) -> RankHeader:
     """Parse the header saved under ``key``.
 
     Raises:
-        UnknownFormatError: if its format version is unknown.
-        MalformedStateError: if it does not follow the format.
+        UnknownFormatError: if the header's format version is unknown.
+        MalformedStateError: if the header does not follow the format, or contradicts ``key``.
     """
     try:
         found = json.loads(header.cpu().numpy().tobytes())
@@ -296,7 +301,8 @@ def check_alike(parts: Sequence[RankHeader]) -> None:
     """Reject parts that were not saved together.
 
     Raises:
-        StateMismatchError: if the parts of two ranks differ; the error names the difference.
+        StateMismatchError: if two parts differ in world size, mode, consumers, history or tables. The error names the
+            difference.
     """
     first = parts[0]
     for part in parts[1:]:
@@ -315,12 +321,12 @@ def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[s
     """Reject a state with other tables, table sizes or dtypes than expected.
 
     Args:
-        where: prefix of the error's subject, such as ``"on rank 1 "``.
+        where: start of the error message that locates the state, for example ``"on rank 1 "``; may be empty.
         saved: table FQN to block, in the state.
-        expected: table FQN to block, to compare with.
+        expected: table FQN to block, as expected. Only the tables are compared, not the ranges of the blocks.
 
     Raises:
-        StateMismatchError: if tables differ; the error names all that differ.
+        StateMismatchError: if tables differ; the error names all tables that differ.
     """
     both = [{fqn: str(spec.table) for fqn, spec in shards.items()} for shards in (saved, expected)]
     differing = sorted(fqn for fqn in both[0].keys() | both[1].keys() if both[0].get(fqn) != both[1].get(fqn))

@@ -1,9 +1,10 @@
-"""Find the rows of this rank's shards in the saved parts of all ranks, for any sharding plan.
+"""Find the rows of this rank's shards in the saved states of all ranks, even if the sharding plan has changed.
 
-A shard is a block of a table: a range of rows and some ranges of columns. A row is pending in a shard of this rank if
-it was pending in any saved block that shares columns with the shard. If it was pending in only some of these blocks,
-the columns of the other blocks have not changed since the consumer received them. The old states of these columns are
-computed from the current rows, which requires that the model is restored first.
+The saved state of one rank is called a *part*. A shard is a block of a table: a range of rows and some ranges of
+columns. A row is pending in a shard of this rank if it was pending in any saved block that shares columns with the
+shard. If the row was pending in only some of these blocks, the columns of the other blocks have not changed since the
+consumer received them. The old states of the unchanged columns are computed from the current rows. Therefore, the model
+must be restored first.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from delta_tracker.types import ShardSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """Saved part that overlaps a shard of this rank.
+    """Saved part from which rows of one shard are read.
+
+    An old state has one value per column or per column range. ``K`` is the number of values that belong to both the
+    part's block and the shard.
 
     Args:
         part: header of the part.
-        saved_places: ``[K]`` int64 indices of the ``K`` shared values in an old state of the part.
-        places: ``[K]`` int64 indices of the same values in an old state of the shard.
+        saved_places: ``[K]`` int64 indices of these values in an old state of the part.
+        places: ``[K]`` int64 indices of these values in an old state of the shard.
     """
 
     part: RankHeader
@@ -40,12 +44,12 @@ class _Source:
 
 
 class Resharding:
-    """Plan of the tensors that a rank reads from each saved part.
+    """Plan of the tensors that a rank reads from the saved parts.
 
     Args:
         parts: headers of parts that were saved together.
         shards: table FQN to this rank's shard, for the tables of the parts.
-        capture: strategy of the tracking mode, which must be the mode of the parts.
+        capture: strategy of the tracking mode in which the parts were saved.
         rank: this rank.
         world_size: the current world size.
 
@@ -54,7 +58,8 @@ class Resharding:
 
     Raises:
         PartialStateError: if the parts do not cover the shards of this rank, or the counters that it must load.
-        StateMismatchError: if old states are sums over column ranges that the current plan splits differently.
+        StateMismatchError: if old states have one value per column range, and the current sharding plan splits the
+            columns differently.
     """
 
     def __init__(
@@ -77,11 +82,11 @@ class Resharding:
 
     @property
     def annotations(self) -> Mapping[str, object]:
-        """Mapping from consumer to its note, from the part of the lowest rank."""
+        """Mapping from consumer name to note, as saved in the part of the lowest rank."""
         return self._parts[0].annotations
 
     def needs(self) -> dict[str, Layout]:
-        """Return the layout of every tensor that :meth:`state` and the counters need, by key."""
+        """Return the dtype and shape of every tensor to read for :meth:`state` and the counters, by key."""
         rows = [
             (source.part, source.part.row_layouts(fqn)) for fqn, sources in self._sources.items() for source in sources
         ]
@@ -89,14 +94,14 @@ class Resharding:
         return {part.prefix + name: layout for part, layouts in (*rows, *counters) for name, layout in layouts.items()}
 
     def state(self, tensors: Mapping[str, Tensor]) -> LogState:
-        """Return the state of this rank's log, with local ids. The rows are on the devices of their shards.
+        """Return the state to restore in this rank's log. Ids are local, and rows are on the devices of their shards.
 
         Args:
             tensors: key to tensor, for all keys of :meth:`needs`.
 
         Raises:
             MalformedStateError: if a tensor contradicts its header.
-            StateMismatchError: if the dtype of old states differs.
+            StateMismatchError: if the saved old states have another dtype than the states of the current rows.
         """
         first = self._parts[0]
         used = {source.part.rank: source.part for sources in self._sources.values() for source in sources}
@@ -115,7 +120,7 @@ class Resharding:
         Args:
             spec: block of the shard.
             rank: this rank.
-            missing: saved ranks without a part, for the error.
+            missing: ranks that saved a part which was not passed, for the error message.
 
         Raises:
             PartialStateError: if the parts do not cover the shard.
@@ -126,7 +131,7 @@ class Resharding:
         copies = [part for part in sharing if part.shards[fqn].is_replicated]
         if copies:
             # Each replica has its own state. New replicas and shards load the first replica's state, because only this
-            # replica is published and only there top-k leaves rows out.
+            # replica is published and has rows that top-k left out.
             own = [part for part in copies if spec.is_replicated and part.rank == rank]
             sharing = own or copies[:1]
         elif sum(_shared_area(part.shards[fqn], spec) for part in sharing) != spec.num_rows * spec.num_columns:
@@ -134,14 +139,11 @@ class Resharding:
         return [_Source(part, *self._places(part.shards[fqn], spec)) for part in sharing]
 
     def _places(self, saved: ShardSpec, spec: ShardSpec) -> tuple[Tensor, Tensor]:
-        """Return the indices of the ``K`` shared values in an old state of a saved block and of this rank's block.
+        """Return the fields ``saved_places`` and ``places`` of a :class:`_Source`.
 
         Args:
             saved: the saved block.
             spec: this rank's block.
-
-        Returns:
-            ``[K]`` int64 and ``[K]`` int64, see :class:`_Source`.
 
         Raises:
             StateMismatchError: see :class:`Resharding`.

@@ -1,4 +1,4 @@
-"""Save and load the state of a tracker with its registered counters and notes."""
+"""Save and load the state of a tracker: pending rows, registered counters and notes about consumers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Strategy = Literal["local", "gather"]
 
 
 class Restored(Enum):
-    """Outcome of the last :meth:`TrackerCheckpoint.load_state_dict`."""
+    """Outcome of a successful :meth:`TrackerCheckpoint.load_state_dict`."""
 
     STATE = "state"
     """A state was loaded: every consumer has the pending rows that were saved."""
@@ -42,14 +42,15 @@ class Restored(Enum):
 class TrackerCheckpoint:
     """Implementation of a tracker's ``state_dict`` and ``load_state_dict``.
 
-    The state has the pending rows of all consumers, the registered counters and the notes about consumers.
+    The state consists of the pending rows of all consumers, the registered counters, and the notes about consumers.
+    A note is a JSON value that the owner of a consumer sets with :meth:`annotate`.
 
     Args:
         log: the change log.
         model: the tracked model.
         mode: the tracking mode. Only states that were saved in the same mode can be loaded.
         capture: strategy of the tracking mode.
-        monitor: receives an event if a checkpoint has no state.
+        monitor: receives an event if a checkpoint without tracker state is loaded.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class TrackerCheckpoint:
 
     @property
     def annotations(self) -> Mapping[str, object]:
-        """Mapping from consumer to its note, a JSON value set by :meth:`annotate` or loaded with a state."""
+        """Mapping from consumer name to the note that :meth:`annotate` set or that was loaded with a state."""
         return MappingProxyType({name: note for name, note in self._annotations.items() if name in self._log.consumers})
 
     def is_as_restored(self, consumer: str) -> bool:
-        """Return True if a consumer's cursor has not moved since a state was loaded."""
+        """Return True if a consumer's cursor has not moved since a state was loaded; False if none was loaded."""
         return self._positions.get(consumer) == self._log.position(consumer)
 
     def annotate(self, consumer: str, note: object) -> None:
@@ -86,7 +87,7 @@ class TrackerCheckpoint:
         If the notes of the ranks differ, every rank loads the note of rank 0.
 
         Args:
-            consumer: its name.
+            consumer: name of the consumer.
             note: a JSON value; replaces the previous note.
 
         Raises:
@@ -176,9 +177,10 @@ class TrackerCheckpoint:
 
 
 def _parts(state: Mapping[str, Tensor]) -> list[RankHeader]:
-    """Return the headers of all parts in a state.
+    """Return the headers of all parts in a state. A part is the saved state of one rank.
 
     Raises:
+        UnknownFormatError: if the format version of a header is unknown.
         MalformedStateError: if there is no header, or a header is invalid.
     """
     parts = [parse(key, tensor) for key, tensor in state.items() if HEADER.fullmatch(key)]

@@ -16,7 +16,7 @@ ENGINES = tuple(_BY_NAME)
 
 
 def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
-    """Return an engine for a device, as a class of row sets.
+    """Return the engine of row sets for a device, which is a subclass of :class:`RowSet`.
 
     Args:
         name: one of :data:`ENGINES`: ``"torch"`` (any device), ``"numba"`` (CPU) or ``"triton"`` (CUDA). None chooses
@@ -24,9 +24,8 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
         device: device of the shard.
 
     Returns:
-        A subclass of :class:`RowSet`; ``choose_engine(name, device)(num_rows, device)`` is an empty set. The
-        constructor of the class raises :class:`MissingExtraError` if the engine was selected by name and its package is
-        not installed.
+        The subclass: ``choose_engine(name, device)(num_rows, device)`` creates an empty set. If the engine was selected
+        by name and its package is not installed, the constructor raises :class:`MissingExtraError`.
 
     Raises:
         InvalidArgumentError: if the name is unknown or the engine does not support the device.

@@ -1,6 +1,6 @@
-"""Row sets on the CPU, compiled by numba (the extra ``numba``).
+"""Engine of row sets for the CPU. Its loops are compiled by numba, which the extra ``numba`` installs.
 
-Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids of a call.
+Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids in an argument.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class NumbaRows(RowSet):
     """Row set with one bit per row and one per block of 128 rows, so that a scan skips blocks without marked rows.
 
     It reserves ``R / 8 + R / 1024`` bytes of address space, of which only pages that were written take memory. While
-    few rows of a large shard are marked, it takes at most 8 bytes per marked id instead, repeats included. All loops
-    release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence. The first set compiles the
-    loops, which takes seconds; later processes load them from numba's cache.
+    few rows of a large shard are marked, it stores their ids in lists instead, which take at most 8 bytes per id,
+    repeats included. All loops release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence.
+    The first set compiles the loops, which takes seconds; later processes load the compiled loops from numba's cache.
 
     Raises:
         MissingExtraError: if numba is not installed.
@@ -71,7 +71,7 @@ class NumbaRows(RowSet):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the bits and their summary, or of the listed ids."""
+        """Size in bytes of the bits and their summary, or of the listed ids if no bits are allocated."""
         return 8 * self._num_listed if self._bits is None else self._bits.num_bytes
 
     def _mark(self, ids: Tensor) -> None:
@@ -191,7 +191,7 @@ class _Bits:
             self._count += self._loops.mark(self._octets, self._summary, self._num_rows, ids)
 
     def mark_new(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-        """Set the bit of each id. Return the ids whose bit was clear, and their number ``M``.
+        """Set the bit of each id. Return each id whose bit was clear once, and the number ``M`` of these ids.
 
         The returned array is ``[N]``; its elements after the first ``M`` are undefined.
         """
