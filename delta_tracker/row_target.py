@@ -17,7 +17,7 @@ from delta_tracker.rows import put_rows
 
 @runtime_checkable
 class RowTarget(Protocol):
-    """Table of a serving model, or the block of a table that this process holds.
+    """Interface to a table of a serving model, or to the block of the table that this process holds.
 
     Derive from this class if the rows of a table are not in tensors.
 
@@ -25,19 +25,19 @@ class RowTarget(Protocol):
     which lookups may run, and then :meth:`write`, during which no lookup runs. Calls never overlap. All columns of a
     row in a version are written before the next lookup.
 
-    If a method raises, ``sync()`` raises the same error and ``follow()`` retries. In both cases the version is applied
-    again from its start, and ``reading()`` reports it as ``applying`` until then. Rows of the interrupted chunk may be
-    torn, so ``write`` should not fail after it has written some of them.
+    If a method raises, ``sync()`` raises the same error and ``follow()`` retries. The retry, or the next ``sync()``,
+    applies the version again from its start. Until the version is complete, ``reading()`` reports it as ``applying``.
+    Rows of the interrupted chunk may be torn, so ``write`` should not fail after it has written some of them.
 
     Args:
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
-        dtype: dtype that the table must have in the stream, which is also the dtype of ``values``; None for any.
+        dtype: dtype that the table must have in the stream; None if every dtype is accepted.
         rows: half-open range of global row ids held here.
         columns: half-open column ranges held here, ascending and disjoint; empty if this process holds no part of the
             table.
-        needs_whole_rows: True to receive all columns of a range of ``columns`` together. Versions with only some
-            columns of a row are then rejected.
+        needs_whole_rows: True to receive the columns of each range in ``columns`` in a single call. A version that has
+            only some columns of a row is then rejected.
 
     Example:
         A table in a file, for lookups in other processes:
@@ -71,7 +71,8 @@ class RowTarget(Protocol):
         """Convert values for :meth:`write`, for example by moving them to a device or quantizing them.
 
         Args:
-            values: ``[N, C]`` in the table's dtype, on the CPU. Read-only, and valid until the chunk is written.
+            values: ``[N, C]`` in the table's dtype in the stream, on the CPU. Read-only, and valid until the chunk is
+                written.
             columns: half-open range of the columns of ``values``.
 
         Returns:
@@ -112,7 +113,7 @@ class TensorTarget(RowTarget):
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
         dtype: dtype of the table; None if versions of every dtype can be written.
-        regions: disjoint rectangles held here; each column range covers the same rows. Their tensors are detached.
+        regions: disjoint rectangles held here; each column range covers the same rows. The target detaches the tensors.
         written: function that is called after every write, for example to drop cached rows; None for no call.
         obstacle: reason why rows cannot be written; empty if they can.
     """
@@ -141,7 +142,7 @@ class TensorTarget(RowTarget):
 
     @classmethod
     def of(cls, table: Tensor) -> TensorTarget:
-        """Return the target of a whole table ``[num_rows, dim]``."""
+        """Return a target that writes to the whole table ``[num_rows, dim]``."""
         num_rows, dim = table.shape
         return cls(num_rows, dim, table.dtype, [Region((0, num_rows), (0, dim), table)])
 
@@ -167,14 +168,14 @@ class TensorTarget(RowTarget):
         self.finish()
 
     def finish(self) -> None:
-        """Call the constructor's ``written`` if it is given, for example to drop cached rows."""
+        """Call the function ``written`` that was passed to the constructor, if any."""
         if self._written is not None:
             with torch.no_grad():
                 self._written()
 
 
 def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> None:
-    """Write the rows whose ids are in a range; ignore the other rows.
+    """Write those rows whose ids are in the range ``rows``; ignore the others.
 
     Args:
         memory: ``[R, C]``, written in place.

@@ -68,7 +68,7 @@ class ChangedRows:
         )
 
     def copy(self, new_rows: NewRows = plain_rows) -> ChangedRows:
-        """Return a copy of the rows. ``new_rows`` allocates its tensors."""
+        """Return a copy of the rows, in tensors that ``new_rows`` allocates."""
         columns = (self.ids, self.states, self.known, self.ages)
         ids, *rest = (None if each is None else new_rows(len(each), each).copy_(each) for each in columns)
         assert ids is not None, "rows have ids"
@@ -85,7 +85,7 @@ class ChangedRows:
 
 
 def merge_first(older: ChangedRows, newer: ChangedRows) -> ChangedRows:
-    """Return the union of two sets of rows of one shard. A row in both has its state and age from ``older``.
+    """Return the union of two sets of rows of one shard. For a row in both sets, use the state and age in ``older``.
 
     Example:
         >>> older = ChangedRows(torch.tensor([2, 5]), torch.tensor([[2.0], [5.0]]), torch.tensor([True, True]))
@@ -137,7 +137,7 @@ def last_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def take_rows(memory: Tensor, places: Tensor, new_rows: NewRows = plain_rows) -> Tensor:
-    """Return copies of the rows at some positions.
+    """Return copies of the rows at the given positions.
 
     Args:
         memory: ``[R, ...]``, where ``R`` is the number of rows.
@@ -181,8 +181,8 @@ def put_rows(memory: Tensor, places: Tensor, values: Tensor) -> None:
 def _items(rows: Tensor) -> NDArray[np.void]:
     """Return a numpy view ``[N]`` of a CPU tensor ``[N, C]``, with one item per row.
 
-    numpy copies such items twice as fast as ``index_copy_`` copies rows. It uses one thread and releases the GIL, so
-    that the other cores stay free for lookups.
+    numpy copies such items twice as fast as ``index_copy_`` copies rows. numpy uses one thread and releases the GIL, so
+    lookups can run on the other cores.
     """
     held = rows.view(torch.uint8).numpy()
     return held.view(np.dtype((np.void, held.shape[1])))[:, 0]

@@ -1,4 +1,4 @@
-"""Gather a trainer's rows for a part in chunks, and encode each chunk while it is in the CPU cache."""
+"""Copy the rows that a rank publishes from its tables, and encode them in chunks that fit the CPU cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EncodingChoice = Encoding | Mapping[str, Encoding] | None
 
 
 def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict[str, Encoding]:
-    """Return the encoding of each table.
+    """Return the encoding of each table, by FQN.
 
     Args:
         choice: one encoding for all tables, a mapping of FQN to encoding, or None. Tables without an encoding are
@@ -45,9 +45,10 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
 
 
 class Gatherer:
-    """Copies a tracker's rows in the training thread, into reused buffers.
+    """Component that copies a tracker's rows into reused buffers. Only the training thread may call the methods.
 
-    Memory: about the encoded size of the largest recent delta.
+    Memory: about the encoded size of the rows copied for the largest recent version. Rows that :meth:`whole` leaves to
+    be copied later are not included.
 
     Args:
         tracker: tracker of the rows.
@@ -63,10 +64,11 @@ class Gatherer:
 
     @torch.no_grad()
     def changed(self, delta: Delta, *, without: frozenset[str] = frozenset()) -> list[BlockRows]:
-        """Return copies of the current values of a delta's rows, one block for each column range of a shard.
+        """Return copies of a delta's rows with their current values, one block for each column range of a shard.
 
-        The memory is reused once the blocks are garbage. This method and :meth:`whole` must be called inside
-        :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
+        Omits tables that this rank does not write. The memory of the blocks is reused once they have been
+        garbage-collected. This method and :meth:`whole` must be called inside a
+        :func:`~delta_tracker.sharding.kernel_memory.one_cut` block.
 
         Args:
             delta: the changed rows.
@@ -82,6 +84,8 @@ class Gatherer:
     @torch.no_grad()
     def whole(self, tables: frozenset[str], *, now: bool) -> list[BlockRows]:
         """Return all rows of some tables, one block for each column range of a shard.
+
+        Omits tables that this rank does not write.
 
         Args:
             tables: FQNs of the tables.

@@ -30,25 +30,27 @@ _logger = logging.getLogger(__name__)
 
 
 class VersionSource:
-    """Reader of a tracker's rows under a reserved consumer. Only the training thread may call the methods.
+    """Component that reserves a consumer of a tracker and reads the changed rows.
+
+    Only the training thread may call the methods.
 
     Args:
         tracker: tracker of the rows.
         consumer: name of the consumer; None if the tracker has only one.
         top_k: bound on the rows of a delta; None for all changed rows.
-        dense: module with the dense tensors of each version, or their names in the model's ``state_dict``; None for no
-            dense tensors.
+        dense: module whose dense tensors are in each version, or names of dense tensors in the model's ``state_dict``;
+            None for no dense tensors.
         encoding: encoding of all tables, or FQN to encoding. Tables without an encoding are stored in their own dtype.
-        exchange: communication with the other ranks, which share the budget of ``top_k``. Rank 0 writes replicated
-            tables and dense tensors.
+        exchange: communication with the other ranks. All ranks share the budget of ``top_k``. Only rank 0 writes
+            replicated tables and dense tensors.
         recorder: records the time of reads and encodings.
 
     Raises:
         UnknownConsumerError: if the tracker has no such consumer, or ``consumer`` is None and it has several.
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
-        InvalidArgumentError: for dense names or an encoding that do not fit the model, or a ``top_k`` without a score
-            in a mode without scores.
+        InvalidArgumentError: if ``dense`` or ``encoding`` is invalid for the model, or if ``top_k`` has no score
+            function and the tracking mode has no default score.
     """
 
     def __init__(
@@ -87,9 +89,10 @@ class VersionSource:
         return not self._has_snapshot or self.handle.needs_snapshot
 
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
-        """Resume from a checkpoint if every rank finds the rows of all versions after it; else require a snapshot.
+        """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
 
-        A collective.
+        If a rank has no checkpoint or cannot find these rows, the next version must be a snapshot instead. A
+        collective.
 
         Args:
             exchange: communication with the other ranks.
@@ -117,7 +120,7 @@ class VersionSource:
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
-        """Start to track changes for a snapshot, and return all rows of the fused tables.
+        """Start to track changes for a snapshot, and return all rows of the tables that have a fused optimizer.
 
         Each chunk of rows is copied when it is read.
         """
@@ -137,7 +140,7 @@ class VersionSource:
 
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
-            copied: part with the rows of :meth:`copy`, for a snapshot; None if there are no such rows.
+            copied: for a snapshot, the part with the rows that :meth:`copy` returned; None if there are no such rows.
 
         Returns:
             The contents of the version, and the uncommitted read for :meth:`end`.
@@ -175,7 +178,7 @@ class VersionSource:
         """Commit or abort the read of a version.
 
         Args:
-            read: the read; None if the version failed before it.
+            read: the read that :meth:`cut` returned; None if the version failed earlier.
             committed: manifest of the version; None if the version failed, so that its rows stay pending.
         """
         if committed is not None:  # first, so that the flags are equal on all ranks even if the code below fails
@@ -211,8 +214,8 @@ class VersionSource:
         """Return the model's dense tensors that this rank writes, by name; empty on ranks other than 0.
 
         Raises:
-            InvalidArgumentError: for a name that does not fit the model, or an unsupported dtype or number of
-                dimensions.
+            InvalidArgumentError: if the model has no dense tensor with a given name, or if a tensor has an unsupported
+                dtype or number of dimensions.
         """
         if self._dense_choice is None or not self._is_first:
             return {}

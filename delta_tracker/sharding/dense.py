@@ -20,12 +20,12 @@ def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[st
             tensors, as in the model's ``state_dict``.
 
     Returns:
-        Name to detached tensor. Names are those of the model's ``state_dict``, or of the module's own if ``dense`` is
-        a module that is not part of the model. A tensor with several names is returned under each of them.
+        Name to detached tensor. Names are those of the model's ``state_dict``; if ``dense`` is a module outside the
+        model, those of this module's ``state_dict``. A tensor with several names is returned under each of them.
 
     Raises:
-        InvalidArgumentError: if ``dense`` is a string, the model has no tensor of a name, or a selected tensor is
-            sparse, on the meta device, or of a subclass such as ``DTensor``.
+        InvalidArgumentError: if ``dense`` is a string, if the model has no dense tensor with a given name, or if a
+            selected tensor is sparse, on the meta device, or of a subclass such as ``DTensor``.
     """
     if isinstance(dense, nn.Module):
         found = dict(_tensors(model, dense))
@@ -44,7 +44,7 @@ def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[st
 
 
 def _tensors(model: nn.Module, root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and persistent buffers of ``root``, except sharded ones, with their names.
+    """Yield the name and tensor of each parameter and persistent buffer of ``root``, except sharded ones.
 
     Names are relative to ``model`` if ``root`` is part of it, otherwise to ``root``.
     """

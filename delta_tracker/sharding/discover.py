@@ -2,7 +2,7 @@
 
 A kernel is one of TorchRec's modules ``BatchedFusedEmbedding``, ``BatchedDenseEmbedding`` and their ``...Bag``
 variants: a table-batched embedding (TBE) with one autograd node for a group of tables. Within a kernel, a table is
-identified by its position, because names of features and tables are not unique.
+identified by its slot, the index of the table in the group, because names of features and tables are not unique.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """One TBE module of this rank.
+    """Description of one kernel (TBE module) of this rank.
 
     Args:
         module: the module; takes a KeyedJaggedTensor and returns the looked-up rows.
@@ -71,7 +71,7 @@ class Discovery:
         tables: table FQN to the whole table; the same on every rank.
         shards: table FQN to this rank's shard, which may have no rows.
         kernels: the kernels that hold at least one tracked shard.
-        skipped: FQNs that ``fqns_to_skip`` excludes: tables, and sharded modules and tensors of other kinds.
+        skipped: FQNs of the tables, and of the unsupported sharded modules and tensors, that ``fqns_to_skip`` excludes.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -87,14 +87,14 @@ def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded ones.
-        fqns_to_skip: names of the tables, and of the sharded modules and tensors of other kinds, to exclude. A name is
-            an FQN, the FQN of a module that contains it, or one component of an FQN. A name without a match causes a
+        fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude. A name is the FQN
+            itself, the FQN of a module that contains it, or one component of it. A name without a match causes a
             warning.
 
     Raises:
         InvalidArgumentError: if ``fqns_to_skip`` is a string.
         NoShardedModuleError: if the model has no sharded table, and nothing is skipped.
-        UnsupportedModuleError: if a sharded module or tensor of another kind is not skipped.
+        UnsupportedModuleError: if an unsupported sharded module or tensor is not skipped.
         UnsupportedTableError: if a table's kernel cannot be tracked, or its geometry contradicts the sharding plan.
         MissingExtraError: if torchrec is not installed.
     """
@@ -133,10 +133,10 @@ def _warn_of_unused(skips: Sequence[str], known: Sequence[str]) -> None:
 
 
 def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``module`` and the modules below it with their FQNs, each once.
+    """Yield ``(FQN, module)`` for ``module`` and each module below it, each module once.
 
     FQNs are those of ``state_dict``, in which wrappers have no component; the wrappers themselves are not yielded. Does
-    not descend into sharded collections or into modules with :func:`has_unknown_rows`.
+    not descend into sharded collections or into modules for which :func:`has_unknown_rows` returns True.
 
     Args:
         module: the root.
@@ -161,8 +161,8 @@ def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) 
 def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
     """Return True for a sharded module with rows that cannot be tracked.
 
-    These are modules that contain no supported collection, and embedding towers, whose collections exist only on the
-    ranks of one host. The result is the same on every rank, including ranks without rows of the module.
+    These are sharded modules that contain no supported collection, and embedding towers, whose collections exist only
+    on the ranks of one host. The result is the same on every rank, including ranks without rows of the module.
     """
     if isinstance(module, torchrec.towers):
         return True
@@ -278,13 +278,13 @@ def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> 
 def _merge(
     table: TableSpec, places: list[_Place], planned: set[tuple[int, int, int, int]] | None, *, is_fused: bool
 ) -> LocalShard:
-    """Return one shard made of all blocks of a table on this rank, which have the same rows and different columns.
+    """Merge the blocks of a table on this rank into one shard. They must have the same rows and different columns.
 
     Args:
         table: the table.
-        places: its blocks on this rank; empty if the rank has no rows of it.
-        planned: its blocks in the sharding plan; None if the plan has none.
-        is_fused: ``is_fused`` of the shard if ``places`` is empty.
+        places: blocks of the table on this rank; empty if the rank has no rows of it.
+        planned: blocks of the table in the sharding plan; None if the plan has none.
+        is_fused: True if the table's planned kernel is fused. Used only if ``places`` is empty.
 
     Raises:
         UnsupportedTableError: if the blocks have different rows, or are not in the sharding plan.

@@ -30,11 +30,11 @@ _QUANTISED_FROM = (torch.float32, torch.float16)
 
 
 def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
-    """Yield the candidate tables of a model: TorchRec's tables as targets, other parameters and buffers as tensors.
+    """Yield each possible table of a model: TorchRec's tables as targets, other parameters and buffers as tensors.
 
     Yields:
-        Name, and target or tensor. Names are those of ``state_dict``, without components for wrappers and, for targets,
-        without ``.weight``.
+        Name, and target or tensor. Names are those of ``state_dict``, without components for wrappers. Names of targets
+        have no ``.weight``.
 
     Raises:
         InvalidArgumentError: if the geometry of a sharded table is not supported.
@@ -60,7 +60,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 def _walk(
     module: nn.Module, fqn: str, torchrec: Torchrec, quantised: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``module`` and the modules below it with their FQNs, each once per FQN.
+    """Yield ``(FQN, module)`` for ``module`` and each module below it, once for each FQN that a module has.
 
     FQNs are those of ``state_dict``, in which wrappers have no component; the wrappers themselves are not yielded. Does
     not descend into sharded and quantised collections.
@@ -191,7 +191,7 @@ def _obstacle(block: _Block, quantised: Quantised) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Block of quantised rows, a rectangle of a table.
+    """Block of quantised rows that forms a rectangle of a table.
 
     Args:
         region: the rectangle; its ``memory`` is two-dimensional uint8, one row with padding per table row.
@@ -217,14 +217,14 @@ def _packed(block: _Block, quantised: Quantised) -> Packed:
 
 
 class QuantisedTarget(TensorTarget):
-    """Quantised table. Receives rows in the trainer's dtype and quantises them as torchrec does, byte for byte.
+    """Target for a quantised table. Receives rows in the trainer's dtype and quantises them as torchrec does.
 
-    Rows arrive on the CPU and are quantised there. The trainer's table may be float32, float16 or bfloat16. torchrec
-    cannot quantise bfloat16, so these rows are converted to float32 first.
+    The result equals torchrec's byte for byte. Rows arrive on the CPU and are quantised there. The trainer's table may
+    be float32, float16 or bfloat16. torchrec cannot quantise bfloat16, so bfloat16 rows are converted to float32 first.
 
     Args:
-        num_rows: rows of the whole table.
-        dim: columns of the whole table.
+        num_rows: number of rows of the whole table.
+        dim: number of columns of the whole table.
         packed: blocks of the table in this process.
         obstacle: reason why rows cannot be written; empty if they can.
     """
@@ -254,7 +254,8 @@ class QuantisedTarget(TensorTarget):
             columns: column range of ``values``.
 
         Returns:
-            ``[N, bytes]`` uint8: each row packed in every distinct layout of the blocks, one after the other.
+            ``[N, bytes]`` uint8. Each row contains the quantised row in every distinct layout of the blocks, one layout
+            after the other.
         """
         if values.dtype not in _QUANTISED_FROM:
             values = values.float()
@@ -304,7 +305,7 @@ def _quantise(values: Tensor, kind: str) -> Tensor:
 
 
 def _pack(rows: Tensor, quantised: Tensor, block: Packed) -> None:
-    """Fill the packed rows of a block.
+    """Write the codes, scale and bias of a block's columns to the packed rows of the block.
 
     Args:
         rows: ``[N, row_bytes]`` uint8, written in place.

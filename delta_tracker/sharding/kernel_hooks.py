@@ -1,9 +1,9 @@
 """Base class of the hooks, and the post-lookup hook, which reports the rows that a kernel looks up and updates.
 
 A fused optimizer writes rows inside the backward of the kernel's autograd node. The node's pre-hook therefore runs just
-before the write, and its post-hook just after it. A forward pass under ``no_grad`` creates no node, the node of a
-discarded output never runs, and a second backward pass runs both hooks again. If a backward pass raises between the two
-hooks, its end is detected when the autograd engine drops the callbacks that were queued for it.
+before the write, and its post-hook just after the write. A forward pass under ``no_grad`` creates no node, the node of
+a discarded output never runs, and a second backward pass runs both hooks again. If a backward pass raises between the
+two hooks, the end of the pass is detected when the autograd engine deletes the callbacks queued for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_DEPTH = 8
 
 
 class KeyedIds(Protocol):
-    """The part of TorchRec's KeyedJaggedTensor that the tracker uses: ids grouped by feature."""
+    """Interface with the methods of TorchRec's KeyedJaggedTensor that the tracker uses. Ids are grouped by feature."""
 
     def keys(self) -> list[str]:
         """Return the feature names, which may repeat."""
@@ -49,10 +49,10 @@ class KeyedIds(Protocol):
 
 
 class UpdateListener(Protocol):
-    """Receiver of the hooks' reports, called in the thread of the lookup or write.
+    """Interface of the receiver of the hooks' reports.
 
-    The methods must not wait for the device. A write has the same key in :meth:`opened`, :meth:`applied` and
-    :meth:`ended`.
+    The methods are called in the thread of the lookup or write, and must not wait for the device. Calls of
+    :meth:`opened`, :meth:`applied` and :meth:`ended` with the same key belong to the same write.
     """
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
@@ -62,12 +62,13 @@ class UpdateListener(Protocol):
         """Handle the start of the write ``key`` to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
     def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """Handle the end of the write ``key``. The keys of ``tables`` are the tables' FQNs; the values are ignored."""
+        """Handle the end of the write ``key``. ``tables`` maps the FQNs of the written tables to ignored values."""
 
     def ended(self, key: int) -> None:
-        """Handle the end of the backward pass of the write ``key``, even after an error.
+        """Handle the end of the backward pass of the write ``key``. Called even if the pass raised.
 
-        No more rows of the write will be written. May run in any thread or in a destructor, so it must be lock-free.
+        No more rows of the write will be written. May be called in any thread or in a destructor, so it must be
+        lock-free.
         """
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
@@ -83,17 +84,17 @@ class UpdateListener(Protocol):
         """Handle the launch of a collection's output distribution. Must not block."""
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of those tables whose weights were written in place without a report."""
+        """Mark all rows of each table in ``fqns`` whose weights were written in place without a hook's report."""
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore the in-place writes to the weights of these tables so far, because they were reported."""
+        """Ignore all in-place writes so far to the weights of the tables ``fqns``, because a hook reported the rows."""
 
 
 class Watcher:
     """Base class of all hooks.
 
-    Hooks never raise. Errors are counted and the first one is logged. After an error, more rows than have changed may
-    be reported.
+    Hooks never raise. Errors are counted, and the first error is logged. After an error, a hook may also report rows
+    that did not change.
 
     Args:
         tables: FQNs of the tables to report.
@@ -116,7 +117,7 @@ class Watcher:
         self.num_errors = 0
 
     def remove(self) -> None:
-        """Stop reporting, including the rest of a lookup or write in progress."""
+        """Stop reporting. The remaining reports of a lookup or write in progress are dropped."""
         self._listener = _Deaf()
 
     def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
@@ -146,9 +147,10 @@ class Watcher:
 
 
 class PostLookupHook(Watcher):
-    """Hook on the lookups of one kernel: reports the updates of rows and, on request, the lookups themselves.
+    """Hook that reports the updates of a kernel's rows and, if ``lookups`` is True, the lookups themselves.
 
-    It is a module hook, because managed-collision modules do not call TorchRec's post-lookup slot.
+    It is a forward hook of the kernel's module. TorchRec's slot for a function to call after each lookup is not used,
+    because managed-collision modules bypass the slot.
 
     Args:
         kernel: the kernel.
@@ -178,7 +180,7 @@ class PostLookupHook(Watcher):
         self._handle: RemovableHandle = kernel.module.register_forward_hook(self._post_lookup)
 
     def remove(self) -> None:
-        """Remove the hook. Backward passes of earlier lookups are not reported."""
+        """Remove the hook. Later backward passes of earlier lookups are not reported."""
         self._handle.remove()
         super().remove()
 
@@ -246,7 +248,7 @@ class PostLookupHook(Watcher):
 
 
 class _Deaf:
-    """Listener of a removed hook, which ignores all reports."""
+    """Listener that ignores all reports. It replaces the listener of a removed hook."""
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
         """Do nothing."""
@@ -274,10 +276,10 @@ class _Deaf:
 
 
 class _BackwardToken:
-    """Token that reports the end of a backward pass when it is deleted. The pass owns the only reference to it.
+    """Callback of a backward pass that reports the end of the pass in its destructor.
 
-    The autograd engine keeps the callbacks of a pass while a thread works on the pass. After an error it drops them
-    without calling them, when the last thread has left the pass.
+    The autograd engine has the only reference to the token, and deletes it when no thread works on the pass any
+    more. If the pass fails, the engine deletes the token without calling it.
     """
 
     __slots__ = ("_key", "_listener")
@@ -287,14 +289,14 @@ class _BackwardToken:
         self._listener = listener
 
     def __call__(self) -> None:
-        """Do nothing at the end of a pass that succeeded."""
+        """Do nothing. The engine calls the token at the end of a pass that succeeded."""
 
     def __del__(self) -> None:
         self._listener.ended(self._key)
 
 
 def _end_with_backward(key: int, listener: UpdateListener) -> None:
-    """Call ``listener.ended(key)`` when the backward pass that runs in this thread has ended, with or without error."""
+    """Make the backward pass that runs in this thread call ``listener.ended(key)`` when it ends, even if it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
         _BackwardToken(key, listener)
     )

@@ -1,7 +1,7 @@
 """Flush a kernel's caches and split its memory into tables once per cut instead of once per table.
 
-FBGEMM builds the views of all tables of a kernel at each call, so that a call per table takes time quadratic in the
-number of tables.
+FBGEMM's split functions create the views of all tables of a kernel. Calling them once per table therefore takes time
+quadratic in the number of tables.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _NESTED = nullcontext()
 def one_cut() -> AbstractContextManager[None]:
     """Return a context manager in which reads by this thread flush each kernel and split its memory at most once.
 
-    This thread must not train in the block, because reads omit rows written to a cache after its flush. Writes of
-    other threads count as changes after the cut. Nested blocks have no effect.
+    This thread must not train in the block, because reads miss rows that are written to a cache after it was flushed.
+    Writes of other threads count as changes after the cut. Nested blocks have no effect.
     """
     return _outermost_cut() if _CUT.memories is None else _NESTED  # avoids the 1.3 us of a generator
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class OdistSlot:
     """Function for TorchRec's post-odist slot of one collection: calls the previous function, then all trackers' hooks.
 
-    Without hooks it only calls the previous function. Another function that replaced it in the slot may therefore still
-    call it.
+    If ``hooks`` is empty, only the previous function is called. A function that replaced this object in the slot may
+    therefore continue to call this object after all trackers have removed their hooks.
 
     Args:
         previous: the function that was in the slot; None if it was empty.
@@ -38,7 +38,7 @@ class OdistSlot:
         self.hooks: list[Callable[[], None]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  what torchrec passes
-        """Call the previous function with the arguments, then the hooks."""
+        """Call the previous function with the arguments, then the hooks without arguments."""
         if self.previous is not None:
             self.previous(*args, **kwargs)
         for hook in tuple(self.hooks):
@@ -46,10 +46,11 @@ class OdistSlot:
 
 
 class PostOdistHook(Watcher):
-    """Hook that reports each launch of an output distribution of a collection, which has one per sharding type.
+    """Hook that reports each launch of an output distribution of a collection.
 
-    The hook uses TorchRec's slot if the collection calls it, otherwise module hooks. A managed-collision module
-    distributes the output of its collection itself and does not call the slot.
+    A collection has one output distribution per sharding type. The hook uses the collection's post-odist slot if
+    TorchRec calls the function in it, otherwise module hooks on the distributions. A managed-collision module
+    distributes the output of its collection itself and does not use the slot.
 
     Args:
         module: the collection.
@@ -57,7 +58,7 @@ class PostOdistHook(Watcher):
         listener: receives the reports. Its ``output_launched`` must neither block nor wait for the device.
         keys: not used by this hook.
         recorder: records errors.
-        has_slot: True if the collection calls the slot.
+        has_slot: True if TorchRec calls the function in the collection's slot.
     """
 
     def __init__(

@@ -99,9 +99,11 @@ class Quantised:
 
     Args:
         collections: module class to the name of the attribute that holds its tables.
-        sharded: sharded module class to the name of that attribute. All shards are in this process.
+        sharded: sharded module class to the name of the attribute that holds its tables. All its shards are in this
+            process.
         kernels: classes of the kernels that store rows contiguously.
-        row_bytes: returns the bytes of a row without padding, given its columns and ``SparseType``.
+        row_bytes: function that takes a number of columns and a ``SparseType``, and returns the bytes of such a row
+            without padding.
     """
 
     collections: dict[type[nn.Module], str]
@@ -163,7 +165,7 @@ def planned_kernel(module: nn.Module, table: str) -> str:
 
 
 def kernel_arguments(module: Any) -> dict[str, list[dict[str, Any]]]:  # noqa: ANN401  a sharded collection
-    """Return the fused arguments of the kernels of all ranks, including the optimizer, by table name."""
+    """Return the ``fused_params`` of each table's kernels on all ranks, by table name. They include the optimizer."""
     shardings = getattr(module, "_embedding_shardings", None) or module._sharding_type_to_sharding.values()  # noqa: SLF001
     found: dict[str, list[dict[str, Any]]] = {}
     for sharding in shardings:

@@ -48,13 +48,13 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
 class WriteWatch:
     """Detector of in-place writes to a shard's weights, based on the version counters of the weight tensors.
 
-    Torch's in-place operators increment the counter, for example in a load into the tensors of a state dict or an edit
-    under ``no_grad``. The fused backward pass and the reads of this module do not. Neither do collectives that write to
-    a tensor (``broadcast``, ``all_reduce``, ``recv``) or writes through ``.data``, ``untyped_storage()``, DLPack, numpy
-    or a raw pointer. The tables of one kernel share a counter, so that a write to one is detected for all of them.
+    Torch's in-place operators increment the counter, for example when values are copied into the tensors of a state
+    dict. The fused backward pass and the reads of this module do not. Neither do collectives that write to a tensor
+    (``broadcast``, ``all_reduce``, ``recv``) or writes through ``.data``, ``untyped_storage()``, DLPack, numpy or a raw
+    pointer. The tables of one kernel share a counter: a write to one table is reported for all of these tables.
 
     Args:
-        shard: returns the current shard, which may be another one after a reshard.
+        shard: function that returns the current shard. The result changes when the table is resharded.
     """
 
     __slots__ = ("_held", "_of", "_shard")
@@ -65,7 +65,10 @@ class WriteWatch:
         self._held = _versions(self._of)
 
     def __call__(self) -> bool:
-        """Return True if the weights were written or replaced since the last call, or since the construction."""
+        """Return True if the weights were written or replaced since the previous call.
+
+        The first call reports changes since the construction.
+        """
         # Takes less than a microsecond for most shards.
         shard = self._shard()
         if shard is self._of:
@@ -124,9 +127,9 @@ def num_optimizer_states(shard: LocalShard) -> int:
 
 
 def has_rowwise_state(shard: LocalShard) -> bool:
-    """Return True if the first optimizer state is one number per row and column range.
+    """Return True if the first optimizer state is one number per row and column range, or the rank has no rows.
 
-    If the rank has rows of the table, the optimizer must have a state.
+    If the rank has rows of the table, the optimizer must have at least one state.
     """
     return all(states[0].dim() == 1 for states in _optimizer_states(shard))
 

@@ -29,7 +29,7 @@ _Evicted = Mapping[str, Tensor | None]
 
 
 class LoadHook(Watcher):
-    """Hook on ``load_state_dict`` of one sharded collection. Reports all rows as changed after each load.
+    """Hook that reports all rows of one sharded collection as changed after each call of its ``load_state_dict``.
 
     Args:
         module: the collection.
@@ -65,7 +65,7 @@ class LoadHook(Watcher):
 
 
 class EvictionHook(Watcher):
-    """Hook on the evictions of one managed-collision module.
+    """Hook that reports the rows that one managed-collision module resets when it evicts ids.
 
     Args:
         module: the sharded managed-collision module.

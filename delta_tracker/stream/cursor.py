@@ -64,7 +64,7 @@ class Place:
 class StreamCursor:
     """Stream position of one reader, with methods to find the entries to apply.
 
-    The cursor reads only manifests. The reader calls :meth:`moved` after it applied an entry.
+    The cursor reads only manifests. The reader must call :meth:`moved` after it has applied an entry.
 
     Args:
         log: log of the stream.
@@ -131,7 +131,7 @@ class StreamCursor:
             raise MissingVersionError(held.version + 1, head)
 
     def heads(self) -> list[Manifest]:
-        """Return the newest snapshot and the head, each only if it is newer than the last applied version.
+        """Return the newest snapshot and the newest entry, each only if it is newer than the last applied version.
 
         Raises:
             MalformedError, StorageError: if the log cannot be read.
@@ -178,8 +178,8 @@ class StreamCursor:
     def _readable_snapshots(self, head: int) -> Iterator[Manifest]:
         """Yield the snapshots in the log up to version ``head``, newest first.
 
-        Stops after three unreadable entries, because each may take until the store's timeout. During an outage, the
-        caller should wait instead.
+        Stops after three unreadable entries, because each read may take as long as the store's timeout. During an
+        outage, the caller should wait instead.
         """
         version, num_unreadable = head, 0
         while version >= 0 and num_unreadable < _MAX_UNREADABLE:
@@ -196,16 +196,19 @@ class StreamCursor:
     def way_back(self, fault: StreamError, *, skips_unreadable: bool = False) -> Iterator[Manifest]:
         """Yield entries that a reader can apply to recover from a fault, best first.
 
-        The first is a merged delta that includes the faulty version, if there is one. The snapshots are next: those
-        newer than the last applied version, or all of them if the last applied entry was replaced. After a held
-        version, no merged delta is yielded, because it would contain the held rows. If no version was applied yet
-        and the newest snapshot does not match the model, nothing is yielded, because an older snapshot would be served
-        unnoticed.
+        Yields a merged delta that includes the faulty version, if there is one, and then the snapshots that are newer
+        than the last applied version. There are three exceptions:
+
+        - If the gate holds the faulty version, no merged delta is yielded, because it would contain the held rows.
+        - If the stream was replaced, no merged delta is yielded. If the last applied entry is also missing from the
+          log, older snapshots are yielded, too.
+        - If no version was applied yet and the newest snapshot does not match the model, nothing is yielded. Otherwise
+          the reader would serve an older snapshot, and the mismatch would remain unnoticed.
 
         Args:
             fault: error raised for the next entry.
-            skips_unreadable: skip entries that the store cannot read, and malformed entries of the log. Malformed
-                merged entries are always skipped.
+            skips_unreadable: True to skip entries that the store cannot read, and malformed entries of the log.
+                Malformed merged entries are always skipped.
 
         Raises:
             MalformedError, StorageError: if the log cannot be read.

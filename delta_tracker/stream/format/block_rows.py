@@ -24,7 +24,7 @@ class BlockRows:
     ``block.encoding.width(block.num_columns)``.
 
     Args:
-        block: table, row range, column range and encoding.
+        block: record of the block, with its table, row range, column range and encoding.
         ids: ``[N]`` int64 global row ids, ascending and unique; None if the block holds all rows of its range.
         read: function that returns the rows ``begin`` to ``end`` (exclusive) as they are stored,
             ``[end - begin, width]`` in ``block.encoding.dtype``. The result may be a view of shared memory: do not
@@ -37,7 +37,7 @@ class BlockRows:
 
     @classmethod
     def of(cls, block: Block, ids: Tensor | None, stored: Tensor) -> BlockRows:
-        """Wrap rows that are in memory, ``[N, width]`` as :func:`~.encoding.encode_rows` returns them."""
+        """Return a view of rows in memory, ``[N, width]`` as :func:`~.encoding.encode_rows` returns them."""
         return cls(block, ids, lambda begin, end: stored[begin:end])
 
     @property
@@ -106,7 +106,7 @@ class BlockRows:
     def gather(self, places: Tensor) -> Tensor:
         """Return the rows at the given indices as they are stored, ``[M, width]``.
 
-        Also reads the rows between the first and the last index.
+        Reads all rows from the first to the last index.
 
         Args:
             places: ``[M]`` int64 indices among the ``N`` rows, ascending.
@@ -118,7 +118,7 @@ class BlockRows:
 
 
 def places_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return the half-open range of the indices at which ``ids`` are inside ``rows``.
+    """Return ``(start, stop)``, the half-open range of the indices of those ``ids`` that are inside ``rows``.
 
     Args:
         ids: ``[N]`` int64 global row ids, ascending.

@@ -34,7 +34,8 @@ class Contents:
     Attributes:
         manifest: manifest of the version.
         whole: whole blocks, decoded, with the listed rows written over them. Apply them first.
-        listed: other listed rows, decoded: those whose columns were not all written over one whole block.
+        listed: the remaining listed rows, decoded. A row remains unless all of its columns were written over one whole
+            block.
         dense: name to dense tensor.
     """
 
@@ -61,7 +62,7 @@ class Contents:
         self.dense = dense_of(readers)
 
     def chunks(self, num_rows: int = 16_384) -> Iterator[tuple[str, Tensor]]:
-        """Yield all rows as pairs of a table FQN and values, ``[n, columns]`` with ``n <= num_rows``."""
+        """Yield all rows as pairs of a table FQN and decoded values, ``[n, columns]`` with ``n <= num_rows``."""
         for rows in (*self.whole, *self.listed):
             for values in rows.chunks(num_rows):
                 yield rows.block.table, values

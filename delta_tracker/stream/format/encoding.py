@@ -109,7 +109,7 @@ def encode_rows(values: Tensor, encoding: Encoding, out: Tensor | None = None) -
     Args:
         values: ``[N, C]`` floating point, on any device, contiguous or not.
         encoding: encoding to use.
-        out: ``[N, encoding.width(C)]`` in ``encoding.dtype``, to write to instead of a new tensor.
+        out: tensor ``[N, encoding.width(C)]`` in ``encoding.dtype`` to write to; None for a new tensor.
 
     Returns:
         ``[N, encoding.width(C)]`` in ``encoding.dtype``, on the device of ``values``; ``out`` if it is given.
@@ -173,9 +173,9 @@ def decode_rows(stored: Tensor, encoding: Encoding, num_columns: int, dtype: tor
 def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Encode ids as the gaps between them, one byte each, compressed with zlib.
 
-    A gap is the number of ids skipped between two ids, or before the first one. A gap of 255 or more is stored as the
-    byte 255, and in full in a second tensor. The zlib strategy is ``Z_RLE``: gaps of a random set have unequal
-    frequencies but no repetitions, and gaps of a dense set are runs of zeros.
+    A gap is the number of missing ids between two ids, or before the first id. A gap of 255 or more (an escape) is
+    stored as the byte 255, and in full in a second tensor. The zlib strategy is ``Z_RLE``, because gaps of a random set
+    have unequal frequencies but no repetitions, and gaps of a dense set are runs of zeros.
 
     Args:
         ids: ``[N]`` int64, ascending, unique and non-negative.
@@ -203,8 +203,8 @@ def pack_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
 def unpack_ids(packed: Tensor, escapes: Tensor, num_ids: int) -> Tensor:
     """Decode ids that :func:`pack_ids` encoded.
 
-    Memory is bounded by ``num_ids`` and by the size of ``packed``, for any contents. This function checks that the
-    arguments are consistent; only the hash of a part detects changed bytes.
+    Memory is bounded by ``num_ids`` and by the size of ``packed``, even if the contents are invalid. This function only
+    checks that the arguments are consistent. Changed bytes are detected by the hash of the part.
 
     Args:
         packed: ``[B]`` uint8, zlib stream of the gaps.
@@ -266,5 +266,5 @@ def _encode_int4(values: Tensor, out: Tensor) -> Tensor:
 
 
 def _read_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret bytes as ``dtype``. Copies, because scale and bias may be unaligned."""
+    """Return an aligned copy of some bytes, reinterpreted as ``dtype``. The bytes in a row may be unaligned."""
     return stored.clone(memory_format=torch.contiguous_format).view(dtype)
