@@ -32,8 +32,9 @@ class BufferPool:
     Buffers are reused because new memory costs more than copying rows into it: the first touch of 256 MB takes 17 ms of
     processor time with huge pages and 110 to 180 ms without, and the copy takes 15 ms.
 
-    Memory: at most ``max_bytes`` of free buffers. A buffer in use may be up to 1.5 times as large as requested. With n
-    buffers in the pool, a buffer that stays free for 4 n requests is released, and a request takes O(log n).
+    Memory: the free buffers have at most ``max_bytes`` together. A buffer in use may be up to 1.5 times as large as
+    requested. If the pool has n buffers, a buffer that stays free during 4 n requests is released, and a request takes
+    O(log n).
 
     Args:
         max_bytes: maximum size of all free buffers together, in bytes.
@@ -94,7 +95,7 @@ class BufferPool:
         self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """Unregister ``user``. If no user is left, return all free memory to the system."""
+        """Unregister ``user``. If the pool has no other users, return all free memory to the system."""
         self._users.discard(user)
         if not self._users:
             self.give_back()
@@ -111,12 +112,13 @@ class BufferPool:
                 self._lock.release()
 
     def _returned(self, loan: object = None) -> None:
-        """Record that an array is garbage, and free its memory unless another thread uses the pool.
+        """Record that an array is garbage, then mark the memory of all recorded arrays as free.
 
-        Garbage collection may call this in any thread at any time.
+        If another thread uses the pool, the next request marks the memory instead. The garbage collector may call this
+        method in any thread at any time.
 
         Args:
-            loan: weak reference to the array; None to free only the memory of arrays that were recorded before.
+            loan: weak reference to the array; None to record no array.
         """
         if loan is not None:
             self._ended.append(id(loan))
@@ -147,7 +149,7 @@ class BufferPool:
             self._free_bytes -= memory.nbytes
 
     def _take(self, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Take the smallest free buffer of 1 to 1.5 times ``num_bytes``; return None if there is no such buffer."""
+        """Remove the smallest free buffer of 1 to 1.5 times ``num_bytes`` from the pool and return it, or None."""
         place = bisect_left(self._sizes, (num_bytes, 0))
         if place == len(self._sizes) or self._sizes[place][0] > num_bytes * 3 // 2:
             return None
@@ -158,7 +160,7 @@ class BufferPool:
 
 
 MEMORY = BufferPool()
-"""Buffer pool that all trackers of this process share."""
+"""Default buffer pool of this process. All trackers share it."""
 
 
 def new_rows(num_rows: int, like: Tensor) -> Tensor:

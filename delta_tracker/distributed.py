@@ -25,15 +25,17 @@ _INTERRUPT_PAUSE = timedelta(seconds=0.2)
 
 
 class RankGroup:
-    """Gloo group of all ranks of the default process group; without one, a group of this process only.
+    """Gloo group of all ranks of the default process group.
+
+    If there is no default process group, the group contains only this process.
 
     The constructor, :meth:`start_all_gather`, :meth:`all_gather` and :meth:`add` are collectives: all ranks call them
-    in the same order, from one thread. Groups with different names may be built in any order. All ranks wait for each
+    in the same order, from one thread. Groups with different names may be created in any order. All ranks wait for each
     other in the default group's store before the group is created. If a rank is missing, the others raise after
-    ``timeout`` and leave no state, so that a later attempt of all ranks succeeds.
+    ``timeout`` and leave no state, so that a later attempt of all ranks can succeed.
 
-    After a rank was lost, every later call raises too, because the other ranks may have made different numbers of
-    calls.
+    After a rank is lost, every later operation of the group fails too, because the other ranks may have made different
+    numbers of calls.
 
     The group is not created by ``torch.distributed.new_group``, because that function numbers the groups of each
     process separately. If only one rank created a group, the group could be connected to an unrelated group of another
@@ -41,11 +43,11 @@ class RankGroup:
 
     Args:
         name: name of the group, the same on every rank.
-        call: text of the call that every rank must make, such as ``Publisher(...)``, for error messages.
+        call: text for error messages of the call that every rank must make, for example ``Publisher(...)``.
         timeout: maximum wait for the slowest rank, in the constructor and in each method.
 
     Raises:
-        RankLostError: if a rank dies, or does not build its group in time.
+        RankLostError: if a rank dies, or does not create the group in time.
     """
 
     def __init__(self, name: str, call: str, timeout: timedelta) -> None:
@@ -67,9 +69,9 @@ class RankGroup:
             options.group_name = f"delta_tracker/{name}/{number}"
 
     def start_all_gather(self, tensor: Tensor) -> Gathering:
-        """Start to gather the tensors of all ranks without waiting. All tensors must have the same shape and dtype.
+        """Start an asynchronous all-gather and return its handle. All tensors must have the same shape and dtype.
 
-        Does not raise if a rank is lost; :meth:`Gathering.result` then raises.
+        If a rank is lost, this method does not raise, but :meth:`Gathering.result` does.
         """
         if self.world_size == 1:
             return Gathering(self, [tensor])
@@ -93,7 +95,7 @@ class RankGroup:
         return self.start_all_gather(tensor).result()
 
     def add(self, tensor: Tensor) -> None:
-        """Replace each element of ``tensor`` by its sum over all ranks.
+        """Replace ``tensor`` by the elementwise sum of the tensors of all ranks, in place.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -148,14 +150,16 @@ class RankGroup:
                         break
 
     def close(self) -> None:
-        """Leave the group, once this rank's running collectives have ended. Not a collective."""
+        """Wait until this rank's running collectives have ended, and leave the group. Not a collective."""
         self._gloo = None
 
     def leave(self, reason: str) -> None:
-        """Make every later call raise, because this rank made other calls than the other ranks. Not a collective.
+        """Make every later operation of this rank fail. Not a collective.
+
+        Call this if the rank may have called other collectives than the other ranks, for example after an interrupt.
 
         Args:
-            reason: reason in the :class:`~delta_tracker.errors.RankLostError` of later calls.
+            reason: reason in the :class:`~delta_tracker.errors.RankLostError` of later operations.
         """
         if self._lost is None:
             self._lost = RankLostError(reason)
@@ -171,7 +175,7 @@ class RankGroup:
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Raise a :class:`~delta_tracker.errors.RankLostError` for a torch error, and save it for later calls."""
+        """Context manager that re-raises a torch error as ``RankLostError`` and saves that error for later calls."""
         try:
             yield
         except RankLostError as error:
@@ -197,7 +201,7 @@ class Gathering:
     work: dist.Work | None = None
 
     def result(self) -> list[Tensor]:
-        """Wait for the tensors of all ranks and return them in rank order. May be repeated after an interrupt.
+        """Wait for the tensors of all ranks and return them in rank order. May be called again after an interrupt.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -210,7 +214,7 @@ class Gathering:
 def _own_store(timeout: timedelta) -> dist.Store:
     """Return a new connection to the default group's store.
 
-    The connection has its own timeout. A blocking call on it does not block other threads that use the
+    The connection has its own timeout. A blocking call on the new connection does not block other threads that use the
     default connection.
     """
     default: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001  there is no public name for it
@@ -225,11 +229,11 @@ def _own_store(timeout: timedelta) -> dist.Store:
 
 
 class _Meeting:
-    """Barrier of all ranks, implemented in a store.
+    """Barrier of all ranks that is implemented with keys of a torch store.
 
-    An attempt ends when the last rank arrives or when the first rank times out, with the same result on all ranks. The
-    result is ``go`` after a success, else the reason of the failure. A rank skips attempts that ended before it
-    arrived.
+    Attempts to pass the barrier are numbered. An attempt ends when the last rank arrives or when the first rank times
+    out, with the same result on all ranks: ``go`` after a success, otherwise the reason for the failure. A rank skips
+    attempts that ended before it arrived.
 
     Args:
         store: store with the keys of this barrier only.
@@ -243,7 +247,7 @@ class _Meeting:
         self._timeout = timeout
 
     def attend(self, rank: int, world_size: int) -> int:
-        """Wait for all ranks, and return the number of the attempt, the same on every rank.
+        """Wait for all ranks and return the number of the attempt, which is the same on every rank.
 
         Raises:
             RankLostError: if a rank does not arrive in time.
@@ -272,12 +276,12 @@ class _Meeting:
 
         Args:
             ended: key of the result in the store.
-            reason: result to set if the attempt has not ended: ``go`` or the reason of the failure.
+            reason: result to set if the attempt has not ended: ``go`` or the reason for the failure.
         """
         return self._store.compare_set(ended, "", reason).decode()
 
     def _waits(self, ended: str) -> bool:
-        """Wait until the key ``ended`` exists in the store. Return False after a timeout."""
+        """Wait until the key ``ended`` exists in the store. Return True then, and False after a timeout."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = _FIRST_PAUSE_SECONDS
         while not self._store.check([ended]):  # store.wait() blocks signal handlers

@@ -18,12 +18,12 @@ Labels = Callable[[float], str]
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Label of an axis.
+    """Labelled position on an axis.
 
     Args:
         place: position on the axis, in percent from the left or the bottom.
-        label: the text.
-        more: second line in smaller type; empty for none.
+        label: text of the label.
+        more: second line of the label, in smaller type; empty if the label has one line.
     """
 
     place: float
@@ -37,7 +37,7 @@ class Shape:
 
     Args:
         path: SVG path data.
-        series: CSS class of the colour.
+        series: CSS class of the data series, which sets the colour.
         is_line: True to stroke the path, False to fill it.
     """
 
@@ -54,7 +54,7 @@ class Hit:
         left: left edge of the strip in percent.
         width: width of the strip in percent.
         title: first line of the tooltip.
-        values: one value per series, in the order of the legend; empty for none.
+        values: one value per series, in the order of the legend; empty if only the title is shown.
     """
 
     left: float
@@ -65,11 +65,11 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Vertical marker.
+    """Vertical line that marks a position in the chart.
 
     Args:
-        place: percent from the left.
-        kind: CSS class of the marker: snapshot, restart or median.
+        place: position of the line, in percent from the left.
+        kind: CSS class of the line: ``snapshot``, ``restart`` or ``median``.
     """
 
     place: float
@@ -82,7 +82,7 @@ class Chart:
 
     Args:
         about: alternative text for screen readers.
-        legend: CSS class of each series to its label, in the order of the values of ``hits``.
+        legend: mapping from the CSS class of each series to its label, in the order of :attr:`Hit.values`.
         shapes: paths, from back to front.
         y_ticks: labels of the vertical axis.
         x_ticks: labels of the horizontal axis.
@@ -114,7 +114,7 @@ class Scale:
     is_log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the percentage for a value, clamped to 0 to 100."""
+        """Return the percentage for ``value``: 0 below ``low``, and 100 above ``high``."""
         value = min(max(value, self.low), self.high)
         if self.is_log:
             return HEIGHT * math.log(value / self.low) / math.log(self.high / self.low)
@@ -135,6 +135,8 @@ class Scale:
 def linear(highest: float) -> Scale:
     """Return a linear scale from 0 to the first round value at or above ``highest``.
 
+    If ``highest`` is not positive, the scale ends at 1.
+
     Example:
         >>> linear(37.0)
         Scale(low=0.0, high=40.0, is_log=False)
@@ -146,18 +148,18 @@ def linear(highest: float) -> Scale:
 
 
 def logarithmic(values: Sequence[float]) -> Scale:
-    """Return a logarithmic scale that begins and ends at powers of ten and covers all positive ``values``."""
+    """Return a logarithmic scale from one power of ten to another that covers all positive ``values``."""
     above = [value for value in values if value > 0] or [1.0]
     low, high = math.floor(math.log10(min(above))), math.ceil(math.log10(max(above)))
     return Scale(10.0**low, 10.0 ** max(high, low + 1), is_log=True)
 
 
 def bars(heights: Sequence[float], below: Sequence[float] | None = None, gap: float = 0.0) -> str:
-    """Return the SVG path data of bars of equal width, which together span the chart.
+    """Return the SVG path data of bars. The chart is divided into slots of equal width, one for each bar.
 
     Args:
-        heights: heights of the bars in percent; 0 for no bar.
-        below: bottom of each bar in percent; None for 0.
+        heights: height of each bar in percent. A bar of height 0 is not drawn.
+        below: distance of each bar's lower edge from the bottom of the chart, in percent; None if all are 0.
         gap: gap between two bars, as a fraction of a bar's slot.
     """
     slot = WIDTH / max(1, len(heights))
@@ -188,14 +190,14 @@ def line(places: Sequence[tuple[float, float]], *, is_area: bool = False) -> str
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most ``most`` evenly spaced indices from 0 to ``count - 1``, both included; ``most`` is at least 2."""
+    """Return at most ``most`` evenly spaced indices, from 0 to ``count - 1`` inclusive. ``most`` must be at least 2."""
     if count <= most:
         return list(range(count))
     return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
 def _step(span: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that divides ``span`` into at most ``_MAX_TICKS`` steps."""
+    """Return the smallest number that is 1, 2 or 5 times a power of ten and at least ``span / _MAX_TICKS``."""
     rough = span / _MAX_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * step for step in _STEPS if power * step >= rough * (1 - 1e-9))

@@ -1,4 +1,4 @@
-"""Command group. Imports the file of a command only when the command or its help is requested."""
+"""Command group that imports the file of a command only when the command or its help is requested."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-# Name of each command to its summary in the list of commands. The command's file has the same name.
+# Command name to the summary in the list of commands. The file of a command has the same name.
 _SUMMARIES = {
     "demo": "Train, publish and follow a small model; creates a stream to try other commands on.",
     "inspect": "Show the contents of a stream, its predictors, and what a new predictor would read.",
@@ -37,7 +37,7 @@ Exit codes:
 
 
 class _Commands(click.Group):
-    """Group that imports a command from the file of the same name, where the function is called ``command``."""
+    """Click group that imports each command from the file of the same name, which defines it as ``command``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's interface
         return list(_SUMMARIES)

@@ -51,7 +51,7 @@ Examples:
     help="Merge only if at least this many deltas are not merged yet.",
 )
 def command(stream: Stream, fold: float, max_bytes: int, min_versions: int) -> int:
-    """Merge until every version that existed at the start is merged, or nothing more can be merged."""
+    """Merge until all versions that existed at the start are merged or nothing is left to merge; print the results."""
     head = stream.head()
     made: list[Manifest] = []
     with stream.out.progress("merging", None):

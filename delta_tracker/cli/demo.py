@@ -52,7 +52,7 @@ Examples:
 @click.option("--every", default=0.5, show_default=True, type=click.FloatRange(0.01), help="Seconds between deltas.")
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object on stdout.")
 def command(out: Path | None, seconds: float, every: float, *, is_json: bool) -> int:
-    """Run the demo, then compare the predictor's tables with the trainer's."""
+    """Run the demo, then compare the predictor's tables with the trainer's. Return 1 if they differ, otherwise 0."""
     output = Output(is_json=is_json)
     directory = Path(tempfile.mkdtemp(prefix="delta-tracker-demo-")) if out is None else out.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -81,7 +81,7 @@ def command(out: Path | None, seconds: float, every: float, *, is_json: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Record of the demo's measurements.
+    """Measurements of one run of the demo.
 
     Args:
         losses: loss of each batch.
@@ -93,7 +93,7 @@ class _Run:
 
 
 class _Trainer:
-    """Trainer of a matrix factorisation model on random clicks. Most clicks are by a few users, on a few items."""
+    """Trainer of a matrix factorisation model on random clicks. A few users and a few items have most of the clicks."""
 
     def __init__(self, url: str) -> None:
         self._random = torch.Generator().manual_seed(0)
@@ -115,7 +115,7 @@ class _Trainer:
 
     @property
     def has_nothing_new(self) -> bool:
-        """True if no batch was trained since the last version."""
+        """True if no batch has been trained since the last published version."""
         return self._batch == self._published
 
     def train(self) -> float:
@@ -134,7 +134,7 @@ class _Trainer:
         return loss.item()
 
     def publish(self, kind: Kind) -> int:
-        """Commit a snapshot of all rows, or a delta of the rows changed since the last version. Return the version."""
+        """Commit a snapshot of all rows or a delta of the rows changed since the last version; return its version."""
         changed = {fqn: rows.ids for fqn, rows in self._changes.get_delta(self._published).items()}
         self._changes.delete(self._batch)
         draft = Draft(
@@ -160,7 +160,7 @@ class _Trainer:
 
 
 def _seconds_until_applied(predictor: Predictor, version: int) -> float:
-    """Wait at most 30 seconds until the predictor has applied ``version``. Return the seconds waited."""
+    """Wait until the predictor has applied ``version``, at most 30 seconds. Return the seconds waited."""
     begin = time.monotonic()
     while (predictor.version or 0) < version and time.monotonic() < begin + _APPLY_SECONDS:
         time.sleep(0.001)

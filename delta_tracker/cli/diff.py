@@ -80,10 +80,11 @@ def command(stream: Stream, v1: int, v2: int, fqn: str | None, limit: int) -> in
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """Yield a temporary directory, deleted at the end of the block.
+    """Yield a temporary directory that is deleted at the end of the block.
 
     Raises:
-        InvalidArgumentError: if the directory cannot be written, or is full.
+        InvalidArgumentError: if the directory cannot be created, or a file in it cannot be written, for example because
+            the disk is full. Replaces every ``OSError`` of the block except a ``StorageError``.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch:
@@ -96,10 +97,11 @@ def _scratch() -> Iterator[Path]:
 
 
 def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
-    """Return a table of a snapshot: ``fqn``, or the only table if ``fqn`` is None.
+    """Return the spec of the table ``fqn`` in a snapshot; if ``fqn`` is None, the spec of the only table.
 
     Raises:
-        InvalidArgumentError: if the snapshot has no such table, or has several and ``fqn`` is None.
+        InvalidArgumentError: if the snapshot has no table ``fqn``, or if ``fqn`` is None and the snapshot does not have
+            exactly one table.
     """
     names = sorted(manifest.tables)
     if fqn is None and len(names) == 1:
@@ -113,13 +115,15 @@ def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
 def _both(
     stream: Stream, paths: tuple[list[Manifest], list[Manifest]], spec: TableSpec, scratch: Path
 ) -> tuple[Tensor, Tensor]:
-    """Return the table as of both versions. If the second path begins with the first, the first is read only once.
+    """Return the table as of both versions.
+
+    If the second path begins with all entries of the first path, these entries are read only once.
 
     Args:
         stream: the stream.
-        paths: entries from a snapshot to each version.
+        paths: for each of the two versions, the entries from a snapshot to the version.
         spec: the table.
-        scratch: directory for the files of the tensors.
+        scratch: directory for the files of the memory-mapped tensors.
 
     Returns:
         The table as of the first and the second version, ``[rows, columns]`` in the table's dtype.
@@ -151,7 +155,7 @@ def _both(
 
 
 def _compare(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``[N]`` int64 ids of rows that differ in any bit, and ``[N]`` float64 L2 norms of their differences."""
+    """Return the int64 ids ``[N]`` of the rows that differ in any bit, and the float64 L2 norms of the differences."""
     bits = {2: torch.int16, 4: torch.int32}[before.element_size()]
     ids, moved = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float64)]
     num_rows = max(1, _CHUNK_BYTES // (before.shape[1] * before.element_size()))
@@ -176,5 +180,5 @@ def _length(row: Tensor) -> float:
 
 
 def _finite(value: float) -> float | None:
-    """Return ``value``; None if it is NaN or infinite, which JSON does not support."""
+    """Return ``value``, or None if it is NaN or infinite. JSON does not support these values."""
     return value if math.isfinite(value) else None

@@ -43,12 +43,12 @@ class Entry:
         generation: generation of the publisher.
         cut: time of the cut, in Unix seconds.
         created: time of the commit, in Unix seconds.
-        batches: half-open range of the trainer's step counts.
+        batches: half-open range of the trainer's step counts that the version covers.
         pending_rows: number of changed rows left for later versions.
         num_rows: number of rows in all parts.
         num_bytes: bytes of all parts, including ids and dense tensors.
         num_parts: number of parts.
-        tables: FQN to amount of data, for tables with blocks in this version.
+        tables: FQN to amount of data, for each table that has rows in this version.
     """
 
     version: int
@@ -65,7 +65,7 @@ class Entry:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Entry:
-        """Summarise a manifest."""
+        """Return the summary of ``manifest``."""
         return cls(
             manifest.version,
             manifest.kind,
@@ -81,7 +81,7 @@ class Entry:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Return the summary for JSON. Times are Unix seconds."""
+        """Return the summary as JSON values. Times are Unix seconds."""
         return {
             "version": self.version,
             "kind": self.kind,
@@ -98,7 +98,7 @@ class Entry:
 
 
 def amounts(manifest: Manifest) -> dict[str, Amount]:
-    """Return the amount of data of each table, by FQN. A row in several column shards counts once per shard."""
+    """Return the amount of data of each table, by FQN. A row in several column shards is counted once per shard."""
     found: dict[str, Amount] = {}
     for part in manifest.parts:
         for block in part.blocks:
@@ -110,16 +110,16 @@ def amounts(manifest: Manifest) -> dict[str, Amount]:
 def read_all(
     names: Sequence[_T], read: Callable[[_T], Manifest | None], keep: Callable[[Manifest], _R]
 ) -> Iterator[tuple[_T, _R | MalformedError | None]]:
-    """Read entries concurrently and yield them in order.
+    """Read entries concurrently and yield the results in the order of ``names``.
 
     Args:
         names: versions or names of the entries, passed to ``read``.
         read: returns an entry; None if it does not exist.
-        keep: converts an entry to the value to yield, so that entries need not be held in memory.
+        keep: converts an entry to the value to yield. A small value saves memory, because the entry is then released.
 
     Yields:
-        Each name and the result of ``keep``. If the entry is malformed, the result is replaced by the error. If it does
-        not exist, the result is None.
+        Pairs of a name and a value: the result of ``keep``, the error if the entry is malformed, or None if the entry
+        does not exist.
 
     Raises:
         StorageError: if the store cannot be read.

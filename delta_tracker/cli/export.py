@@ -80,7 +80,7 @@ def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
 
 @contextmanager
 def _draft(out: Path) -> Iterator[Path]:
-    """Yield a temporary directory next to ``out``, deleted at the end of the block.
+    """Yield a temporary directory next to ``out`` that is deleted at the end of the block.
 
     Raises:
         InvalidArgumentError: if ``out`` exists.
@@ -105,12 +105,12 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
     Args:
         stream: the stream.
         version: version to export.
-        draft: directory for the files.
+        draft: existing directory for the files.
         form: ``safetensors`` or ``torch``.
 
     Raises:
-        InvalidArgumentError: for a version that is not committed yet, or names that the format does not support.
-        MalformedError: if a version has a table that differs from the snapshot's.
+        InvalidArgumentError: if the version is not committed yet, or the format does not support the name of a tensor.
+        MalformedError: if the spec of a table differs between the snapshot and a later version.
         MissingVersionError, NoSnapshotError, CorruptPartError, StorageError: if the version cannot be read.
         OSError: if a file cannot be written.
     """
@@ -144,7 +144,14 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
 
 
 def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str, Tensor]:
-    """Create the files of all tables and return their memory-mapped tensors by FQN. The caller must fill them."""
+    """Create one file per table and return the memory-mapped tables by FQN. The caller must write the rows.
+
+    Args:
+        snapshot: manifest with the specs of the tables.
+        version: version to store in the metadata of safetensors files.
+        work: directory for the files.
+        form: ``safetensors`` or ``torch``.
+    """
     rooms: dict[str, Tensor] = {}
     for number, (fqn, spec) in enumerate(snapshot.tables.items()):
         key = f"{fqn}.weight"
@@ -159,7 +166,13 @@ def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str,
 def _safetensors(
     file: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], stream: str, version: int
 ) -> dict[str, Tensor]:
-    """Create a safetensors file and return its memory-mapped tensors by name. The caller must fill them.
+    """Create a safetensors file and return its memory-mapped tensors by name. The caller must write the values.
+
+    Args:
+        file: path of the new file.
+        specs: name to spec of each tensor, in the order of the file.
+        stream: stream id to store in the metadata.
+        version: version to store in the metadata.
 
     Raises:
         InvalidArgumentError: if a tensor has the reserved name ``__metadata__``.
@@ -179,7 +192,7 @@ def _safetensors(
 
 
 def _widest_first(dense: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Sort tensors by item size, largest first, so that each begins at a multiple of its item size."""
+    """Return names and tensors, largest item size first, so that no tensor needs padding for alignment in the file."""
     return sorted(dense.items(), key=lambda item: -item[1].itemsize)
 
 

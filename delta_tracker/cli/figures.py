@@ -1,4 +1,4 @@
-"""Data of a report as JSON values, for ``--json`` and for the page."""
+"""Data of a report as JSON values, for ``--json`` and for the HTML page."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Limits:
 
 @dataclass(slots=True)
 class _Reading:
-    """Extent of the versions whose rows were read.
+    """Range and size of the versions whose rows were read.
 
     Args:
-        first: first of these versions; None if there is none.
-        last: last of these versions; None if there is none.
+        first: first of these versions; None if no rows were read.
+        last: last of these versions; None if no rows were read.
         versions: number of these versions.
-        num_bytes: bytes of their parts.
+        num_bytes: total bytes of the parts of these versions.
     """
 
     first: int | None = None
@@ -62,7 +62,7 @@ def gather(stream: Stream, limits: Limits) -> Figures:
 
     Raises:
         InvalidArgumentError: if there is no stream.
-        MalformedError: if its newest entry is malformed.
+        MalformedError: if the newest entry is malformed.
         StorageError: if the store cannot be read.
     """
     head = stream.head()
@@ -97,11 +97,11 @@ def gather(stream: Stream, limits: Limits) -> Figures:
 
 
 def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, list[str], list[tuple[int, int]], int]:
-    """Read the newest entries of the log.
+    """Read the newest entries of the log, at most ``limits.versions``.
 
     Returns:
-        The history; descriptions of the faults; a list of ``(version, bytes)`` for the newest entries, up to
-        ``limits.num_bytes`` in total; the number of older entries that were not read.
+        The history; descriptions of missing or malformed entries; a list of ``(version, bytes)`` for the newest
+        entries, up to ``limits.num_bytes`` in total; the number of older entries that were not read.
     """
     listed = [version for version in stream.log.versions() if version <= head.version]
     chosen = listed[-limits.versions :]
@@ -123,10 +123,10 @@ def _read_log(stream: Stream, head: Manifest, limits: Limits) -> tuple[History, 
 
 
 def _gap(stream: Stream, listed: list[int]) -> list[str]:
-    """Return a list with one fault if an entry after the newest snapshot is missing; otherwise an empty list.
+    """Return a list with the description of a missing entry after the newest snapshot; empty if none is missing.
 
-    A new predictor cannot reach the head in that case. Missing entries before the snapshot are not a fault, because
-    retention deletes them.
+    If such an entry is missing, a new predictor cannot reach the newest version. Missing entries before the snapshot
+    are not a fault, because retention deletes them.
 
     Args:
         stream: the stream.
@@ -214,9 +214,9 @@ def _table(history: History, moved: TableMovement) -> dict[str, Any]:
 
 
 def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
-    """Return the number of values, the quantiles ``p50``, ``p90`` and ``p99``, and the maximum.
+    """Return ``count``, the number of values; the quantiles ``p50``, ``p90`` and ``p99``; and the maximum, ``max``.
 
-    Quantiles and maximum have the relative error of the buckets, at most 1.1 %. They are None if there are no values.
+    The quantiles and the maximum have a relative error of at most 1.1 %. They are None if there are no values.
     """
     names = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     found = {name: buckets.quantile(fraction) if buckets.count else None for name, fraction in names.items()}
@@ -226,8 +226,8 @@ def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
 def _histogram(buckets: LogBuckets) -> list[dict[str, float]]:
     """Return the bars of a histogram: bounds ``above`` and ``to``, and the ``count`` of values between them.
 
-    Every bar covers the same number of buckets: the lowest power of two for which a bar is at least an eighth of an
-    octave wide and there are at most ``_MAX_BARS`` bars. The list is empty if there are no values.
+    All bars cover the same number of buckets: the smallest power of two for which ``to`` is at least ``2 ** (1 / 8)``
+    times ``above``, and there are at most ``_MAX_BARS`` bars. The list is empty if there are no positive values.
     """
     if not buckets.positive:
         return []

@@ -18,13 +18,14 @@ State = Literal["live", "silent"]
 
 @dataclass(frozen=True, slots=True)
 class FollowerView:
-    """State of a predictor, from its last heartbeat and the head of the log.
+    """State of a predictor, computed from its last heartbeat and the newest entry of the log.
 
     Args:
         beat: last heartbeat.
         state: ``live``, or ``silent`` if the last heartbeat is more than 30 seconds old.
         seconds_ago: age of the heartbeat in seconds: this host's time minus the time that the predictor's host wrote.
-        lag_versions: number of versions not applied; None if the predictor has no version or follows another stream.
+        lag_versions: number of versions of the log after the version in the heartbeat; None if the predictor has no
+            version or follows another stream.
     """
 
     beat: Heartbeat
@@ -36,15 +37,16 @@ class FollowerView:
     def behind(self) -> int | None:
         """Number of versions not yet applied; None if unknown.
 
-        For a live predictor this is the number in its heartbeat, otherwise :attr:`lag_versions`. A heartbeat may be
-        seconds old, so :attr:`lag_versions` also counts versions that were committed after it.
+        For a live predictor, this is the number that the predictor wrote in its heartbeat, because :attr:`lag_versions`
+        also counts versions that were committed after the heartbeat. Otherwise, or if the heartbeat has no number, this
+        is :attr:`lag_versions`.
         """
         if self.lag_versions is None or self.state != "live" or self.beat.lag_versions is None:
             return self.lag_versions
         return self.beat.lag_versions
 
     def to_dict(self) -> dict[str, object]:
-        """Return the state for JSON. Times are in seconds."""
+        """Return the state as JSON values. Times are in seconds."""
         return {
             "name": self.beat.name,
             "state": self.state,
@@ -59,7 +61,7 @@ class FollowerView:
 
 
 def read_followers(storage: Storage, head: Manifest, now: float) -> tuple[list[FollowerView], int]:
-    """Return the predictors with a heartbeat in the last hour, sorted by name, and the number of the other predictors.
+    """Return the predictors with a heartbeat in the last hour, sorted by name, and the number of older heartbeats.
 
     Args:
         storage: store of the stream.

@@ -1,4 +1,4 @@
-"""History of a stream from its entries, in bounded memory: sizes, cadence, and a comparison with full snapshots."""
+"""Statistics of a stream's log in bounded memory: sizes, time between versions, comparison with full snapshots."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Bin:
         return self.deltas + self.snapshots
 
     def merge(self, later: Bin) -> None:
-        """Merge ``later``, the bin of the versions that follow, into this one."""
+        """Merge ``later``, the bin of the next versions, into this bin."""
         self.last, self.end = later.last, later.end
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(later, name))
@@ -88,15 +88,15 @@ class History:
 
     Attributes:
         bins: bins in ascending order of versions.
-        tables: FQN to table, as of the newest version that has it.
+        tables: FQN to spec of the table in the newest version that has the table.
         totals: FQN to amount of data of the table in all deltas.
-        sizes: distribution of the bytes of a delta.
+        sizes: distribution of the sizes of deltas, in bytes.
         gaps: distribution of the seconds from the commit of a version to that of the next one.
         delays: distribution of the seconds from a version's cut to its commit.
-        newest: the newest entry; None before the first.
-        missing: number of versions missing between two existing ones. Versions missing after a claim are not counted,
+        newest: the newest entry that was added; None before the first.
+        missing: number of missing versions between existing versions. Versions missing after a claim are not counted,
             because retention keeps the claim and deletes the entries after it.
-        full_bytes: bytes that the newest version would have as a full snapshot.
+        full_bytes: size of a full snapshot at the newest version, in bytes.
     """
 
     def __init__(self, max_bins: int = MAX_BINS) -> None:

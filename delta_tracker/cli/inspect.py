@@ -38,7 +38,7 @@ Examples:
     "--last", default=10, show_default=True, metavar="N", type=click.IntRange(0), help="List the newest N versions."
 )
 def command(stream: Stream, last: int) -> int:
-    """Print the summary as tables or as one JSON object."""
+    """Print a summary of the stream as tables or as one JSON object. Return 1 if there are findings, otherwise 0."""
     found = survey(stream)
     newest = found.entries[max(0, len(found.entries) - last) :]
     if stream.out.is_json:

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: command-line arguments; None for those of this process.
+        arguments: command-line arguments; None for the arguments of this process.
 
     Returns:
         The exit code: 0 success; 1 the stream is damaged, or a check has findings; 2 invalid call, or the store cannot
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Plain(logging.Formatter):
-    """Formatter that escapes control characters, because warnings quote untrusted names and errors."""
+    """Log formatter that escapes control characters, because warnings quote untrusted names and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))

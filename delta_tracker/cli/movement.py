@@ -21,17 +21,18 @@ NUM_COUNTED = 1 << 20
 
 
 class RowCounts:
-    """Counter of the most frequent ids.
+    """Counter of the most frequent row ids.
 
     Counts are exact for up to ``capacity`` different ids. For more ids this is a Misra-Gries sketch in the mergeable
     form of Agarwal et al., "Mergeable Summaries" (PODS 2012): a count may be too low by up to :attr:`error`, and every
-    id that occurs more than :attr:`error` times is present.
+    id that occurs more than :attr:`error` times is kept.
 
     Args:
-        capacity: maximum number of ids to keep. Between merges, memory holds up to four times as many.
+        capacity: maximum number of ids to keep. Added ids are counted in batches; until then, memory holds up to four
+            times as many ids.
 
     Attributes:
-        error: maximum by which a count is too low.
+        error: upper bound of the amount by which a count is too low.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -74,16 +75,16 @@ class TableMovement:
 
     Args:
         spec: the table.
-        sample_bytes: maximum bytes of the sample, which holds the previous values of rows in float32. If the table is
-            larger, only every ``stride``-th row is sampled.
-        num_counted: number of different rows that are counted exactly.
+        sample_bytes: maximum bytes of the sample, which holds the previous values of rows in float32. If the table in
+            float32 is larger, only every ``stride``-th row is sampled.
+        num_counted: number of different rows up to which ``counts`` is exact.
 
     Attributes:
         stride: every ``stride``-th row is sampled; 0 if no row is sampled.
         counts: number of deltas that contain each row.
         moves: distribution of the nonzero L2 distances between the value of a sampled row in a version and its previous
             value.
-        num_deltas: number of deltas with listed rows of the table.
+        num_deltas: number of deltas with a block that lists ids of the table's rows.
         unmoved: number of times that a delta contained a sampled row whose value had not changed.
     """
 
@@ -100,7 +101,7 @@ class TableMovement:
         self._held = np.full((num_held, spec.dim), np.nan, np.float32)
 
     def add(self, whole: list[BlockRows], listed: list[BlockRows], *, is_delta: bool) -> None:
-        """Add the table's rows of the next version.
+        """Add the rows of the table in the next version to the statistics.
 
         Args:
             whole: blocks that contain every row of their row range.
@@ -129,8 +130,8 @@ class TableMovement:
         """Compare a block's sampled rows with the stored values, then store the new values.
 
         Yields:
-            Indices of the rows in the sample, and the squared L2 distances from the previous values. A row without a
-            previous value has the distance NaN.
+            Indices of the rows in the sample, and the squared L2 distances between new and previous values in the
+            columns of the block. The distance of a row without a previous value is NaN.
         """
         left, right = rows.block.columns
         for begin in range(0, rows.block.num_rows, _CHUNK_ROWS):
@@ -149,7 +150,7 @@ class TableMovement:
             yield slots, squares
 
     def _count(self, distances: NDArray[np.float64]) -> None:
-        """Add positive distances to ``moves``, as a vectorised ``moves.extend``."""
+        """Add positive distances to ``moves``. Equivalent to ``moves.extend``, but vectorised."""
         places = np.clip(np.ceil(np.log2(distances) * PER_OCTAVE) - 1, LOWEST, HIGHEST).astype(np.int64)
         found, counts = np.unique(places, return_counts=True)
         self.moves.positive.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
@@ -161,8 +162,8 @@ class Movement:
     Memory: ``sample_bytes`` of values, 64 bytes for each of ``num_counted`` rows, and the memory to read a version.
 
     Args:
-        specs: FQN to table. Other tables are skipped, and so are blocks of a version in which the table has another
-            shape.
+        specs: FQN to spec of each table. Blocks of other tables are skipped, and blocks of versions in which the table
+            has another shape.
         sample_bytes: as in :class:`TableMovement`, but divided among the tables.
         num_counted: as in :class:`TableMovement`, but divided among the tables.
 
@@ -180,7 +181,7 @@ class Movement:
         }
 
     def add(self, contents: Contents) -> None:
-        """Add the next version."""
+        """Add the rows of the next version to the statistics of their tables."""
         manifest = contents.manifest
         blocks: dict[str, tuple[list[BlockRows], list[BlockRows]]] = {}
         for kind, all_rows in enumerate((contents.whole, contents.listed)):

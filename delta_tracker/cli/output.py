@@ -25,7 +25,7 @@ class Output:
     Text is not interpreted as markup, and control characters are escaped.
 
     Args:
-        is_json: print one JSON object per line instead of tables.
+        is_json: True if the command prints one JSON object per line instead of text. The command must check it.
     """
 
     def __init__(self, *, is_json: bool) -> None:
@@ -36,12 +36,12 @@ class Output:
         self._errors = Console(highlight=False, markup=False, emoji=False, stderr=True)
 
     def json(self, value: dict[str, object]) -> None:
-        """Print a JSON object on one line."""
+        """Print ``value`` as a JSON object on one line."""
         sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
         sys.stdout.flush()
 
     def line(self, text: object = "", style: str = "") -> None:
-        """Print a line of text."""
+        """Print a line of text in a rich style."""
         self.console.print(cell(text, style), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
@@ -59,6 +59,9 @@ class Output:
         Args:
             doing: description of the work.
             total: amount of work; None if unknown.
+
+        Yields:
+            Handle that advances the bar.
         """
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         is_shown = self._errors.is_terminal
@@ -67,7 +70,7 @@ class Output:
 
 
 class Progressing:
-    """Handle to advance a progress bar."""
+    """Handle that advances a progress bar."""
 
     def __init__(self, bar: Progress, doing: str, total: float | None) -> None:
         self._bar = bar
@@ -79,7 +82,7 @@ class Progressing:
 
 
 def cell(value: object, style: str = "") -> Text:
-    """Return ``value`` as text with control characters escaped and without markup."""
+    """Return ``value`` as rich text in a style. Control characters are escaped, and markup is not interpreted."""
     return Text(plain(value), style=style)
 
 

@@ -31,7 +31,7 @@ def render(figures: Figures) -> str:
     """Return the HTML page of a report.
 
     Args:
-        figures: from :func:`delta_tracker.cli.figures.gather`.
+        figures: data of the report, returned by :func:`delta_tracker.cli.figures.gather`.
 
     Raises:
         MissingExtraError: if jinja2 is not installed.
@@ -84,12 +84,12 @@ def share(value: float) -> str:
 
 
 def short(name: str) -> str:
-    """Replace the middle of a long name by an ellipsis, keeping more of its end than of its beginning."""
+    """Return ``name``, in which an ellipsis replaces all but the first 24 and last 48 characters if it is longer."""
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME // 3]}…{name[-2 * _MAX_NAME // 3 :]}"
 
 
 def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Format Unix seconds in UTC; return ``unknown date`` if ``datetime`` cannot represent them."""
+    """Format a Unix time in UTC with the strftime format ``form``; return ``unknown date`` if it is out of range."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime(form)
     except (OverflowError, ValueError, OSError):
@@ -110,7 +110,7 @@ def _charts(figures: Figures) -> dict[str, Chart]:
 
 
 def _sizes(figures: Figures) -> Chart:
-    """Return the chart of the mean bytes of a delta, by table."""
+    """Return the stacked bar chart of the mean size of a delta in each bin of versions, divided by table."""
     bins, tables = figures["bins"], figures["tables"]
     named = tables[:_NUM_SERIES]
     layers = {f"s{index}": table["bin_bytes"] for index, table in enumerate(named)}
@@ -143,7 +143,7 @@ def _sizes(figures: Figures) -> Chart:
 
 
 def _saved(bins: Sequence[dict[str, Any]]) -> Chart:
-    """Return the chart of the stream's cumulative bytes, compared with a full snapshot for each version."""
+    """Return the chart that compares the cumulative bytes of the stream with those of one full snapshot per version."""
     legend = {"full": "as full snapshots", "s0": "this stream"}
     chart = _over_versions("Cumulative bytes since the first version", bins, legend)
     full = sent = 0
@@ -165,7 +165,7 @@ def _saved(bins: Sequence[dict[str, Any]]) -> Chart:
 
 
 def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
-    """Return the chart of the longest and mean seconds between versions."""
+    """Return the chart of the longest and the mean time between consecutive versions, for each bin of versions."""
     chart = _over_versions("Time between versions", bins, {"s0": "longest", "s1": "mean"})
     known = [each for each in bins if each["gaps"]]
     means = [each["gap_seconds"] / each["gaps"] if each["gaps"] else 0.0 for each in bins]
@@ -189,7 +189,13 @@ def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
 
 
 def _over_versions(about: str, bins: Sequence[dict[str, Any]], legend: dict[str, str]) -> Chart:
-    """Return a chart with versions on the x axis, and markers at snapshots and new publishers, without shapes."""
+    """Return a chart without shapes, with versions on the x axis and marks at snapshots and at publisher restarts.
+
+    Args:
+        about: alternative text for screen readers.
+        bins: statistics of consecutive versions, one bin per slot of the x axis.
+        legend: as in :class:`~delta_tracker.cli.charts.Chart`.
+    """
     chart = Chart(about=about, legend=legend)
     slot = 100 / len(bins)
     is_long = bins[-1]["end"] - bins[0]["begin"] > _DAY
@@ -210,7 +216,7 @@ def _moved(figures: Figures) -> list[dict[str, Any]]:
 
 
 def _card(table: dict[str, Any]) -> dict[str, Any]:
-    """Return what the template needs for one table: ``table``, and ``chart``, the histogram of its distances."""
+    """Return the template's variables for one table: ``table`` itself, and ``chart``, the histogram of L2 distances."""
     histogram, moves = table["histogram"], table["moves"]
     scale = linear(max(bar["count"] for bar in histogram) / moves["count"])
     shares = [bar["count"] / moves["count"] for bar in histogram]
@@ -244,11 +250,13 @@ def _distances(across: Scale) -> list[Tick]:
 
 
 def _line(num_bytes: Sequence[int], bins: Sequence[dict[str, Any]]) -> str:
-    """Return the SVG path data of a sparkline of the mean bytes of a delta; empty for fewer than two points.
+    """Return the SVG path data of a line through the mean bytes of one table per delta, for each bin with deltas.
+
+    The result is empty if fewer than two bins have deltas.
 
     Args:
-        num_bytes: bytes of a table's deltas in each bin.
-        bins: the bins.
+        num_bytes: bytes of the table in the deltas of each bin.
+        bins: statistics of consecutive versions.
     """
     means = [total / each["deltas"] for total, each in zip(num_bytes, bins, strict=True) if each["deltas"]]
     scale = linear(max(means, default=0.0))
@@ -278,5 +286,5 @@ def _several(amount: int, one: str) -> str:
 
 
 def _gap(num_bars: int) -> float:
-    """Return the gap between bars as a fraction of a bar's slot; 0 for many bars."""
+    """Return the gap between bars as a fraction of a bar's slot; 0 for more than 60 bars."""
     return 0.15 if num_bars <= 60 else 0.0  # noqa: PLR2004  gaps are visible on a phone up to about 60 bars

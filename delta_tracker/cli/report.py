@@ -51,7 +51,7 @@ Examples:
 )
 @stream_command
 def command(stream: Stream, path: Path | None, versions: int, megabytes: int) -> int:
-    """Write the page; with ``--json``, print the data and write a page only if ``--out`` is given."""
+    """Write the page. With ``--json``, print the data instead, and write the page only if ``--out`` is given."""
     if path is not None and not path.absolute().parent.is_dir():  # check before reading, which may take hours
         raise InvalidArgumentError("--out", str(path), "Name a file in a directory that exists")
     figures = gather(stream, Limits(versions=versions, num_bytes=megabytes * 1_000_000))
@@ -66,7 +66,7 @@ def command(stream: Stream, path: Path | None, versions: int, megabytes: int) ->
 
 
 def _write(page: Path, text: str) -> None:
-    """Write the page to a temporary file and rename it, so that readers see the old page or the new one.
+    """Write ``text`` to a temporary file and rename the file to ``page``, so that ``page`` is never incomplete.
 
     Raises:
         InvalidArgumentError: if the file cannot be written.

@@ -47,7 +47,7 @@ def screen(view: View, width: int, height: int | None = None) -> RenderableType:
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     """Distribute lines of the screen among its tables.
 
-    Each table first gets the same few lines. The other lines are given in turn to the tables that need more.
+    Each table first gets up to three lines. The other lines are given in turn to the tables that need more.
 
     Args:
         room: number of lines to distribute.
@@ -114,7 +114,7 @@ def _predictors(view: View, lines: int) -> Table:
 
 
 def _tables(view: View, width: int) -> list[tuple[Text, ...]]:
-    """Return the cells of a row for each table of the stream, most bytes first."""
+    """Return one row of cells for each table of the stream, sorted by bytes in descending order."""
     watch, seconds = view.watch, view.watch.seconds(view.now)
     amounts = sorted(watch.amounts(view.now).items(), key=lambda each: (-each[1].num_bytes, each[0]))
     found: list[tuple[Text, ...]] = []
@@ -157,7 +157,7 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
 
 
 def _fitting(made: Table, rows: Sequence[_T], lines: int, num_gone: int = 0) -> Sequence[_T]:
-    """Return the first ``lines`` rows, and add the number of omitted ones to the heading of the first column.
+    """Return the first ``lines`` rows, and add the number of omitted rows to the heading of the first column.
 
     Args:
         made: table of the rows; its heading is modified.
@@ -174,7 +174,7 @@ def _fitting(made: Table, rows: Sequence[_T], lines: int, num_gone: int = 0) -> 
 
 
 def _table(*columns: str) -> Table:
-    """Return an empty table whose last column is narrowed first if the table is too wide.
+    """Return an empty rich table. If it is too wide for the terminal, its last column is narrowed first.
 
     Args:
         columns: column names. A column whose name begins with ``>`` is right-aligned, and the ``>`` is not shown.
@@ -205,7 +205,7 @@ def _one_line(text: str, style: str = "") -> Text:
 
 
 def _short(name: str, width: int) -> str:
-    """Shorten a name to at most ``width`` characters, replacing its beginning by an ellipsis."""
+    """Return ``name``. If it is longer than ``width`` characters, replace the beginning by an ellipsis."""
     return name if len(name) <= width else f"…{name[1 - width :]}"
 
 

@@ -1,4 +1,4 @@
-"""Decorator of commands on a stream, which adds the URL, the store's options and ``--json``."""
+"""Decorator that adds the argument ``URL`` and the options ``--option`` and ``--json`` to a command on a stream."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class MeteredStorage(Storage):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Stream and output of a command.
+    """Context of a command: the stream that it works on, and its output.
 
     Args:
         storage: store of the stream.
@@ -82,7 +82,7 @@ class Stream:
 
     @contextmanager
     def reading(self, doing: str, num_bytes: int) -> Iterator[None]:
-        """Show a progress bar of the bytes read from the store.
+        """Show a progress bar of the bytes that the block reads from the store.
 
         Args:
             doing: description of the work.
@@ -113,10 +113,11 @@ class Stream:
 def stream_command(function: Callable[..., int]) -> Callable[..., int]:
     """Add the argument ``URL`` and the options ``--option`` and ``--json`` to a click command.
 
-    Place it below ``click.command`` and above the command's own arguments, so that ``URL`` is the first argument.
+    Place this decorator below ``click.command`` and above the command's own arguments, so that ``URL`` is the first
+    argument.
 
     Args:
-        function: takes a :class:`Stream`, then the command's own parameters; returns the exit code.
+        function: function that takes a :class:`Stream` and the command's own parameters, and returns the exit code.
 
     Returns:
         A function with the parameters of the command line, which opens the store and calls ``function``.
@@ -134,16 +135,16 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def store_url(url: str) -> str:
-    """Return a URL unchanged, and a plain path as a ``file://`` URL."""
+    """Return ``url``. If it is a plain path, convert it to a ``file://`` URL."""
     return url if _SCHEME.match(url) else Path(url).absolute().as_uri()
 
 
 def store_options(options: Sequence[str]) -> dict[str, str] | None:
-    """Parse the values of ``--option name=value``; return None if there are none.
+    """Return the values of ``--option name=value`` by name; return None if there are no options.
 
     Raises:
-        InvalidArgumentError: for an option without a name or without ``=``. The message omits the option's text, which
-            may be secret.
+        InvalidArgumentError: if an option has no name or no ``=``. The message omits the option's text, which may be
+            secret.
     """
     pairs = [option.partition("=") for option in options]
     for name, equals, _ in pairs:

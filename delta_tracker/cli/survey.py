@@ -1,4 +1,4 @@
-"""Summary of a stream from one read of all its entries."""
+"""Summary of a stream, made by reading all entries of its log once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _NONE = Amount()
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Starting point of a new predictor: the snapshot and the entries that it reads.
+    """Entries that a new predictor reads to reach the newest version.
 
     Args:
         snapshot: snapshot to start from.
-        entries: the snapshot and the versions after it, up to the head or to the first unreadable one.
+        entries: the snapshot and the versions after it, up to the newest version or to the last one before a missing or
+            malformed version.
     """
 
     snapshot: Manifest
@@ -34,16 +35,16 @@ class Start:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all parts."""
+        """Total bytes of the parts of these entries."""
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
     def num_parts(self) -> int:
-        """Number of parts."""
+        """Total number of parts of these entries."""
         return sum(entry.num_parts for entry in self.entries)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the entries for JSON."""
+        """Return the totals of these entries as JSON values."""
         return {
             "snapshot": self.snapshot.version,
             "is_merged": self.snapshot.merges is not None,
@@ -61,14 +62,14 @@ class Survey:
     Args:
         head: newest entry.
         now: Unix time of the summary, in seconds.
-        tables: FQN to table, as of the newest version that is not a claim.
-        entries: contiguous entries up to the head, without unreadable ones.
-        num_strays: number of entries below a gap. New predictors do not read them. Retention leaves
-            such entries, because it keeps each claim and the entry before it.
+        tables: FQN to spec of each table in the newest version that is not a claim.
+        entries: entries of the contiguous range of versions that ends at the head, except malformed entries.
+        num_strays: number of entries before this range. New predictors do not read them. Retention leaves such
+            entries, because it keeps each claim and the entry before the claim.
         num_merged: number of merged entries.
-        entry_bytes: bytes of all entries, including merged ones.
-        num_parts: number of objects below ``parts``, with or without an entry.
-        part_bytes: bytes of these objects.
+        entry_bytes: bytes of the manifests of all entries, including merged entries.
+        num_parts: number of parts in the store, including parts that no entry lists.
+        part_bytes: bytes of these parts.
         start: entries that a new predictor reads; None if there is no snapshot to start from.
         followers: predictors with a heartbeat in the last hour.
         num_gone: number of predictors whose last heartbeat is older than an hour.
@@ -100,7 +101,7 @@ class Survey:
         return sum((entry.tables.get(fqn, _NONE) for entry in deltas), start=_NONE)
 
     def generations(self) -> Iterator[tuple[int, list[Entry]]]:
-        """Yield each generation with its entries, in ascending order."""
+        """Yield the number and the entries of each generation, in ascending order."""
         for generation, entries in groupby(self.entries, key=lambda entry: entry.generation):
             yield generation, list(entries)
 
@@ -118,7 +119,7 @@ class Survey:
         return self.now - waiting[0].created if waiting[0].version == held + 1 else None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the summary for JSON. Times are Unix seconds."""
+        """Return the summary as JSON values. Times are Unix seconds."""
         head = self.head
         return {
             "stream": head.stream,
@@ -155,11 +156,11 @@ class Survey:
 
 
 def survey(stream: Stream) -> Survey:
-    """Summarise a stream: read every entry of the log and the heartbeats, and list merged entries and parts.
+    """Return the summary of a stream. Reads every entry of the log and every heartbeat; lists merged entries and parts.
 
     Raises:
         InvalidArgumentError: if there is no stream.
-        MalformedError: if the head is malformed.
+        MalformedError: if the newest entry is malformed.
         StorageError: if the store cannot be read.
     """
     head = stream.head()
@@ -195,9 +196,9 @@ def survey(stream: Stream) -> Survey:
 
 
 def contiguous(versions: Sequence[int]) -> int:
-    """Return the index at which the contiguous range that ends at the last version begins; 0 for an empty list.
+    """Return the index of the first version of the contiguous range that ends at the last version; 0 if empty.
 
-    A new reader only uses versions of this range.
+    A new reader reads only versions in this range.
 
     Args:
         versions: versions in ascending order.
@@ -213,7 +214,7 @@ def contiguous(versions: Sequence[int]) -> int:
 
 
 def count_kinds(entries: Sequence[Entry]) -> Counter[str]:
-    """Count the entries of each kind."""
+    """Return the number of entries of each kind."""
     return Counter(entry.kind for entry in entries)
 
 

@@ -17,8 +17,8 @@ _MAX_TEXT = 400
 def plain(text: object) -> str:
     r"""Escape control characters in text from a stream or an error.
 
-    Table names, and errors in heartbeats, are untrusted. Escape codes, line breaks and bidirectional marks are replaced
-    by Python escape sequences.
+    Table names and the errors in heartbeats are untrusted. Escape codes, line breaks and bidirectional marks are
+    replaced by Python escape sequences.
 
     Example:
         >>> plain("red \x1b[31m and\nmore")
@@ -28,7 +28,7 @@ def plain(text: object) -> str:
 
 
 def error_text(error: DeltaTrackerError) -> str:
-    """Return the problem, truncated to 400 characters, and the remedy of an error as one paragraph."""
+    """Return one paragraph with the problem of an error, truncated to 400 characters, and the remedy."""
     return plain(f"error: {_cut(error.problem)}. {error.remedy}.")
 
 

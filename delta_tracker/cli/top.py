@@ -54,7 +54,7 @@ Examples:
 @click.option("--once", is_flag=True, help="Show the screen once and exit.")
 @stream_command
 def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
-    """Show the screen and refresh it, or with ``--json`` print one line per refresh."""
+    """Show the screen and refresh it until Ctrl-C. With ``--json``, print one line per refresh instead."""
     views = _views(stream, window)
     console = stream.out.console
     if once or stream.out.is_json or not console.is_terminal:
@@ -77,7 +77,8 @@ def command(stream: Stream, *, every: float, window: float, once: bool) -> int:
 def _views(stream: Stream, window: float) -> Iterator[View]:
     """Yield one view per refresh, indefinitely.
 
-    An error of the first read is raised. A later error is stored in the view, and the next refresh retries.
+    If the first read fails, the error is raised. If a later read fails, the error is stored in the view, and the next
+    refresh retries.
     """
     stream.head()
     watch = Watch(stream.log, window)
@@ -99,7 +100,9 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
 
 
 class _Notes(logging.Handler):
-    """Log handler that stores the last message for the screen, because writing to the terminal would corrupt it.
+    """Log handler that stores the last message, so that the screen can show it.
+
+    If messages were written to the terminal, they would corrupt the screen.
 
     Attributes:
         last: the last message; None before the first.
@@ -124,7 +127,7 @@ def _notes() -> Iterator[_Notes]:
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """Convert SIGTERM inside the block to ``SystemExit``, so that the terminal is restored."""
+    """Context manager in which SIGTERM raises ``SystemExit``, so that the terminal is restored."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ANSWER_TO_TERMINATE))
     try:
         yield

@@ -67,10 +67,10 @@ def command(stream: Stream, *, quick: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Damage of an entry or part.
+    """Record of a damaged entry or part.
 
     Args:
-        where: name of the entry or part.
+        where: object name of the entry or part.
         problem: description of the damage.
         is_in_the_way: True if a predictor that starts now reads the entry or part.
     """
@@ -82,7 +82,7 @@ class Finding:
 
 @dataclass
 class _Check:
-    """Check of one stream.
+    """Check of the entries and parts of one stream, with its result.
 
     Args:
         stream: the stream.
@@ -127,7 +127,7 @@ class _Check:
         storage, log = self.stream.storage, self.stream.log
         head = self.stream.head()
         self._start = self._newest_snapshot(head)
-        # Listed after the head was read, so that it contains the parts of all entries up to the head.
+        # The listing is made after the head was read, so that it contains the parts of all entries up to the head.
         self._sizes = {each.name: each.num_bytes for each in storage.objects("parts")}
         versions = [version for version in log.versions() if version <= head.version]
         versions = versions[contiguous(versions) :]
@@ -185,7 +185,7 @@ class _Check:
             self.num_bytes += part.num_bytes
 
     def _is_without_parts(self, manifest: Manifest, part: Part) -> bool:
-        """Return True if retention deleted the parts of an entry, and kept the entry because a claim follows it."""
+        """Return True if ``part`` is missing because retention keeps an entry before a claim but deletes its parts."""
         log = self.stream.log
         return manifest.version < self._start and log.storage.size(part.name) is None and log.precedes_claim(manifest)
 
@@ -212,11 +212,11 @@ class _Check:
 
 
 def _chain_problems(manifest: Manifest, before: Manifest | None, head: Manifest) -> Iterator[str]:
-    """Yield descriptions of the fields of an entry that contradict the head or the entry's predecessor.
+    """Yield a description of each field of an entry that contradicts the head or the previous entry.
 
     Args:
         manifest: the entry.
-        before: its predecessor; None if that is missing or malformed.
+        before: previous entry; None if it is missing or malformed.
         head: newest entry of the stream.
     """
     if manifest.stream != head.stream:

@@ -35,14 +35,14 @@ def contents_of(storage: Storage, manifest: Manifest, tables: Collection[str] | 
         tables: FQNs of the tables whose parts are read; None for all.
 
     Raises:
-        CorruptPartError: if a part does not match its record.
+        CorruptPartError: if a part is missing or does not match the manifest.
         StorageError: if the store cannot be read.
     """
     return Contents(storage, replace(manifest, parts=_parts(manifest, tables)), memory_bytes=_MEMORY_BYTES)
 
 
 def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest) -> None:
-    """Check that the tables of a version equal those of the snapshot before it.
+    """Check that the table specs of a version equal the specs in the snapshot from which the version is built.
 
     Args:
         manifest: manifest of the version.
@@ -60,7 +60,9 @@ def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest
 
 
 def bytes_to_read(manifests: Iterable[Manifest], tables: Collection[str] | None = None) -> int:
-    """Estimate the bytes that :func:`contents_of` and :func:`write_rows` read. Large parts are read twice.
+    """Return the approximate number of bytes that :func:`contents_of` and :func:`write_rows` read together.
+
+    A part above 64 MiB is counted twice, because both functions read it.
 
     Args:
         manifests: manifests of the versions.
@@ -71,7 +73,7 @@ def bytes_to_read(manifests: Iterable[Manifest], tables: Collection[str] | None 
 
 
 def write_rows(contents: Contents, tables: Mapping[str, Tensor]) -> None:
-    """Write a version's rows to tables.
+    """Write the rows of a version to tables.
 
     Args:
         contents: contents of the version.
@@ -90,11 +92,11 @@ def write_rows(contents: Contents, tables: Mapping[str, Tensor]) -> None:
 def mapped(
     path: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], header: bytes = b""
 ) -> dict[str, Tensor]:
-    """Create a file and return the tensors in it by name, memory-mapped. Allocates the disk space immediately.
+    """Create a file and return the memory-mapped tensors in it by name. Allocates the disk space immediately.
 
     Args:
         path: path of the new file.
-        specs: name to spec of the tensors, in the order of the file.
+        specs: name to spec of each tensor, in the order of the file.
         header: first bytes of the file, before the tensors.
 
     Raises:

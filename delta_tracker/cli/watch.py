@@ -1,4 +1,4 @@
-"""Incremental reads of a stream's newest versions."""
+"""Incremental reader of a stream's newest entries, and the data of one refresh of the screen."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Watch:
     def refresh(self, now: float) -> None:
         """Read the entries created since the last call, at most 500.
 
-        The first call reads from the head backwards instead, and so does a call after the stream was replaced, or if it
-        has a gap.
+        If this is the first call, the stream was replaced, or the next entry is missing, read the newest entries
+        instead, from the head backwards.
 
         Args:
             now: Unix time in seconds.
@@ -72,9 +72,9 @@ class Watch:
         return list(islice(reversed(self.entries), count))
 
     def seconds(self, now: float) -> float:
-        """Return the length in seconds of the part of the window that the entries cover.
+        """Return the length in seconds of the part of the window that the entries cover, at least 1.
 
-        At least 1, and less than the window's length only if the oldest entry is in the window.
+        The result is the length of the window if the oldest entry was created before the window.
         """
         oldest = self.entries[0].created if self.entries else now
         return min(self._window_seconds, max(1.0, now - oldest))
@@ -89,9 +89,9 @@ class Watch:
         return found
 
     def pulse(self, now: float, count: int) -> list[int]:
-        """Divide the time span of :meth:`seconds` into ``count`` equal parts; return the bytes of deltas in each.
+        """Return the bytes of the deltas in each of ``count`` equal intervals, oldest interval first.
 
-        The oldest part is first.
+        The intervals divide the time span of :meth:`seconds`, which ends at ``now``, a Unix time.
         """
         found = Counter[int]()
         for entry in self.recent(now):
@@ -104,7 +104,7 @@ class Watch:
         """Read the entries after ``head``, at most 500.
 
         Returns:
-            False if the stream was replaced, or the entry after the last one read is missing.
+            False if the stream was replaced, or if the entry after the last one read is missing; otherwise True.
         """
         for _ in range(_MAX_READS):
             manifest = self._log.read(head.version + 1)
@@ -117,9 +117,9 @@ class Watch:
         return True
 
     def _is_elsewhere(self, head: Manifest) -> bool:
-        """Return True if the stream was replaced, or the entry after ``head`` is missing.
+        """Return True if the stream was replaced, or if the entry after ``head`` is missing although later ones exist.
 
-        Because the check lists the log, it runs at most every 10 seconds. In between, the result is False.
+        The check lists the log and therefore runs at most every 10 seconds. If it does not run, the result is False.
         """
         if time.monotonic() < self._next_check:
             return False
@@ -159,15 +159,15 @@ class Watch:
 
 @dataclass(slots=True)
 class View:
-    """Data of one refresh of the screen.
+    """Data that one refresh of the screen shows.
 
     Args:
         url: URL of the stream.
         now: Unix time of the refresh, in seconds.
-        watch: the newest entries.
+        watch: reader of the newest entries.
         followers: predictors with a heartbeat in the last hour.
         num_gone: number of predictors whose last heartbeat is older than an hour.
-        problem: error of the last read; None if it succeeded.
+        problem: error of the last read, or another message to show; None if there is no problem.
     """
 
     url: str
@@ -178,7 +178,7 @@ class View:
     problem: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the data for JSON. Times are Unix seconds. Rates are averages over the returned ``window_seconds``."""
+        """Return the data as JSON values. Times are Unix seconds. Rates are averages over ``window_seconds``."""
         watch, now, head = self.watch, self.now, self.watch.head
         seconds, recent = watch.seconds(now), watch.recent(now)
         return {
