@@ -1,7 +1,7 @@
-"""Checkpoints of logical counters, which can be restored at any world size. The sum over ranks is preserved.
+"""Save logical counters in checkpoints, and restore them at any world size with the same sum over all ranks.
 
-Only counters defined with ``is_logical=True`` are saved, because they describe the training run. All others describe
-the process and start at 0.
+A logical counter is defined with ``is_logical=True``. It describes the training run. All other counters describe the
+process: they are not saved, and start at 0.
 
 A rank saves one uint8 tensor of JSON under its own key, because torch.distributed.checkpoint deduplicates tensors that
 ranks save under the same key. At a world size ``W``, rank ``r`` restores the counters of the saved ranks
@@ -40,7 +40,7 @@ Totals = dict[str, list[tuple[list[str], _Total]]]
 
 
 def totals(monitor: Monitor = MONITOR) -> Totals:
-    """Return the nonzero totals of this process's logical counters."""
+    """Return the nonzero totals of the logical counters of ``monitor`` in this process."""
     found: Totals = {}
     for stat in _logical(monitor):
         cells = [([value for _, value in cell.labels], cell.collect_total()) for cell in stat.cells]
@@ -54,8 +54,12 @@ def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
     Counters that are missing in all parts are set to 0. Define your counters before the call: undefined ones are
     ignored. Built-in counters need no definition.
 
+    Args:
+        parts: results of :func:`totals`, one for each saved rank.
+        monitor: the monitor of the counters.
+
     Raises:
-        InvalidArgumentError: if the number of labels of a counter differs from that of the saved one; nothing is
+        InvalidArgumentError: if a counter is defined with another number of labels than it was saved with; nothing is
             restored.
     """
     summed = _fitting(parts, monitor)
@@ -71,9 +75,9 @@ def restore(parts: Iterable[Totals], monitor: Monitor = MONITOR) -> None:
 
 
 class LogicalCounters:
-    """Object that saves logical counters in checkpoints, for ``ModelDeltaTracker.register_counter()``.
+    """Adapter that saves logical counters with a tracker's state; pass it to ``ModelDeltaTracker.register_counter()``.
 
-    A state holds the counters of one rank. A load restores each saved state on exactly one rank.
+    A state has the counters of one rank. A load restores each saved state on exactly one rank.
 
     Args:
         monitor: the monitor of the counters.
@@ -87,11 +91,11 @@ class LogicalCounters:
         return {_FORMAT: totals(self._monitor)}
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return one state with the sum of ``states``.
+        """Return one state with the totals summed over ``states``.
 
         Raises:
-            InvalidArgumentError: if a state is malformed, or the number of labels of a counter differs from that of the
-                saved one.
+            InvalidArgumentError: if a state is malformed, or a counter is defined with another number of labels than it
+                was saved with.
         """
         merged: Totals = {}
         for (name, values), total in _fitting(map(_parsed, states), self._monitor).items():
@@ -102,8 +106,8 @@ class LogicalCounters:
         """Restore the counters from a state, see :func:`restore`.
 
         Raises:
-            InvalidArgumentError: if the state is malformed, or the number of labels of a counter differs from that of
-                the saved one; nothing is restored.
+            InvalidArgumentError: if the state is malformed, or a counter is defined with another number of labels than
+                it was saved with; nothing is restored.
         """
         restore([_parsed(state)], self._monitor)
 
@@ -116,9 +120,10 @@ def state_dict(rank: int, monitor: Monitor = MONITOR) -> dict[str, Tensor]:
         monitor: the monitor of the counters.
 
     Returns:
-        A dict with the key ``rank_<rank>`` and a ``[bytes]`` uint8 tensor of JSON.
+        A dict with the single key ``rank_<rank>``. Its value is a one-dimensional uint8 tensor with the bytes of a JSON
+        text.
     """
-    import torch  # noqa: PLC0415  the monitor imports without it
+    import torch  # noqa: PLC0415  the monitor can be imported without torch
 
     text = json.dumps({_FORMAT: totals(monitor)}).encode()
     return {f"rank_{rank}": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
@@ -134,12 +139,12 @@ def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = M
         monitor: the monitor of the counters.
 
     Returns:
-        Number of saved ranks restored on this rank. If the checkpoint has no counters, returns 0 and leaves the
-        counters unchanged.
+        Number of saved ranks whose counters were restored on this rank; if it is 0, this rank's counters are now 0. If
+        the checkpoint has no counters, returns 0 and leaves this rank's counters unchanged.
 
     Raises:
-        InvalidArgumentError: if the saved state is malformed, or the number of labels of a counter differs from that of
-            the saved one; nothing is restored.
+        InvalidArgumentError: if the saved state is malformed, or a counter is defined with another number of labels
+            than it was saved with; nothing is restored.
     """
     import torch  # noqa: PLC0415
     from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # noqa: PLC0415
@@ -164,7 +169,7 @@ def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = M
 
 
 def _summed(parts: Iterable[Totals]) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Return the sum over all parts of each cell, by counter name and label values."""
+    """Return the total of each cell over all parts, by counter name and label values."""
     summed: dict[tuple[str, tuple[str, ...]], float] = {}
     for part in parts:
         for name, cells in part.items():
@@ -175,10 +180,12 @@ def _summed(parts: Iterable[Totals]) -> dict[tuple[str, tuple[str, ...]], float]
 
 
 def _fitting(parts: Iterable[Totals], monitor: Monitor) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Sum ``parts`` as :func:`_summed` does, and check the number of labels.
+    """Return the result of :func:`_summed`, and check the number of labels of each counter in it.
+
+    Defines the built-in counters that occur in ``parts``.
 
     Raises:
-        InvalidArgumentError: if the number of labels of a defined counter differs from that of the saved one.
+        InvalidArgumentError: if a counter is defined with another number of labels than it was saved with.
     """
     summed = _summed(parts)
     # Built-in counters are otherwise registered at their first use, which is after a load.

@@ -1,7 +1,7 @@
 """Built-in metrics of the process: CPU, memory, disk, network, and memory of CUDA devices.
 
-Most are read from ``/proc`` of Linux; no package is needed. Unavailable metrics are omitted, not reported as 0.
-Network counts are those of the process's network namespace, because Linux does not count per process.
+Most are read from ``/proc`` of Linux, without a third-party package. Unavailable metrics are omitted, not reported as
+0. Network traffic is that of the process's network namespace, because Linux does not count the traffic of a process.
 """
 
 from __future__ import annotations
@@ -152,6 +152,6 @@ def _read(name: str) -> str | None:
 
 
 def _initialised_torch() -> ModuleType | None:
-    """Return the module ``torch`` if the program has initialised CUDA, else None. Imports and initialises nothing."""
+    """Return the module ``torch`` if the program has initialised CUDA, else None. Does not import the module."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None

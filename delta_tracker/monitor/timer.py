@@ -22,8 +22,8 @@ class Timer:
     A timer is not reentrant. As a decorator it uses a new timer for each call.
 
     Args:
-        record: called with the duration in seconds.
-        clock: provides the monotonic clock.
+        record: function that is called with the duration in seconds.
+        clock: source of the monotonic time.
 
     Example:
         >>> import time

@@ -31,11 +31,11 @@ class Applier:
         takes_dense: True to write dense tensors too.
         lock: lock that is acquired for writing while rows are written.
         chunk_rows: maximum number of rows that are written per acquisition of the lock.
-        recorder: records the time of each version.
+        recorder: records the time that it takes to write the rows of each version.
 
     Raises:
-        InvalidArgumentError: if the model has another type or no tables, or if ``names`` is not a mapping or has a name
-            that is missing in the model.
+        InvalidArgumentError: if the model has another type or no tables, or if ``names`` is not a mapping or refers to
+            a name that is missing in the model.
         MissingExtraError: if the model has sharded or quantized TorchRec modules and fbgemm is not installed.
     """
 
@@ -63,7 +63,7 @@ class Applier:
                 raise InvalidArgumentError("names", own, f"Pass names of the model: {sorted(known)}")
 
     def resolve(self, manifest: Manifest) -> Receiver:
-        """Look up the tables and tensors of a version in the model, and reject a version that does not fit.
+        """Return the tables and dense tensors of the model that a version is written to.
 
         The lookup is repeated for each version, so that ``model.to(device)`` may be called between versions.
 
@@ -82,8 +82,9 @@ class Applier:
         """Write the rows of a version chunk by chunk, and yield the number of rows of each chunk.
 
         Raises:
-            CorruptPartError: if a part that is too large for memory changed after its check. Some rows are written.
-            StorageError: if such a part cannot be read again. Some rows are written.
+            CorruptPartError: if a part that is too large for memory changed after its check. Some rows may already be
+                written.
+            StorageError: if such a part cannot be read again. Some rows may already be written.
         """
         with self._timer():
             for placement in placements:
@@ -108,7 +109,7 @@ class Applier:
             return {}
         held = _tensors(self._model)
         found: dict[str, Tensor] = {}
-        names: dict[tuple[torch.device, int], str] = {}  # memory to the first name of a tensor in it
+        names: dict[tuple[torch.device, int], str] = {}  # (device, address) to the first tensor name
         for name, spec in specs.items():
             tensor = held.get(self._names.get(name, name))
             if tensor is None:

@@ -28,7 +28,8 @@ from delta_tracker.stream.notify.notifier import Hints, Notifier
 
 _logger = logging.getLogger(__name__)
 
-# A poll requests only the next entry. If it is missing, a listing at this interval distinguishes a gap from the head.
+# A poll requests only the next entry. If it is missing, a listing at this interval shows whether it was deleted or is
+# not committed yet.
 _GAP_CHECK_SECONDS = 5.0
 _MAX_BACK_OFF_SECONDS = 5.0
 _NO_STREAM_SECONDS = 0.5
@@ -43,7 +44,8 @@ class Advance(Protocol):
         """Apply the next version. Return True if there was one.
 
         Args:
-            looks_for_gap: True to list the log if the next version is missing, to distinguish a gap from the head.
+            looks_for_gap: True to list the log if the next version is missing, to find out whether it was deleted or
+                is not committed yet.
         """
         ...
 
@@ -52,16 +54,17 @@ class Beat(Protocol):
     """Function that writes a heartbeat if one is due."""
 
     def __call__(self, *, is_last: bool = False) -> None:
-        """Write a heartbeat if it is due, or if it is the last one."""
+        """Write a heartbeat if one is due or ``is_last`` is True."""
         ...
 
 
 class Follower:
     """Thread that calls ``advance`` repeatedly.
 
-    Every error of ``advance`` is retried with increasing pauses. Versions contain the rows' values, not differences, so
-    an interrupted version can be applied again. The thread ends only by :meth:`stop`, or by an exception such as
-    ``SystemExit`` that is neither an ``Exception`` nor a Rust panic.
+    If ``advance`` raises an ``Exception`` or if Rust code in it panics, the thread retries after a pause, which
+    increases with each failure. Versions contain the rows' values, not differences, so an interrupted version can be
+    applied again. The thread ends only if :meth:`stop` is called or any other exception is raised, such as
+    ``SystemExit``.
 
     Args:
         advance: function that applies the next version, if there is one.
@@ -69,10 +72,10 @@ class Follower:
         lock: lock that is held while ``advance`` runs.
         notifier: delivers hints of new versions; None to poll only.
         beat: function that writes heartbeats, called after each poll.
-        gauges: counts the errors.
+        gauges: metrics that count the errors.
 
     Attributes:
-        error: error that ended the thread, or that it retries; None otherwise.
+        error: error that ended the thread, or after which the thread retries; None otherwise.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Follower:
 
     @property
     def is_running(self) -> bool:
-        """True if the thread runs."""
+        """True if the thread is running."""
         return self._thread is not None and not self._over.is_set()
 
     def check(self, poll_seconds: float) -> None:
@@ -118,8 +121,8 @@ class Follower:
     def start(self, poll_seconds: float, refuse: Callable[[], None]) -> None:
         """Start the thread, which calls ``refuse`` before it polls.
 
-        This method waits at most two seconds for the result of ``refuse``, because the store may not answer. A later
-        error of ``refuse`` is ignored: the thread gets the same error when it applies the version, and retries.
+        This method waits at most two seconds for ``refuse`` to return, because the store may not answer. If ``refuse``
+        raises later, the error is ignored: the thread gets the same error when it applies the version, and retries.
 
         Args:
             poll_seconds: number of seconds between two polls.
@@ -154,7 +157,7 @@ class Follower:
                 raise
 
     def stop(self, *, raises: bool = True) -> None:
-        """Stop the thread at its next chunk or request, and wait until it has ended. Does nothing without a thread.
+        """Stop the thread at its next chunk or request, and wait until it has ended. No-op if there is no thread.
 
         Args:
             raises: True to raise :attr:`error`; False to log it.
@@ -177,7 +180,9 @@ class Follower:
             _logger.warning("predictor stopped with an error: %s", self.error)
 
     def after_fork_in_child(self, lock: threading.Lock) -> None:
-        """Drop the thread, which does not exist in the child process, and the locks that it may have held.
+        """Drop the thread, which does not exist in the child process, and replace the locks that it may have held.
+
+        No-op if the fork was made by the thread itself, which then continues in the child process.
 
         Args:
             lock: new lock to hold while ``advance`` runs.
@@ -220,7 +225,10 @@ class Follower:
             over.set()
 
     def _follow(self, poll_seconds: float, refuse: Callable[[], None], begun: Future[None]) -> None:
-        """Poll until the stop flag is set. The next :meth:`start` applies an interrupted version again."""
+        """Poll until the stop flag is set or an exception ends the thread.
+
+        If a version is interrupted, it is applied again after the next :meth:`start`.
+        """
         self._pause, self._gap_check = poll_seconds, time.monotonic() + _GAP_CHECK_SECONDS
         with interruptible(self._stop), suppress(Interrupted):
             if not self._begins(refuse, begun):
@@ -240,7 +248,7 @@ class Follower:
 
     @staticmethod
     def _begins(refuse: Callable[[], None], begun: Future[None]) -> bool:
-        """Call ``refuse`` and pass its result to :meth:`start`. Return False if ``start`` raises the passed error."""
+        """Call ``refuse`` and pass its result to :meth:`start`. Return False if :meth:`start` will raise."""
         refusal: BaseException | None = None
         try:
             refuse()
@@ -278,7 +286,7 @@ class Follower:
             self._hints.wait(place.stream, place.link.version, self._pause)
 
     def _look(self, poll_seconds: float) -> bool:
-        """Apply the next version. Return True if there was one."""
+        """Apply the next version, if there is one. Return True if there was one."""
         # An error may have been found by a listing. Only another listing can show that it no longer exists.
         looks_for_gap = self.error is not None or time.monotonic() >= self._gap_check
         has_moved = False
@@ -301,7 +309,7 @@ class Follower:
         """Return the result of ``call`` as a bool. Record an error or a Rust panic of ``call``, and return False."""
         try:
             return bool(call())
-        except Exception as error:  # noqa: BLE001  every error is retried, such as those of memory, the store or a user's target
+        except Exception as error:  # noqa: BLE001  every error is retried, for example of memory, the store or a user's target
             self._failed(error)
         except BaseException as error:
             if not is_panic(error):

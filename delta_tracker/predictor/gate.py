@@ -13,23 +13,23 @@ from delta_tracker.stream.format.manifest import Link, Manifest
 _logger = logging.getLogger(__name__)
 
 Measure = dict[tuple[str, str], float]
-"""Mapping of (kind of version, table FQN) to the size of the table's rows in the version; see :class:`Gate`."""
+"""Mapping of (kind of version, table FQN) to the RMS row norm of the table in a version; see :class:`Gate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """Set of bounds on the rows and dense tensors of a version.
 
-    The size of a table's rows in a version is the root mean square of their L2 norms. It does not depend on the
-    trainer's column-wise sharding.
+    The RMS row norm of a table is the root mean square of the L2 norms of its rows in the version. It does not depend
+    on the trainer's column-wise sharding. Error messages call it the size of the rows.
 
     Args:
         non_finite: True to reject NaN and infinite values.
-        max_drift: maximum relative difference between that size and the size in the last applied version of the same
-            kind (snapshot or delta), as a fraction of the smaller size: 0.5 allows growth by half or shrinkage by a
-            third. None disables the check. The first version of a kind is the baseline.
-        min_rows: minimum number of a table's rows in a version for the check of the drift; the size of fewer rows
-            varies too much.
+        max_drift: maximum relative difference between the RMS row norm of a table and its value in the last applied
+            version of the same kind (snapshot or delta), as a fraction of the smaller of the two: 0.5 allows growth by
+            half or shrinkage by a third. None disables the check. The first version of a kind is the baseline.
+        min_rows: minimum number of rows of a table in a version for which ``max_drift`` is checked. The RMS row norm of
+            fewer rows varies too much.
 
     Raises:
         InvalidArgumentError: for a ``max_drift`` that is not positive and finite, or a ``min_rows`` below 1.
@@ -47,13 +47,15 @@ class Gate:
 
 
 class GateKeeper:
-    """Checks versions against a gate, and keeps the sizes of the last applied versions as the baseline.
+    """Checker of versions against the bounds of a gate.
+
+    The RMS row norms in the last applied versions are the baseline for the next check.
 
     Args:
         gate: the bounds.
 
     Attributes:
-        held: error of the last held version; None once a version was applied after it.
+        held: error of the last held version; None if no version was held, or if a version has been applied since.
 
     Raises:
         InvalidArgumentError: if ``gate`` is not a :class:`Gate`.
@@ -69,10 +71,10 @@ class GateKeeper:
         self.held: HeldVersionError | None = None
 
     def accept(self, version: int) -> None:
-        """Accept a version until it has been applied, whatever the result of its check.
+        """Mark a version as accepted, so that it is not rejected. The mark is removed when the version is applied.
 
         Args:
-            version: number of the version, whether or not it has been checked yet.
+            version: number of the version, which may be held already or committed later.
 
         Raises:
             InvalidArgumentError: if ``version`` is not an integer of 0 or more.
@@ -82,10 +84,10 @@ class GateKeeper:
         self._accepted.add(version)
 
     def recall(self, manifest: Manifest) -> None:
-        """Raise the saved error if the version was held before and not accepted since, without reading its rows.
+        """Reject a version that was held before and has not been accepted since, without reading its rows.
 
         Raises:
-            HeldVersionError: if the version was held and was not accepted since.
+            HeldVersionError: the saved error of the version, if the version was held and is not accepted.
         """
         refused = self._refused.get(manifest.link)
         if refused is not None and manifest.version not in self._accepted:
@@ -100,7 +102,7 @@ class GateKeeper:
             contents: rows and dense tensors of the version.
 
         Returns:
-            Sizes of the rows of each table with at least ``min_rows`` rows, for :meth:`passed`.
+            RMS row norm of each table that has at least ``min_rows`` rows in the version, for :meth:`passed`.
 
         Raises:
             HeldVersionError: if the version violates a bound and is not accepted.
@@ -114,30 +116,31 @@ class GateKeeper:
         return measure
 
     def passed(self, manifest: Manifest, measure: Measure) -> None:
-        """Record the sizes of an applied version as the baseline, and remove it from the accepted versions.
+        """Record the RMS row norms in an applied version as the baseline, and remove the version's accepted mark.
 
         Args:
             manifest: manifest of the version.
             measure: result of :meth:`check` or :meth:`follow`.
         """
-        # Skip sizes that are not finite: no size can be compared with them.
+        # Skip norms that are not finite: no norm can be compared with them.
         self._sizes |= {key: size for key, size in measure.items() if math.isfinite(size)}
         self._accepted.discard(manifest.version)
         self._refused.clear()
         self.held = None
 
     def restart(self) -> None:
-        """Reset the baseline, for a rollback."""
+        """Clear the baseline before a rollback."""
         self._sizes.clear()
 
     def follow(self, manifest: Manifest, contents: Contents) -> Measure:
-        """Return the same sizes as :meth:`check`, without rejecting the version."""
+        """Return the same RMS row norms as :meth:`check`, without rejecting the version."""
         return self._measure(manifest, contents)[0]
 
     def _measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
-        """Return the RMS row norm of each table of a version, and the reason to reject it for NaN or infinite values.
+        """Return the RMS row norms in a version, and the reason to reject the version for NaN or infinite values.
 
-        The reason is empty if the version has no such values, or if the gate allows them.
+        Tables with fewer than ``min_rows`` rows in the version have no RMS row norm. The reason is empty if the version
+        has no NaN or infinite values, or if the gate allows them.
         """
         sums: dict[str, tuple[float, float]] = {}
         reason = ""

@@ -12,10 +12,10 @@ from delta_tracker.stream.format.manifest import Manifest
 
 
 class HasStatus(Protocol):
-    """Object with a status, such as a predictor."""
+    """Protocol of objects with a status, such as a predictor."""
 
     def status(self) -> Status:
-        """Return the current state."""
+        """Return the current status."""
 
 
 class PredictorGauges:
@@ -54,7 +54,7 @@ class PredictorGauges:
             self._recorder.refused_parts.cell(reason="corrupt").add(1)
 
     def failed_to_follow(self, error: Exception) -> None:
-        """Count a failed attempt of ``follow()``, which is retried."""
+        """Count an error after which ``follow()`` retries."""
         self._recorder.follow_errors.cell(reason=type(error).__name__).add(1)
 
     def _show_lag(self, predictor: HasStatus) -> None:

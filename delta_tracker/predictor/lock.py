@@ -21,7 +21,7 @@ class TableLock:
     writer. A reader therefore waits for the current readers and at most one write. See B. Brandenburg, J. Anderson,
     "Spin-Based Reader-Writer Synchronization for Multiprocessor Real-Time Systems", 2010.
 
-    :meth:`reading` is reentrant. A thread inside :meth:`reading` must not enter :meth:`writing`: it would deadlock.
+    :meth:`reading` is reentrant. A thread that enters :meth:`writing` inside :meth:`reading` deadlocks.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class TableLock:
         self._num_queued = 0  # readers that wait until a write ends
         self._num_invited = 0  # readers that were woken and have not entered yet
         self._num_writes = 0
-        self._num_waiting = 0  # writers
+        self._num_waiting = 0  # writers that wait for the lock
 
     @property
     def is_reading(self) -> bool:
@@ -127,7 +127,7 @@ class TableLock:
         return is_torn
 
     def _await_turn(self) -> None:
-        """Wait until the current or the next write ends. The caller must hold the mutex."""
+        """Wait until a write ends, or until no writer is active or waiting. The caller must hold the mutex."""
         writes = self._num_writes
         self._num_queued += 1
         try:

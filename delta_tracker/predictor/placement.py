@@ -1,7 +1,8 @@
-"""Map the rows of a version to the targets, so that each row is written once, with all columns of the version.
+"""Map the rows of a version to the targets, which are the tables of the model.
 
-A trainer writes a table with column-wise sharding as several blocks. This module joins them, because a row must be
-written as a whole, and because a row can be quantized only from all of its columns.
+Each row is written once, with all of its columns in the version. A trainer writes a table with column-wise sharding as
+several blocks. This module joins them, because a row must be written as a whole, and because a row can be quantized
+only from all of its columns.
 """
 
 from __future__ import annotations
@@ -92,11 +93,11 @@ class Chunk:
 
 
 def place(rows: Iterable[BlockRows], targets: Mapping[str, RowTarget]) -> list[Placement]:
-    """Map all rows of a version to the targets, without reading or writing values.
+    """Return the placements of all rows of a version. No values are read or written.
 
     Args:
         rows: disjoint blocks of one version, of one or more tables.
-        targets: FQN to target, for each table.
+        targets: table FQN to target.
 
     Raises:
         PartialRowsError: if a target needs whole rows and the version has only some columns of a row.
@@ -120,7 +121,7 @@ def _place(blocks: Sequence[BlockRows], target: RowTarget) -> Iterator[Placement
 
 
 def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
-    """Return the rows of a block that a target holds, one block for each column range of the target."""
+    """Return the rows of a block that are in a target, as one block for each overlapping column range."""
     block, found = rows.block, []
     first, end = max(block.rows[0], target.rows[0]), min(block.rows[1], target.rows[1])
     for held in target.columns if first < end else ():
@@ -131,7 +132,7 @@ def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
 
 
 def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
-    """Split blocks at all edges of their row ranges. Return the blocks of each row range, in the order of columns."""
+    """Split blocks at all edges of their row ranges. Return the blocks of each row range in column order."""
     if len(parts) == 1:
         return [[parts[0]]]
     edges = sorted({edge for each in parts for edge in each.block.rows})
@@ -144,7 +145,7 @@ def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
 
 
 def _aligned(rows: Sequence[BlockRows]) -> list[tuple[BlockRows, ...]]:
-    """Split the blocks of one row range into groups, each of which covers the same row ids.
+    """Split the blocks of one row range into groups. All blocks of a group have the same row ids.
 
     Rows are grouped by the set of column ranges that the version contains for them.
     """
@@ -178,7 +179,7 @@ def _joined(
     """Concatenate the values that belong to the same column range of a target.
 
     Args:
-        values: (column range, values) pairs in the order of columns.
+        values: (column range, values) pairs in column order.
         target: the table.
 
     Returns:

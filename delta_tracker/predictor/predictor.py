@@ -55,24 +55,25 @@ _FAULTS = (
     StreamReplacedError,
     TableMismatchError,
 )
-# Consecutive storage errors before a resync: one object may stay unreadable, for example for missing permissions or a
-# bad sector.
+# Number of consecutive storage errors that cause a resync: one object may stay unreadable, for example because of
+# missing permissions or a bad sector.
 _NUM_TRIES = 3
 _NUM_WAYS = 100  # number of resyncs that are remembered
 
 
 class Predictor(Forkable):
-    """Applies each version of a stream once, in order, to the tables of a model.
+    """Reader of a stream that applies each version once, in order, to the tables of a model.
 
     A predictor starts from the newest snapshot and applies every later version. A version is read into a reused buffer
     of up to 320 MiB and validated completely before its first row is written, so that an invalid version leaves the
     tables and :attr:`version` unchanged. If the next version cannot be applied (it is missing, damaged, removed by
-    retention or rejected by the gate, or another stream is at the url), the predictor resyncs: it continues from a
-    merged version or the newest snapshot, and logs that. Only models with TorchRec modules require torchrec.
+    retention or rejected by the gate, or another stream is at the url), the predictor resyncs: it continues from the
+    newest snapshot or from a merged version, which replaces several versions, and logs a warning. Only models with
+    TorchRec modules require torchrec.
 
     Lookups in other threads run inside ``with predictor.reading()``, where no row changes. Rows are written in chunks
     between such blocks. While a version is applied, lookups see the new values of some of its rows and the old values
-    of others, but no torn row. All dense tensors change together after the last row.
+    of others, but no torn (partly written) row. All dense tensors change together after the last row.
 
     Args:
         model: module whose tables have the same names as the tables of the stream (``<fqn>.weight``), or a mapping of
@@ -157,19 +158,19 @@ class Predictor(Forkable):
 
     @property
     def error(self) -> Exception | None:
-        """Error that ended :meth:`follow` or that it retries. Otherwise the error of a held version, or None."""
+        """Error that ended :meth:`follow` or after which it retries. Otherwise the error of a held version, or None."""
         return self._follower.error or (None if self._gate is None else self._gate.held)
 
     @contextmanager
     def reading(self) -> Iterator[Served]:
-        """Block writes for the duration of lookups, and yield the versions that the tables hold.
+        """Context manager that blocks writes during lookups, and yields the versions that the tables hold.
 
-        Keep the block short and without ``await``: it delays :meth:`follow` and :meth:`sync`.
+        Keep the block short and without ``await``, because it delays :meth:`follow` and :meth:`sync`.
 
         In a process that is forked while :meth:`follow` runs, the tables are as they were at the fork, between two
-        chunks; ``applying`` is set if rows of a version are missing. The tables do not change until the process calls
-        :meth:`follow` or :meth:`sync`. Tables in shared memory are an exception: the parent continues to write to them,
-        so do not look them up in a forked process.
+        chunks. If some rows of a version are not written, ``applying`` is the number of this version. The tables do not
+        change until the process calls :meth:`follow` or :meth:`sync`. Tables in shared memory are an exception: the
+        parent continues to write to them, so do not look them up in a forked process.
 
         Raises:
             ForkedError: if the process was forked during a long write, so that rows may be torn. :meth:`sync` writes
@@ -237,11 +238,12 @@ class Predictor(Forkable):
     def follow(self, poll_seconds: float = 0.01) -> None:
         """Apply new versions in a background thread until :meth:`stop`.
 
-        The thread waits for the first snapshot if there is none. It retries after every error, with pauses of up to 5
-        seconds, for example if the store cannot be read, a version does not fit the model, memory is exhausted or a
-        ``RowTarget`` raises. The error is reported in :attr:`error`, ``status().error``, the heartbeat and the metric
-        ``follow_errors``. The tables keep the last version until the next one is applied. If a version was interrupted,
-        :meth:`reading` reports it as ``applying`` until it is applied again.
+        The thread waits for the first snapshot if there is none. If an attempt fails, the thread retries after a
+        pause of up to 5 seconds. An attempt fails, for example, if the store cannot be read, a version does not fit the
+        model, memory is exhausted or a ``RowTarget`` raises. The error is reported in :attr:`error`,
+        ``status().error``, the heartbeat and the metric ``follow_errors``. The tables keep the last version until the
+        next one is applied. If a version was interrupted, :meth:`reading` reports it as ``applying`` until it is
+        applied again.
 
         An exception such as ``SystemExit`` or ``KeyboardInterrupt`` that is raised in the thread ends the thread.
         :attr:`error` is then a :class:`FollowEndedError`, which :meth:`stop` raises.
@@ -289,7 +291,7 @@ class Predictor(Forkable):
         self._lock.after_fork_in_parent()
 
     def after_fork_in_child(self) -> None:
-        """Drop the threads that exist only in the parent, and replace the locks that they held."""
+        """Drop the threads that exist only in the parent, and replace the locks that they may have held."""
         self._is_torn = self._lock.after_fork_in_child() or self._is_torn
         self._syncing = threading.Lock()
         self._follower.after_fork_in_child(self._syncing)
@@ -297,7 +299,7 @@ class Predictor(Forkable):
     # Gate and rollback
 
     def accept(self, version: int) -> None:
-        """Apply a version once even if the gate rejects it.
+        """Allow a version to be applied once even if the gate rejects it.
 
         Args:
             version: number of the version, which may be held now or committed later.
@@ -317,11 +319,12 @@ class Predictor(Forkable):
         All data is read and validated before the first row is written.
 
         Args:
-            version: number of the version. The stream must still have the newest snapshot up to this version, and all
-                versions after that snapshot up to this version.
+            version: number of the version. The stream must still have this version if it is a snapshot. Otherwise it
+                must have the newest snapshot before it and all versions after that snapshot, up to this version. Merged
+                versions may replace them.
 
         Raises:
-            InvalidArgumentError: if ``version`` is not committed yet, or if called inside :meth:`reading`.
+            InvalidArgumentError: if ``version`` is invalid or not committed yet, or if called inside :meth:`reading`.
             MissingVersionError, NoSnapshotError: if a required version is missing, for example because retention
                 removed it.
             StreamReplacedError: if the stream is not the one whose versions were applied.
@@ -341,7 +344,7 @@ class Predictor(Forkable):
     # Start from a saved state
 
     def state_dict(self) -> dict[str, str | int]:
-        """Return the stream position of the tables, which is saved together with the tables.
+        """Return the stream position of the tables. Save it together with the tables.
 
         Saved rows may be newer than the saved position, but not older. The order of saving therefore matters:
 
@@ -350,9 +353,9 @@ class Predictor(Forkable):
         - before :meth:`rollback`: delete the saved position, and save it again after the call.
 
         Returns:
-            The keys ``stream``, ``version`` and ``xxh3``; empty before the first version, or if an interrupted call
-            left rows of unrelated versions in the tables. After an empty position is loaded,
-            only a snapshot can be applied.
+            Dict with the keys ``stream``, ``version`` and ``xxh3``. The dict is empty before the first version, or if
+            an interrupted call left rows of unrelated versions in the tables. After an empty dict is loaded, only a
+            snapshot can be applied.
         """
         place = self._cursor.place
         return {} if place is None or self._is_mixed else place.to_dict()
@@ -360,10 +363,11 @@ class Predictor(Forkable):
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position of tables that were saved together with ``state``.
 
-        The next update applies the next version, or resyncs.
+        The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs.
 
         Args:
-            state: result of :meth:`state_dict`. If it is empty, the next update applies the newest snapshot.
+            state: result of :meth:`state_dict`. If it is empty, the next :meth:`sync` or :meth:`follow` starts from the
+                newest snapshot.
 
         Raises:
             InvalidArgumentError: if ``state`` is invalid, or if called inside :meth:`reading`.
@@ -379,7 +383,7 @@ class Predictor(Forkable):
     def _check_newest(self) -> None:
         """Raise if the newest version does not fit the model.
 
-        If the stream cannot be read, log the exception and return. Does nothing after :meth:`rollback`.
+        If the stream cannot be read, log the exception and return. No-op between :meth:`rollback` and :meth:`release`.
         """
         if self._pinned is not None:
             return
@@ -392,7 +396,7 @@ class Predictor(Forkable):
             self._applier.resolve(manifest)
 
     def _beat(self, *, is_last: bool = False) -> None:
-        """Write a heartbeat if it is due, or if it is the last one."""
+        """Write a heartbeat if one is due or ``is_last`` is True. No-op if heartbeats are disabled."""
         if self._pulse is not None and (is_last or self._pulse.is_due()):
             status = self.status()
             self._pulse.leave(
@@ -414,7 +418,8 @@ class Predictor(Forkable):
         The caller must hold ``self._syncing``. The errors are those of :meth:`sync`.
 
         Args:
-            looks_for_gap: True to list the log if the next version is missing, to distinguish a gap from the head.
+            looks_for_gap: True to list the log if the next version is missing, to find out whether it was deleted or
+                is not committed yet.
         """
         if self._pinned is not None:
             if self._pinned == self.version and not self._is_mixed:
@@ -541,7 +546,7 @@ class Predictor(Forkable):
             self._begun = manifest
 
     def _leaves_rows(self, manifest: Manifest) -> bool:
-        """Return True if rows of another entry with the same version may remain after ``manifest`` is applied."""
+        """Return True if rows of another entry with the same version number may remain once ``manifest`` is applied."""
         begun = self._begun
         is_other = begun is not None and begun.version == manifest.version and begun.link != manifest.link
         return is_other and manifest.kind != "snapshot"
@@ -550,8 +555,8 @@ class Predictor(Forkable):
         """Record that all rows of a version are written.
 
         The tables may also have rows of a newer version, if a resync to a merged version or a snapshot was interrupted
-        and the older versions became readable again. The newer version then stays recorded until a snapshot, or a
-        version with at least its number, is applied.
+        and the older versions became readable again. The newer version then stays recorded until a snapshot or a
+        version with the same or a higher number is applied.
         """
         begun = self._begun
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:

@@ -20,7 +20,7 @@ _COMPILED = "_orig_mod."
 def find_targets(
     model: nn.Module | Mapping[str, Tensor | RowTarget], names: Mapping[str, str] | None = None
 ) -> dict[str, RowTarget]:
-    """Return the tables of a model, with the memory that lookups currently read.
+    """Return the tables of a model as targets, which write to the memory that lookups currently read.
 
     Args:
         model: module or mapping. The tables of a module are its two-dimensional parameters and buffers, for example

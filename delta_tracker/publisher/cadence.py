@@ -13,7 +13,7 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """Schedule of :meth:`Publisher.step`: the first bound that any rank reaches starts a version.
+    """Schedule of :meth:`Publisher.step`. A version starts once any rank has reached one of the bounds.
 
     Rows and bytes are counted on each rank separately. Tables without a fused optimizer are not counted, because only a
     read finds their changed rows.
@@ -23,11 +23,12 @@ class Cadence:
         seconds: number of seconds since the last version, by rank 0's clock.
         rows: number of pending rows on one rank.
         num_bytes: size in bytes of the values of the pending rows on one rank, in the tables' dtypes.
-        snapshot_every: number of versions from one snapshot to the next, beginning with the first version of the
-            publisher; None to publish a snapshot only if one is needed.
+        snapshot_every: number of versions from one snapshot to the next; the first version of the publisher is then a
+            snapshot. None to publish a snapshot only if one is needed.
 
     Raises:
-        InvalidArgumentError: if a bound is not a positive number, or if no bound is given.
+        InvalidArgumentError: if an argument is not a positive finite number, if an argument other than ``seconds`` is
+            not an integer, or if ``batches``, ``seconds``, ``rows`` and ``num_bytes`` are all None.
 
     Example:
         >>> Cadence(batches=100, seconds=60).batches
@@ -52,10 +53,10 @@ class Cadence:
 
 
 class Pace:
-    """Checks whether a bound of a cadence is reached on one rank.
+    """Checker of the bounds of a cadence on one rank.
 
-    An exact count of the pending rows scans the row sets. This count is made only if the last count and the lookups
-    recorded since then together reach a bound.
+    An exact count of the pending rows is slow. It is made only if the last exact count plus the number of rows recorded
+    since then reaches a bound.
 
     Args:
         cadence: the bounds.
@@ -73,13 +74,13 @@ class Pace:
         self._counted_at = self._recorded()
 
     def restart(self) -> None:
-        """Restart all counts. Call it at the cut of a version."""
+        """Restart all counts at the start of a version."""
         self._batch = self._tracker.num_batches
         self._time = time.monotonic()
         self._counted, self._counted_at = (0, 0), self._recorded()
 
     def is_due(self, *, is_clock: bool) -> bool:
-        """Return True if a version is due at the next batch.
+        """Return True if a bound is reached, so that a version is due at the next batch.
 
         Args:
             is_clock: True to check ``seconds`` too. Only rank 0 passes True.
@@ -96,7 +97,7 @@ class Pace:
         return self._reaches(bounds, self._counted)
 
     def _most(self) -> tuple[int, int]:
-        """Return an upper bound of the number of pending rows and of their bytes."""
+        """Return upper bounds of the number of pending rows and of the size of their values in bytes."""
         now = self._recorded()
         return (
             self._counted[0] + now[0] - self._counted_at[0],

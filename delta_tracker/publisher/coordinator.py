@@ -31,7 +31,7 @@ class Draft:
         batches: half-open range of ``step()`` counts that the version covers.
         cut: Unix time of the read in seconds.
         tables: FQN to table, the same on every rank.
-        pending_rows: number of changed rows on this rank that top-k left out.
+        pending_rows: number of changed rows on this rank that ``top_k`` did not select, so that they stay pending.
         parts: parts of the version that this rank has already written.
         rows: rows to write.
         dense: dense tensors to write, by name.
@@ -53,7 +53,7 @@ class Share:
 
     Args:
         draft: contents that were written, or the error of the read.
-        parts: the written parts; empty after an error of the read.
+        parts: the written parts; empty if the read failed.
         message: message to the other ranks that describes the parts, or the error of the read or write.
     """
 
@@ -63,10 +63,10 @@ class Share:
 
 
 class Coordinator:
-    """Opens a stream and writes versions to it, together with the other ranks.
+    """Writer that appends versions to a stream together with the other ranks.
 
-    Only the training thread may call the methods, except :meth:`write_part`, :meth:`write`, :meth:`commit` and
-    :meth:`answer`, which a worker may call.
+    The training thread calls the methods. A worker thread may call only :meth:`write_part`, :meth:`write`,
+    :meth:`commit` and :meth:`answer`.
 
     Args:
         exchange: communication with the other ranks.
@@ -148,7 +148,7 @@ class Coordinator:
         return writer.part
 
     def write(self, draft: Draft | Exception) -> Share:
-        """Write this rank's parts of a version. Does not raise: the message of the result contains the error.
+        """Write this rank's parts of a version, and return the result. Errors are returned in the result's message.
 
         Args:
             draft: contents to write, or the error of the read.
@@ -174,7 +174,7 @@ class Coordinator:
 
         Args:
             share: share of this rank.
-            num_bytes: length of the longest message of a rank.
+            num_bytes: length in bytes of the longest message of any rank.
 
         Raises:
             PublishError: if another rank failed, or ranks are at different batches or have different tables.
@@ -186,7 +186,7 @@ class Coordinator:
         return messages
 
     def commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Manifest:
-        """Create the manifest of a version. Only rank 0 may call it.
+        """Create the manifest of a version, and return it. Only rank 0 may call this method.
 
         Args:
             share: share of rank 0.
@@ -245,7 +245,8 @@ class Coordinator:
         """Return the message of rank 0 to the other ranks.
 
         Returns:
-            On rank 0, the last entry of the log as text, under the key ``entry``; an empty dict on the other ranks.
+            On rank 0, the last entry that this publisher created, as text under the key ``entry``; an empty dict on the
+            other ranks.
         """
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
@@ -254,7 +255,7 @@ class Coordinator:
 
         Args:
             own: message with the result of :meth:`answer`. On rank 0, :meth:`commit` must have been called before.
-            num_bytes: length of the longest message of a rank.
+            num_bytes: length in bytes of the longest message of any rank.
 
         Raises:
             Exception: the error of this rank.
@@ -275,7 +276,7 @@ class Coordinator:
         return self.answer()
 
     def _check_same_store(self) -> dict[str, Any]:
-        """Check that this rank's store has rank 0's claim; otherwise predictors would miss the parts of this rank.
+        """Check that this rank's store has rank 0's claim, because predictors look for all parts in rank 0's store.
 
         Returns:
             An empty message.
@@ -307,6 +308,6 @@ class Coordinator:
         return text, digest
 
     def _place(self, batch: int, tables: Mapping[str, TableSpec]) -> dict[str, str]:
-        """Return this rank's batch and tables as text, to compare with the other ranks."""
+        """Return this rank's batch and tables as text, under the keys ``cut`` and ``tables``."""
         text, _ = self._describe(tables)
         return {"cut": f"batch {batch}", "tables": text}

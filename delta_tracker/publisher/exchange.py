@@ -35,15 +35,15 @@ class Phase(IntEnum):
     PUBLISHING = auto()
     """No version is being published; ``publish()`` or ``snapshot()`` was called."""
     PLACING = auto()
-    """The ranks compare their batches and tables, because their votes differ."""
+    """The ranks compare their batches and tables, because these differ between the votes."""
     COPYING = auto()
-    """The workers copy and write all rows for a snapshot."""
+    """The workers copy and write all rows of the tables with a fused optimizer, for a snapshot."""
     WRITING = auto()
     """The workers write the rows of the read."""
     COMMITTING = auto()
     """The worker of rank 0 creates the manifest."""
     FAILED = auto()
-    """The version failed on this rank, perhaps on this one alone."""
+    """The version failed on this rank. It may not have failed on the other ranks."""
 
 
 class Vote(NamedTuple):
@@ -56,7 +56,7 @@ class Vote(NamedTuple):
         is_due: True to start a version.
         wants_snapshot: True if the version must be a snapshot.
         is_working: True until the worker has finished this phase.
-        num_bytes: length of the rank's next message; 0 without one.
+        num_bytes: length in bytes of the rank's next message; 0 if the rank sends none.
     """
 
     phase: int
@@ -94,7 +94,10 @@ class Message:
 
     @classmethod
     def of(cls, action: Callable[[], Mapping[str, Any]]) -> Message:
-        """Return a message with the result of ``action``, which must be JSON serializable, or with its error."""
+        """Return a message with the result of ``action``, or with the error that ``action`` raised.
+
+        The result must be JSON serializable.
+        """
         failure: Exception | None = None
         try:
             content = action()
@@ -106,7 +109,7 @@ class Message:
 
 
 class Exchange:
-    """Communication of all ranks of the default process group; without one, of this process only.
+    """Communication between all ranks of the default process group. Without a group, this process is the only rank.
 
     The methods :meth:`start_votes`, :meth:`count`, :meth:`gather` and :meth:`exchange` are collectives: all ranks call
     them in the same order, from the training thread.
@@ -128,7 +131,7 @@ class Exchange:
         """Send this rank's vote without waiting for the others, and return the handle for :meth:`count`.
 
         If this rank failed or was interrupted before it sent a message that the others wait for, a blank message is
-        sent first. Otherwise the others would receive the vote in place of the message.
+        sent first, so that the others do not receive the vote in place of the message.
         """
         if self._exchanged is not None or self._num_owed_bytes:
             self.send_owed_message()
@@ -156,7 +159,7 @@ class Exchange:
 
         Args:
             own: message of this rank.
-            num_bytes: length of the longest message of a rank.
+            num_bytes: length in bytes of the longest message of any rank.
 
         Raises:
             Exception: the error of this rank.
@@ -211,7 +214,7 @@ class Exchange:
         self.group.close()
 
     def send_owed_message(self) -> None:
-        """Send a blank message if the other ranks wait for a message of this rank. They then raise PublishError."""
+        """Send a blank message if the other ranks wait for a message of this rank, so that they raise PublishError."""
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)

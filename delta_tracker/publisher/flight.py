@@ -14,7 +14,7 @@ from delta_tracker.types import Delta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """Version that is being published. All ranks change its state at the same batch.
+    """State of a version that is being published. All ranks enter a state at the same batch.
 
     Args:
         kind: ``"snapshot"`` or ``"delta"``.
@@ -47,7 +47,10 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copying(Flight):
-    """State in which all rows of a snapshot are copied and written. The rows that change meanwhile are read next."""
+    """State in which all rows of the tables with a fused optimizer are copied and written, for a snapshot.
+
+    The rows that change meanwhile are read at the end of this state.
+    """
 
     phase = Phase.COPYING
     job: Future[Part | None]
@@ -55,7 +58,10 @@ class Copying(Flight):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing(Flight):
-    """State in which the rows of the read are written. The ranks exchange the descriptions of their parts next."""
+    """State in which the rows of the read are written.
+
+    At the end of this state, the ranks exchange the descriptions of their parts.
+    """
 
     phase = Phase.WRITING
     job: Future[Share]
@@ -66,7 +72,7 @@ class Writing(Flight):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committing(Flight):
-    """State in which rank 0 creates the manifest. The other ranks receive the manifest next."""
+    """State in which rank 0 creates the manifest. The other ranks receive the manifest at the end of this state."""
 
     phase = Phase.COMMITTING
     job: Future[Message]

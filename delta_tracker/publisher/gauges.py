@@ -15,7 +15,7 @@ class PublisherGauges:
 
     Args:
         recorder: recorder of the publisher.
-        counts_versions: True on the one rank that counts versions.
+        counts_versions: True on the only rank that counts versions and rows.
     """
 
     def __init__(self, recorder: Recorder, *, counts_versions: bool) -> None:
@@ -40,7 +40,7 @@ class PublisherGauges:
             self._recorder.publish_failures.cell(reason=failure.__name__)
 
     def published(self, manifest: Manifest) -> None:
-        """Count a committed version."""
+        """Count a committed version and its rows. No-op on ranks that do not count versions."""
         if not self._counts_versions:
             return
         kind = manifest.kind

@@ -36,23 +36,24 @@ _logger = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Writes the rows that changed since its last version to a stream, as one version of all ranks.
+    """Writer that publishes a tracker's changed rows to a stream, as versions with the rows of all ranks.
 
-    Every rank builds a publisher. Every rank calls :meth:`publish`, :meth:`snapshot` or, after each batch, :meth:`step`
-    at the same batch, from the thread that built the publisher, which is the training thread. At the cut each rank
-    gathers its own rows. A background thread of each rank writes them, and that of rank 0 creates the manifest. Only
-    the training thread starts collectives, which carry a few hundred bytes and no rows. The version is committed when
+    Every rank builds a publisher in its training thread. In this thread, all ranks call :meth:`publish` or
+    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut each rank gathers its own rows. A
+    background thread of each rank writes them, and the background thread of rank 0 creates the manifest. Only the
+    training thread starts collectives, which transfer a few hundred bytes and no rows. The version is committed when
     rank 0 has created its manifest. Until then it is invisible to predictors, and after any failure every row stays
     pending.
 
-    A snapshot of fused tables is copied while training continues. The rows that change during the copy are read at the
-    cut and are part of the same version. The copy needs a few chunks of 4 MiB.
+    For a snapshot, tables with a fused optimizer are copied while training continues. The rows that change during the
+    copy are read at the cut and are part of the same version. The copy needs the memory of a few chunks of 4 MiB.
 
     Building a publisher claims the stream and fences every publisher of an older generation. The first version is a
     snapshot, unless the tracker's state was loaded from a checkpoint of the same stream. In that case it is a
     delta, without ``top_k``. It has the rows that were pending in the checkpoint and the rows of all versions after the
-    checkpoint, with the trainer's values. The publisher reserves its consumer, so that the stream does not miss rows
-    that another reader committed.
+    checkpoint, with the trainer's values. The publisher reserves its consumer, so that no other code can commit rows
+    that are not published yet. If the constructor raises, it has released all its resources, and all ranks may build a
+    new publisher.
 
     Args:
         tracker: tracker of the rows.
@@ -88,8 +89,7 @@ class Publisher:
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
             claimed, and its former publisher fenced.
         PublishError: if another rank raised one of these errors, or only some ranks have a ``top_k``.
-        RankLostError: if a rank dies, or does not build a publisher in time. After any error no resource of the
-            publisher is left, and all ranks may build a new one.
+        RankLostError: if a rank dies, or does not build a publisher in time.
     """
 
     def __init__(  # noqa: PLR0913  all but two have a default that most users keep
@@ -173,12 +173,15 @@ class Publisher:
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last version, if it was not published; None once a later version was published."""
+        """Error of the last version if it was not published; None otherwise."""
         return self._error
 
     @property
     def upkeep_error(self) -> Exception | None:
-        """Error of the last retention or compaction, on rank 0; None if it succeeded or if there was none."""
+        """Error of the last run of compaction and retention.
+
+        None if the run succeeded, before the first run, and on ranks other than 0.
+        """
         return None if self._upkeep is None else self._upkeep.error
 
     def step(self) -> None:
@@ -302,7 +305,7 @@ class Publisher:
         return self._writer.head
 
     def _land(self) -> None:
-        """Finish the version that is being published, if there is one. Its error is kept in :attr:`error`."""
+        """Finish the version that is being published, if there is one. If it fails, set :attr:`error`."""
         if self._owes_vote:
             self._count_and_vote()
         if self._flight is None:
@@ -415,7 +418,7 @@ class Publisher:
             self._pace.restart()
 
     def _copy(self, kind: Kind) -> None:
-        """Start to track changes, and submit the copy and write of all rows to the worker."""
+        """Start to track changes, and let the worker copy and write the rows of all tables with a fused optimizer."""
         job: Future[Part | None]
         try:
             rows = self._checked_source().copy()
@@ -426,7 +429,7 @@ class Publisher:
         self._flight = Copying(kind=kind, job=job)
 
     def _cut(self, kind: Kind, copied: Future[Part | None] | None) -> None:
-        """Read the rows of a version, and submit their write to the worker.
+        """Read the rows of a version, and let the worker write them.
 
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
@@ -441,7 +444,7 @@ class Publisher:
         self._flight = Writing(kind=kind, read=read, job=self._worker.submit(self._writer.write, draft))
 
     def _start_commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Future[Message]:
-        """Submit the commit of a version to the worker of rank 0. Return this rank's message to the other ranks."""
+        """Let rank 0's worker commit a version. Return a future of this rank's message to the other ranks."""
 
         def commit() -> dict[str, Any]:
             manifest = self._writer.commit(share, messages)

@@ -35,14 +35,15 @@ def rows_to_repair(
     Args:
         log: log of the stream.
         note: stream position in the checkpoint, as :meth:`~delta_tracker.stream.cursor.Place.to_dict` returned it.
-        claim: manifest of the claim of the new publisher.
+        claim: manifest of the new publisher's claim.
         tables: FQN to table of the trainer.
         shards: FQN to shard of this rank.
 
     Returns:
-        FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are missing. None if the rows
-        cannot be determined, so that every row must be published: ``note`` is not a position in this stream, or a later
-        version is missing, is damaged, is a snapshot, or has other tables.
+        FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if the rows
+        cannot be determined, so that every row must be published. This is the case if ``note`` is not a position in
+        this stream, or if a later version is missing, is damaged, is a snapshot, has other tables, or does not follow
+        its predecessor.
 
     Raises:
         StorageError: if the store cannot be read.
