@@ -6,13 +6,14 @@ Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids, ``B
 Ids outside ``[0, R)`` count as row 0. Shapes:
 
 - ``words`` is ``[2 * B]`` int64, with one bit per row, which is set if the row is marked.
-- ``octets`` is the same memory as ``[16 * B]`` uint8, lowest rows first, which requires a little-endian machine.
+- ``octets`` is the same memory as ``[16 * B]`` uint8. Octet 0 has the bits of rows 0 to 7 and so on, which requires a
+  little-endian machine.
 - ``summary`` is ``[ceil(B / 64)]`` int64, with one bit per block, which is set if a row of the block is marked.
 - ``ids`` is ``[N]`` int64.
 
-Nearly all integers are int64, because numba promotes int64 with uint64 to float. All loops release the GIL. No loop
-passes an array to another function of this module, because numba counts references at each such call, which takes
-longer than the work on one id.
+Nearly all integers are int64, because numba promotes an operation on int64 and uint64 to float. All loops release the
+GIL. No loop passes an array to another function that is compiled by :func:`_loop`, because numba counts references at
+each such call, and this takes longer than the work on one id.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _prefetch(_typing: Typing, words: types.Type, _at: types.Type) -> _Intrinsic
 
 
 def _loop(signature: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that compiles a function, with a cache on disk if the cache is writable.
+    """Return a decorator that compiles a function with numba. The compiled code is cached on disk if possible.
 
     Args:
         signature: types for which to compile the function immediately; None to compile it at its first call.
@@ -130,7 +131,7 @@ def mark(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints) -> int:
 def mark_octets(octets: _Octets, num_rows: int, ids: _Ints) -> None:
     """Mark the row of each id without updating the summary. Call :func:`summarize` afterwards.
 
-    Faster than :func:`mark` if the words fit into a core's cache.
+    It is faster than :func:`mark` if the words fit into a core's cache.
     """
     for i in range(ids.size):
         row = _within(ids[i], num_rows)
@@ -185,7 +186,7 @@ def mark_new(octets: _Octets, summary: _Ints, num_rows: int, ids: _Ints, fresh: 
 
 @_loop("void(int64[::1], int64, int64[::1], bool_[::1])")
 def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) -> None:
-    """Set each element of ``found``, ``[N]``, to True if the row of the id is marked, else to False."""
+    """Set ``found[i]`` to True if the row of ``ids[i]`` is marked, else to False. ``found`` is ``[N]`` bool."""
     for i in range(ids.size):
         row = int(_within(ids[i], num_rows))
         found[i] = words[row >> 6] >> (row & 63) & 1 != 0
@@ -193,9 +194,9 @@ def contains(words: _Ints, num_rows: int, ids: _Ints, found: NDArray[np.bool_]) 
 
 @_loop("int64(int64[::1], int64[::1], int64[::1], int64[::1])")
 def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> int:
-    """Mark the rows of another set of the same size. Return the number of rows that were not marked before.
+    """Mark all rows that are marked in another set. Return the number of rows that were not marked before.
 
-    ``other`` and ``other_summary`` are the words and the summary of the other set.
+    ``other`` and ``other_summary`` are the words and the summary of the other set, which has the same ``R``.
     """
     count = 0
     for i in range(summary.size):
@@ -215,7 +216,7 @@ def absorb(words: _Ints, summary: _Ints, other: _Ints, other_summary: _Ints) -> 
 def unpack(words: _Ints, summary: _Ints, out: _Ints) -> None:
     """Write the marked rows to ``out`` in ascending order.
 
-    ``out`` must have :data:`SPARE` elements more than there are marked rows.
+    The length of ``out`` must be at least the number of marked rows plus :data:`SPARE`.
     """
     at = 0
     for i in range(summary.size):

@@ -1,4 +1,4 @@
-"""Base class of the row sets of all engines.
+"""Base class of the row sets. An engine is one implementation of it, for example in torch, numba or Triton.
 
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids of a call, ``K`` the number of rows in the
 set, ``M`` the number of rows that a call added.
@@ -18,12 +18,12 @@ class RowSet(ABC):
 
     All engines guarantee:
 
-    1. Ids are ``[N]`` int64 on the set's device, in any order, duplicates allowed, and are never written to. An id
-       outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched embedding updates row 0 for it. If ``R`` is 0,
-       all ids are accepted and the set stays empty.
+    1. Arguments ``ids`` are ``[N]`` int64 on the set's device, in any order, duplicates allowed. The set never writes
+       to them. An id outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched embedding updates row 0 for it.
+       If ``R`` is 0, all ids are accepted and the set stays empty.
     2. Results are new tensors on the set's device. Later calls do not change them.
     3. Rows are only added, until :meth:`clear` empties the set.
-    4. The same calls return the same results, in the same order.
+    4. The same sequence of calls always returns the same results, in the same order.
     5. :meth:`scan`, :meth:`mark_new` and :meth:`count` wait for the device, because the size or value of their result
        depends on the set's content. :meth:`rank` may wait. No other method waits.
 
@@ -50,7 +50,7 @@ class RowSet(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of memory that the set takes."""
+        """Size of the set's memory in bytes."""
 
     def mark(self, ids: Tensor) -> None:
         """Add rows.
@@ -93,8 +93,8 @@ class RowSet(ABC):
             ids: ``[N]`` int64 local ids.
 
         Returns:
-            The ids that :meth:`mark_new` would return, padded with -1 at the end, ``[N]`` int64, and their number
-            ``M`` without padding, ``[1]`` int64.
+            ``[N]`` int64: the ``M`` ids that were added, as in :meth:`mark_new`, then -1 as padding; and ``[1]`` int64:
+            the number ``M``.
         """
         if self.num_rows and ids.numel():
             return self._mark_new_padded(ids)
@@ -114,7 +114,7 @@ class RowSet(ABC):
         return torch.zeros_like(ids, dtype=torch.bool)
 
     def absorb(self, other: Self) -> None:
-        """Add the rows of another set, which does not change.
+        """Add all rows of another set. The other set does not change.
 
         Args:
             other: a set of the same engine, device and ``R``.
@@ -134,11 +134,13 @@ class RowSet(ABC):
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
     def count(self) -> int:
-        """Return the number ``K`` of marked rows. Waits for the device. Does not allocate memory for the ids."""
+        """Return the number ``K`` of marked rows. Waits for the device. Takes less time than :meth:`scan`."""
         return self._num_marked() if self.num_rows else 0
 
     def rank(self, ids: Tensor) -> Tensor:
-        """Return the number of marked rows below each id. For a marked row, this is its index in :meth:`scan`.
+        """Return the number of marked rows below each id.
+
+        For the id of a marked row, this number is the id's index in the result of :meth:`scan`.
 
         Args:
             ids: ``[N]`` int64 local ids.

@@ -21,7 +21,7 @@ def within(ids: Tensor, num_rows: int) -> Tensor:
 
 
 class TorchRows(RowSet):
-    """Row set with one byte per row. It takes ``R`` bytes for the ``R`` rows of a shard, and a scan reads all of them.
+    """Row set with one byte for each row of the shard. Each scan reads all bytes.
 
     :meth:`mark_new` returns ids in ascending order. :meth:`rank` waits for the device.
 
@@ -47,7 +47,7 @@ class TorchRows(RowSet):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the set, one for each row of the shard."""
+        """Size of the set in bytes, which is the number of rows of the shard."""
         return self._marks.nbytes
 
     def _mark(self, ids: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Row sets on a CUDA device, compiled by Triton (the extra ``triton``).
+"""Row sets on a CUDA device, implemented with Triton (the extra ``triton``).
 
-This engine passes the contract test of all engines in Triton's interpreter (``TRITON_INTERPRET=1``), which runs the
-same programs on the CPU. The programs compile for compute capabilities 8.0 and 9.0. They have not been run or measured
-on a GPU yet, so the engine is used only if it is selected by name.
+This engine passes the contract test of all engines in Triton's interpreter, which runs the engine's device programs on
+the CPU if ``TRITON_INTERPRET=1`` is set. The programs compile for compute capabilities 8.0 and 9.0. They have not been
+run or measured on a GPU yet. Therefore the engine is used only if it is selected by name.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _BLOCKS_PER_PROGRAM = 64
 
 
 class TritonRows(RowSet):
-    """Row set with one bit per row and one per block of 512 rows, so that a scan skips blocks without marked rows.
+    """Row set with one bit for each row and one bit for each block of 512 rows.
 
-    It takes ``R / 8 + R / 4096`` bytes for the ``R`` rows of a shard. :meth:`mark_new` returns ids in ascending order.
-    :meth:`rank` does not wait for the device. Each program is compiled at its first use, which takes seconds; Triton
-    caches it on disk.
+    The bit of a block is set if any row of the block is marked, so that a scan skips blocks without marked rows. The
+    set takes ``R / 8 + R / 4096`` bytes for the ``R`` rows of a shard. :meth:`mark_new` returns ids in ascending order.
+    :meth:`rank` does not wait for the device. Each device program is compiled at its first use, which takes seconds.
+    Triton caches the result on disk.
 
     Raises:
         MissingExtraError: if triton is not installed.
@@ -50,12 +51,12 @@ class TritonRows(RowSet):
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
-        """Return True for CUDA devices, and for all devices in Triton's interpreter."""
+        """Return True for CUDA devices and, if Triton's interpreter is enabled, for all devices."""
         return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the bits and their summary."""
+        """Size in bytes of the bits of all rows and blocks."""
         return self._words.nbytes + self._summary.nbytes
 
     def _mark(self, ids: Tensor) -> None:
@@ -74,7 +75,7 @@ class TritonRows(RowSet):
         dtype = torch.int32 if none < 2**31 else torch.int64
         fresh = torch.empty(ids.numel(), dtype=dtype, device=self.device)
         self._launch_mark(ids, fresh)
-        # Which of several equal ids sets the bit first is random. Sorting makes the result deterministic.
+        # Among equal ids, it is random which one sets the bit first. Sorting makes the result deterministic.
         ordered = fresh.sort().values.long()
         return torch.where(ordered < none, ordered, -1), (ordered < none).sum(0, keepdim=True)
 
@@ -110,10 +111,11 @@ class TritonRows(RowSet):
         self._launch("mark", num_programs, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None)
 
     def _count(self) -> tuple[Tensor, Tensor]:
-        """Return the number of marked rows of each block, and of all blocks before it.
+        """Return the number of marked rows in each block, and the number in all blocks before each block.
 
         Returns:
-            ``[B]`` int32 and ``[B]`` int64, for the ``B`` blocks of the set.
+            ``[B]`` int32, the number in each block, and ``[B]`` int64, the number before each block, for the ``B``
+            blocks of the set.
         """
         counts = torch.empty(self._num_blocks, dtype=torch.int32, device=self.device)
         num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)

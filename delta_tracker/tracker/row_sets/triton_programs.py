@@ -5,7 +5,9 @@ outside ``[0, R)`` count as row 0. Shapes:
 
 - ``words`` is ``[16 * B]`` int32, with one bit per row, which is set if the row is marked.
 - ``summary`` is ``[ceil(B / 32)]`` int32, with one bit per block, which is set if a row of the block is marked.
-- ``ids`` is ``[N]`` int64, as are all rows and positions.
+- ``ids`` is ``[N]`` int64. Rows and positions are int64 too.
+
+Triton runs each program in many instances at once, each on another part of the data.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def _within(ids: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _bit(position: tl.tensor) -> tl.tensor:
-    """Return an int32 with the bit of ``position`` modulo 32 set."""
+    """Return, for each position, the int32 in which only bit ``position % 32`` is set."""
     return (1 << (position & 31)).to(tl.int32)
 
 
@@ -48,8 +50,9 @@ def mark(
 ) -> None:
     """Mark the row of each id and update the summary.
 
-    If ``wants_fresh`` is set, also write to ``fresh``, ``[N]``: the row of each id, or ``R`` if the row was already
-    marked. Of several equal ids, only one writes the row. Each program processes ``size`` ids.
+    If ``wants_fresh`` is set, also write to ``fresh``, ``[N]``. ``fresh[i]`` becomes the row of ``ids[i]`` if this id
+    marked the row, and ``R`` if the row was already marked. Of several equal ids, only one marks the row. Each instance
+    processes ``size`` ids.
     """
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = at < num_ids
@@ -66,9 +69,9 @@ def mark(
 
 @triton.jit
 def count(words: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor, counts: tl.tensor, size: tl.constexpr) -> None:
-    """Write the number of marked rows of each block to ``counts``, ``[B]`` int32.
+    """Write the number of marked rows in each block to ``counts``, ``[B]`` int32.
 
-    Each program processes ``size`` blocks.
+    Each instance processes ``size`` blocks.
     """
     block = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = block < num_blocks
@@ -82,8 +85,8 @@ def count(words: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor, counts: t
 def scan(words: tl.tensor, counts: tl.tensor, before: tl.tensor, out: tl.tensor) -> None:
     """Write the marked rows of one block, in ascending order, to ``out[before[block]:]``.
 
-    ``counts``, ``[B]``, has the number of marked rows of each block. ``before``, ``[B]``, has the number of marked rows
-    of all blocks before each block.
+    ``counts``, ``[B]``, has the number of marked rows in each block. ``before``, ``[B]``, has the number of marked rows
+    in all blocks before each block. Each instance processes one block.
     """
     block = tl.program_id(0).to(tl.int64)
     if tl.load(counts + block) > 0:
@@ -105,7 +108,8 @@ def rank(
 ) -> None:
     """Write the number of marked rows below each id to ``out``, ``[N]``.
 
-    ``before``, ``[B]``, has the number of marked rows before each block. Each program processes ``size`` ids.
+    ``before``, ``[B]``, has the number of marked rows in all blocks before each block. Each instance processes ``size``
+    ids.
     """
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = at < num_ids

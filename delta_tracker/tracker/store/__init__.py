@@ -1,6 +1,6 @@
-"""Row stores: the changed rows of one shard, readable from any position of the change log.
+"""Row stores. Each keeps the changed rows of one shard and returns the rows that changed since a position.
 
-Open ``segments.py`` first: it has the store of tables with a fused optimizer. ``shadow.py`` has the store of the other
-tables, which it compares with a copy. ``make_store.py`` chooses between the two. ``lookups.py`` has the ``DeltaStore``
-of TorchRec's interface.
+Open ``segments.py`` first: it has the store for tables with a fused optimizer. ``shadow.py`` has the store for all
+other tables, which compares the shard with a copy. ``make_store.py`` chooses between the two. ``lookups.py`` has
+``DeltaStore``, which has the interface of TorchRec's class of this name and which trackers do not use.
 """

@@ -1,4 +1,4 @@
-"""Store of raw lookups by batch, for ids that are not row numbers, such as hashed or remapped ids.
+"""Store of the lookups of each batch, for ids that are not row numbers, such as hashed or remapped ids.
 
 Notation: ``N`` is the number of ids of a lookup.
 """
@@ -22,7 +22,7 @@ class _Table:
 
     Args:
         empty: a lookup without ids, which has the dtypes, the device and the state shape of all lookups of the table.
-        newest_batch: the latest batch that was appended. Compaction and deletion do not change it.
+        newest_batch: index of the latest batch that was appended. Compaction and deletion do not change it.
         lookups: the stored lookups.
     """
 
@@ -31,24 +31,28 @@ class _Table:
     lookups: list[IndexedLookup] = field(default_factory=list)
 
     def places(self, start_idx: int, end_idx: int | None) -> slice:
-        """Return the slice of :attr:`lookups` with batches in ``[start_idx, end_idx)``; None means no upper bound."""
+        """Return the slice of :attr:`lookups` whose batches are in ``[start_idx, end_idx)``.
+
+        An ``end_idx`` of None means no upper bound.
+        """
         batches = [lookup.batch_idx for lookup in self.lookups]
         return slice(bisect_left(batches, start_idx), None if end_idx is None else bisect_left(batches, end_idx))
 
 
 class DeltaStore:
-    """Store of the lookups of all tables, until they are deleted.
+    """Store that keeps the lookups of all tables until they are deleted.
 
     It has the interface of TorchRec's store of the same name. Trackers of sharded tables do not use it, because
     :class:`~delta_tracker.tracker.store.segments.SegmentStore` takes less memory. Use it for ids that are not rows of a
     shard. Its memory grows with the number of stored ids, not with the size of the tables.
 
-    Call :meth:`append` for each batch, in ascending order of batches. Call :meth:`get_delta` with the first batch that
-    a reader has not read, and :meth:`delete` with the lowest of these batches over all readers. :meth:`compact` may be
-    called for any range of batches in which no later read starts, except at the range's first batch. Not thread-safe.
+    Call :meth:`append` for each batch, in ascending order of batches. To read, call :meth:`get_delta` with the first
+    batch that the reader has not read. Call :meth:`delete` with the first batch that any reader still has to read. Call
+    :meth:`compact` only for a range of batches that no later read splits: each later read must start at the first batch
+    of the range or outside the range. Not thread-safe.
 
     Args:
-        update_mode: the state to return for each id: none, the first or the last one.
+        update_mode: the state to return for each id: no state, the first state or the last state.
 
     Raises:
         InvalidArgumentError: if ``update_mode`` is invalid.
@@ -79,12 +83,12 @@ class DeltaStore:
         Args:
             batch_idx: index of the batch, at least that of the table's previous lookup.
             table_fqn: the table.
-            ids: ``[N]`` integers in any order; may be repeated or negative.
-            states: ``[N, ...]`` one state per id, with the same shape, dtype and device in all lookups of a table; None
-                in mode NONE.
+            ids: ``[N]`` integers in any order. They may be repeated or negative.
+            states: ``[N, ...]``, one state for each id. The shape of a state, the dtype and the device must be the same
+                in all lookups of a table. None in mode NONE.
 
         Raises:
-            InvalidArgumentError: if an argument is invalid; nothing is appended.
+            InvalidArgumentError: if an argument is invalid. In this case nothing is appended.
         """
         if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise InvalidArgumentError("ids", (tuple(ids.shape), ids.dtype), "Pass a [N] tensor of integers")
@@ -128,8 +132,8 @@ class DeltaStore:
         """Return the ids of all batches from ``from_idx`` on, ascending and unique, with one state each.
 
         Returns:
-            Table FQN to rows, for every table that was appended to since the last ``delete()`` without an argument. The
-            rows are empty for a table without lookups from ``from_idx`` on.
+            Table FQN to rows, for every table with an :meth:`append` since the last ``delete()`` without an argument.
+            A table without lookups from ``from_idx`` on has empty rows.
         """
         return {
             fqn: DeltaRows(*self._merged(table, table.lookups[table.places(from_idx, None)]))
@@ -152,9 +156,9 @@ class DeltaStore:
             raise InvalidArgumentError("states", tuple(states.shape), f"Pass one row for each of {len(ids)} ids")
 
     def _merged(self, table: _Table, lookups: list[IndexedLookup]) -> tuple[Tensor, Tensor | None]:
-        """Return the unique ids of lookups in ascending order, and the state of each id that the update mode selects.
+        """Return the unique ids of ``lookups`` in ascending order, and one state for each id.
 
-        The states are None in mode NONE.
+        The update mode selects the first or the last state of each id. The states are None in mode NONE.
         """
         lookups = lookups or [table.empty]
         ids = torch.cat([lookup.ids for lookup in lookups])
@@ -172,7 +176,8 @@ def _check_same_kind(table: _Table, fqn: str, lookup: IndexedLookup) -> None:
     """Reject a lookup that cannot be merged with the table's other lookups.
 
     Raises:
-        InvalidArgumentError: if its batch is older, or its device, state shape or state dtype differs.
+        InvalidArgumentError: if the lookup's batch is older than the table's newest batch, or if its device, state
+            shape or state dtype differs from that of the other lookups.
     """
     if lookup.batch_idx < table.newest_batch:
         remedy = f"Append batches in ascending order: table {fqn!r} is at batch {table.newest_batch}"

@@ -18,7 +18,7 @@ from delta_tracker.tracker.store.shadow import ShadowStore
 
 
 class _ShardRows:
-    """Reader of a table's current rows and old states, for its store.
+    """Reader through which a row store reads the current rows and old states of its shard.
 
     Args:
         shard: returns this rank's current shard of the table. It is called at each read, because a reshard may replace
@@ -31,11 +31,14 @@ class _ShardRows:
         self._capture = capture
 
     def rows(self, ids: Tensor | None) -> Tensor:
-        """Return the current rows ``[N, D]`` with the local ids ``[N]``; all rows if ``ids`` is None."""
+        """Return a copy of the current rows, ``[N, D]``, with the local ids ``ids``, ``[N]``. None selects all rows."""
         return read_rows(self._shard(), ids)
 
     def old_states(self, ids: Tensor) -> Tensor:
-        """Return the states ``[N, S]`` that the tracking mode keeps of the current rows with the local ids ``[N]``."""
+        """Return the current states, ``[N, S]``, of the rows with the local ids ``ids``, ``[N]``.
+
+        They are the values that the tracking mode keeps as the old states of rows that are about to change.
+        """
         return self._capture.old_states(self._shard(), ids)
 
 

@@ -2,13 +2,14 @@
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``S`` the number of values in an old state.
 
-A position is a count of cuts. It is *pinned* while a consumer's cursor is there or an uncommitted read ends there. A
-segment covers the positions from its start to the next segment's start. It has a set of local rows and, if old states
-are kept, the state of each row before its first change in the segment.
+A position is the number of cuts since the log was created. It is *pinned* while a consumer's cursor is there or an
+uncommitted read ends there. A segment covers the positions from its start to the next segment's start. It has a set of
+local rows and, if old states are kept, the state of each row before the row's first change in the segment.
 
-A batch of ids is *open* from just before its update is written until the update is proven to be complete. A read at a
-cut may return a row of an open batch from before or after the write. Therefore each cut marks the open rows again in
-the new segment, with their states at the cut, so that the next read returns them again and no update is lost.
+A batch of ids is *open* from just before its update is written until the update is known to be complete. For a row of
+an open batch, a read may return the value from before or after the write. Therefore each cut marks the rows of open
+batches again in the new segment, with their states at the cut, so that the next read returns these rows again and no
+update is lost.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Segment:
     states: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def trim(self) -> None:
-        """Remove the entries of :attr:`states` whose id is -1. Waits for the device."""
+        """Remove the padding (each id of -1 and its state) from all entries of :attr:`states`. Waits for the device."""
         self.states = [(ids[ids >= 0], states[ids >= 0]) for ids, states in self.states]
 
     def absorb(self, newer: _Segment) -> None:
@@ -66,9 +67,9 @@ class _Segment:
 class SegmentStore:
     """Store of the changed rows of one shard of ``R`` rows, readable from any pinned position.
 
-    The store holds one row set for each segment with changes and, if old states are kept, one old state for each row in
-    the set. After :meth:`compact` there is at most one segment more than there are distinct pinned positions. The store
-    also holds the ids of open batches and, if row sets are large, one empty set for reuse.
+    The store holds one row set for each segment with changes and, if old states are kept, at most one old state for
+    each row in the set. After :meth:`compact`, there is at most one segment more than there are distinct pinned
+    positions. The store also holds the ids of open batches and, if row sets are large, one empty set for reuse.
 
     Callers must serialise the calls. For each batch, call :meth:`open_batch` before its update is written, and
     :meth:`close_batch` once the update is known to be written. For each read, call :meth:`cut` while the shard has the
@@ -135,8 +136,8 @@ class SegmentStore:
         """Mark rows without opening a batch.
 
         Args:
-            ids: as in :meth:`open_batch`; unique if ``states`` is given.
-            states: ``[N, S]`` states before the change; None to capture the current states.
+            ids: as in :meth:`open_batch`. They must be unique if ``states`` is given.
+            states: ``[N, S]`` states before the change; None to capture the current states. Ignored if ``ids`` is None.
             is_written: True if the rows have already been written. Their old states are then unknown, unless ``states``
                 is given.
         """
@@ -173,17 +174,18 @@ class SegmentStore:
 
     @property
     def reads_shard(self) -> bool:
-        """True if marking rows or :meth:`cut` reads the shard's rows."""
+        """True if :meth:`cut` or the methods that mark rows read the shard's rows."""
         return self.keeps_states
 
     def catch_up(self) -> None:
-        """Mark rows that changed without a report. No-op in this class, where :meth:`notice_writes` marks them."""
+        """Mark the rows that a comparison of the shard with a copy finds. No-op in this class, which has no copy."""
 
     def notice_writes(self) -> bool:
-        """Mark all rows, with unknown old states, if the shard was written without a report. Return True if it was.
+        """Mark all rows if the shard was written without a hook's report. Return True if it was.
 
-        Call it before every :meth:`cut` and, if old states are kept, before each :meth:`open_batch` and :meth:`mark`
-        that captures them, because states captured after the write are not the old ones.
+        The old states of these rows are unknown. Call it before every :meth:`cut`. If old states are kept, also call it
+        before each :meth:`open_batch` or :meth:`mark` that captures them, because states that are captured after such
+        a write are not the old ones.
         """
         if self._was_written is None or self.num_rows == 0:
             return False
@@ -195,7 +197,10 @@ class SegmentStore:
         return True
 
     def acknowledge_writes(self) -> None:
-        """Make :meth:`notice_writes` ignore all writes so far, because their rows are marked or need not be marked."""
+        """Make :meth:`notice_writes` ignore all writes so far.
+
+        Call it if the written rows are already marked or need not be marked.
+        """
         if self._was_written is not None:
             self._was_written()
 
@@ -242,12 +247,12 @@ class SegmentStore:
     def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
         """Return the rows marked in ``[start, stop)``, each with its oldest state in that range.
 
-        Both positions must have been pinned since their cut. Otherwise :meth:`compact` may have merged segments across
-        them. Waits for the device.
+        Waits for the device.
 
         Args:
-            start: a pinned position.
-            stop: a pinned position, or a position after the last cut.
+            start: a position that has been pinned since its cut. Otherwise :meth:`compact` may have merged the segments
+                before and after it.
+            stop: a position as for ``start``, the position of the last cut, or a higher position.
             with_states: return a copy of the old states too, if the store keeps them.
         """
         self._trim()
@@ -263,7 +268,10 @@ class SegmentStore:
 
     @property
     def compact_waits(self) -> bool:
-        """True if :meth:`compact` waits for the device: if old states are kept on a device other than the CPU."""
+        """True if :meth:`compact` waits for the device.
+
+        This is the case if old states are kept on a device other than the CPU.
+        """
         return self._pads and self.keeps_states
 
     def compact(self, pinned: Collection[int]) -> None:
@@ -309,20 +317,20 @@ class SegmentStore:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of a second copy of the shard; 0, because this store has none."""
+        """Size of the store's copy of the shard in bytes; 0 in this class, which has no copy."""
         return 0
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of row sets, old states and ids of open batches."""
+        """Total size in bytes of the row sets, the old states and the ids of open batches."""
         opened = sum(ids.nbytes for ids in self._open.values() if ids is not None)
         spare = 0 if self._spare is None else self._spare.num_bytes
         return opened + spare + sum(segment.num_bytes for segment in self._segments)
 
     def _fold_oldest(self) -> None:
-        """Merge the oldest half of the open batches into one. They were left open by failed backward passes.
+        """Merge the oldest half of the open batches into one batch, because failed backward passes never close them.
 
-        The merged batch is never closed, so that every cut marks its rows again.
+        The merged batch stays open, so that every cut marks its rows again.
         """
         oldest = sorted(self._open)[: _MAX_OPEN // 2]
         ids = [self._open.pop(batch) for batch in oldest]
@@ -354,7 +362,7 @@ class SegmentStore:
         return self._engine(self.num_rows, self._device) if spare is None else spare
 
     def _recycle(self, rows: RowSet | None) -> None:
-        """Clear an unused set and keep it for reuse, if it is large and no other set is kept."""
+        """Clear an unused set and keep it for reuse, if it is large and no other spare set is kept."""
         if rows is not None and self._spare is None and rows.num_bytes >= _SPARE_BYTES:
             rows.clear()
             self._spare = rows

@@ -3,7 +3,7 @@
 It is for tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL). Their changes cannot be derived from
 lookups: momentum, Adam and weight decay change rows that were not looked up, the all-reduce adds gradients of other
 ranks, and the optimizer writes after the backward pass. Comparison with a copy is exact in all these cases, needs no
-collective and detects ``load_state_dict``.
+collective, and also finds rows that ``load_state_dict`` changed.
 
 Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``D`` its number of columns.
 """
@@ -23,18 +23,18 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ShadowStore(SegmentStore):
-    """A :class:`SegmentStore` that finds changed rows at each cut by comparison with a copy of the shard.
+    """Row store that finds changed rows at each cut by comparing the shard with a copy of the shard.
 
-    It takes the memory of one copy of the shard, and each cut reads the shard and the copy once. Rows are compared bit
-    for bit.
+    The copy takes as much memory as the shard. Each cut reads the shard and the copy once. Rows are compared bit for
+    bit.
 
     Args:
-        read_rows: takes local ids ``[N]`` and returns a copy of the shard's current rows ``[N, D]``. None in place of
-            the ids selects all rows.
+        read_rows: takes local ids ``[N]`` and returns a copy of the shard's current rows ``[N, D]``. If it is called
+            with None, it returns a copy of all rows.
         num_rows: ``R``, number of rows of the shard.
         device: device of the shard.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
-        keeps_states: keep the values ``[N, D]`` of changed rows from before the change as their old states.
+        keeps_states: True to keep the values ``[N, D]`` that changed rows had before the change, as old states.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShadowStore(SegmentStore):
                 shadow[places] = rows[places]
 
     def forget(self) -> None:
-        """Clear the log and replace the copy with the current shard. Open batches stay open."""
+        """Drop all marked rows and replace the copy with the current rows. Open batches stay open."""
         super().forget()
         self._shadow = self._read_rows(None)
 
@@ -79,10 +79,13 @@ class ShadowStore(SegmentStore):
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the copy of the shard."""
+        """Size of the copy of the shard in bytes."""
         return self._shadow.nbytes
 
 
 def _bits(rows: Tensor) -> Tensor:
-    """Return the rows as integers with the same bits, so that NaN equals itself and -0.0 differs from 0.0."""
+    """Return the rows as integers with the same bits.
+
+    In a comparison of the integers, NaNs with the same bits are equal, and -0.0 differs from 0.0.
+    """
     return rows.contiguous().view(_BITS[rows.element_size()])
