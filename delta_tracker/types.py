@@ -22,13 +22,19 @@ class TrackingMode(Enum):
     """Kind of state that a read returns for each changed row in :attr:`DeltaRows.states`."""
 
     ID_ONLY = "id_only"
-    """No state; a read returns only ids."""
+    """No state; :attr:`DeltaRows.states` is None."""
     EMBEDDING = "embedding"
     """Value of the row as the consumer last received it; states ``[N, D]``."""
     MOMENTUM_LAST = "momentum_last"
-    """L2 norm of the row's first optimizer state at the time of the read; states ``[N]``."""
+    """L2 norm of the row's values in the first optimizer state tensor (such as the momentum) at the time of the read.
+
+    The states are ``[N]``.
+    """
     MOMENTUM_DIFF = "momentum_diff"
-    """Growth of the optimizer's row-wise sum of squared gradients since the consumer's last read; states ``[N]``."""
+    """Growth of the row's sum of squared gradients in the optimizer since the consumer last received the row.
+
+    The states are ``[N]``.
+    """
     ROWWISE_ADAGRAD = "rowwise_adagrad"
     """Former name of MOMENTUM_DIFF, with the same meaning."""
 
@@ -150,12 +156,13 @@ class DeltaRows:
 
     Args:
         ids: ``[N]`` int64, local to the shard, ascending and unique.
-        states: ``[N, ...]`` states of the rows, see :class:`TrackingMode`; None for a read of only ids.
+        states: ``[N, ...]`` states of the rows, see :class:`TrackingMode`; None if the mode has no states or the read
+            had ``with_states=False``.
         values: ``[N, D]`` values of the rows at the read, in the table's dtype, columns in the order of
             ``shard.columns``; None unless the read had ``with_values=True``.
         shard: the block that ``ids`` refer to; None if they are not ids of a shard.
-        known: ``[N]`` bool, True where the old state is known; elsewhere the row in ``states`` is NaN. None if no
-            old states are kept.
+        known: ``[N]`` bool, True where the old state is known; elsewhere the row in ``states`` is NaN. None if the
+            mode keeps no old states or the read had ``with_states=False``.
         optimizer: states of the fused optimizer for the rows, in the optimizer's order; empty unless the read had
             ``with_optimizer=True``. Each state is ``[N, D]``, or ``[N, S]`` with one value for each of the shard's
             ``S`` column ranges.
@@ -185,7 +192,7 @@ class DeltaRows:
 
     @property
     def global_ids(self) -> Tensor:
-        """``[N]`` int64 ids in the whole table, ascending and unique."""
+        """``[N]`` int64 ids in the whole table, ascending and unique; equal to ``ids`` if ``shard`` is None."""
         return self.ids if self.shard is None else self.ids + self.shard.row_offset
 
     def __len__(self) -> int:
@@ -197,7 +204,7 @@ class DeltaRows:
 
 
 class Delta(Mapping[str, DeltaRows]):
-    """Mapping of table FQN to the :class:`DeltaRows` of one read. Every tracked table is a key.
+    """Mapping from table FQN to the :class:`DeltaRows` of one read. Every tracked table is a key.
 
     Args:
         rows: table FQN to the changed rows.
@@ -223,7 +230,7 @@ class Delta(Mapping[str, DeltaRows]):
         self._rows = MappingProxyType(dict(rows))
         kept = {fqn: rows for fqn, rows in left_out.items() if len(rows)} if left_out else {}
         self.kept = MappingProxyType(kept)
-        """Rows of :attr:`left_out`, in tensors that the tracker uses too: do not write to them."""
+        """Same rows as in :attr:`left_out`, but not copied. Do not write to the tensors: the tracker uses them too."""
         self._left_out: Mapping[str, ChangedRows] | None = None
         self.consumer = consumer
         self.start = start
@@ -245,7 +252,7 @@ class Delta(Mapping[str, DeltaRows]):
 
     @property
     def left_out(self) -> Mapping[str, ChangedRows]:
-        """Mapping of table FQN to the changed rows that top-k left out; copied at the first access."""
+        """Mapping from table FQN to the changed rows that top-k left out. The rows are copied at the first access."""
         if self._left_out is None:
             self._left_out = MappingProxyType({fqn: rows.copy() for fqn, rows in self.kept.items()})
         return self._left_out
@@ -270,9 +277,10 @@ class Memory:
     """Memory usage of a tracker on this rank, in bytes.
 
     Args:
-        log_bytes: size of the changed ids, their old states, and the ids of open batches.
-        copy_bytes: size of the copies of shards without a fused optimizer.
-        carried_bytes: size of the rows carried over to later reads: left out by top-k, restored, or distrusted.
+        log_bytes: size of the sets of changed rows, the old states, and the ids of updates in progress.
+        copy_bytes: size of the copies of the shards whose optimizer is not fused.
+        carried_bytes: size of the pending rows that the log does not hold: rows that top-k left out, rows that were
+            loaded with a state, and rows that were made pending for one consumer only.
     """
 
     log_bytes: int

@@ -1,8 +1,8 @@
 """Top-k: select the changed rows that a delta of limited size contains.
 
 All ranks find the same threshold for each budget by a radix search over the bits of the scores. The search takes four
-collectives: a histogram for each of three digits, and an exchange of ties. Their size does not depend on the number of
-rows. Ranks exchange no rows or scores.
+collectives: one histogram for each of three digits, and one for the ties, which are the rows whose score equals the
+threshold. The size of the collectives does not depend on the number of rows. Ranks exchange no rows or scores.
 
 Notation: ``G`` is the number of budgets (1, or one per table), ``N`` the number of changed rows of a table.
 """
@@ -31,7 +31,9 @@ _FAILED = 2  # index of the header's column that is above 0 if a rank failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """Budget of a delta, and the score by which its rows are selected. Pass exactly one of the three budgets.
+    """Budget of a delta, and the score that selects the rows of the delta.
+
+    Pass exactly one of the budgets ``rows``, ``fraction`` and ``num_bytes``.
 
     Rows are selected in descending order of score. Ties are ordered by rank, then by table, then by id. Rows whose old
     state is unknown are selected first. Rows that are left out stay pending with their old state, so that their score
@@ -40,15 +42,15 @@ class TopK:
 
     Args:
         rows: maximum number of rows.
-        fraction: maximum fraction of the changed rows, above 0 and up to 1, rounded up.
+        fraction: maximum fraction of the changed rows, above 0 and at most 1. The number of rows is rounded up.
         num_bytes: maximum number of bytes of values and ids, with 8 bytes per id.
         per_table: True to apply the budget to each table over all ranks, False to all tables and ranks together.
-        max_age: number of committed reads that may leave a row out. The next read selects the row even if this exceeds
-            the budget. None for no limit.
+        max_age: maximum number of committed reads that leave a row out. The following read selects the row even if the
+            delta then exceeds the budget. None for no limit.
         score: function that takes a table's FQN and :class:`~delta_tracker.types.DeltaRows` with values, and returns
-            ``[N]`` scores. Higher scores are selected first. The rows are copies, which the function may overwrite. The
-            default depends on the mode: L2 norm of (current - old) in EMBEDDING, the momentum or its growth in the
-            momentum modes.
+            ``[N]`` scores. Rows with higher scores are selected first. The function may overwrite the rows, which are
+            copies. The default score is the L2 norm of (current - old) in EMBEDDING mode, and the row's value in
+            ``states`` in the momentum modes. Mode ID_ONLY has no default score.
 
     Raises:
         InvalidArgumentError: if no budget or several are given, or an argument is out of range.
@@ -83,7 +85,7 @@ class Candidates:
 
     Args:
         scores: ``[N]`` float32, ``inf`` for rows to select first.
-        is_due: ``[N]`` bool, True for rows to select regardless of the budget.
+        is_due: ``[N]`` bool, True for due rows, which are selected regardless of the budget.
         row_bytes: bytes of one row's values and id, counted against ``TopK.num_bytes``.
     """
 
@@ -93,7 +95,7 @@ class Candidates:
 
 
 class Agreement(Protocol):
-    """Interface of the collectives that the ranks of a shared budget use.
+    """Interface of the collectives among the ranks that share a budget.
 
     Every rank must call the same methods in the same order.
     """
@@ -109,10 +111,10 @@ class AllRanks:
     """Implementation of :class:`Agreement` for a group whose ranks all share the budget.
 
     Args:
-        group: the ranks. None creates a group of all ranks of the default process group; this is a collective.
+        group: the ranks. None creates a group of all ranks of the default process group, which is a collective.
 
     Raises:
-        RankLostError: if a rank dies or does not make the call in time.
+        RankLostError: if a rank dies or does not call the constructor in time.
     """
 
     def __init__(self, group: RankGroup | None = None) -> None:
@@ -140,12 +142,12 @@ class AllRanks:
 def choose(
     top_k: TopK, tables: Mapping[str, Candidates] | Exception, fqns: Sequence[str], ranks: Agreement
 ) -> dict[str, Tensor]:
-    """Select the rows of a delta. A collective: every rank must call it with the same budget and tables.
+    """Select the rows of a delta. A collective: every rank must call it with the same ``top_k`` and ``fqns``.
 
     Args:
         top_k: the budget.
         tables: FQN to candidates, for some or all of ``fqns``; or the error that prevented this rank from computing
-            them, which is reported to all ranks.
+            the candidates. All ranks are told that this rank failed.
         fqns: FQNs of all tables, in the same order on every rank.
         ranks: ranks that share the budget.
 
@@ -209,8 +211,8 @@ class _Rounds:
     def next(self, counts: Tensor) -> Tensor:
         """Run the next collective on int64 ``counts`` and return its result.
 
-        The shape is ``[G, _HEADER + _NUM_BINS]`` for the first collective, ``[G, _NUM_BINS]`` for the other histograms
-        and ``[G]`` for the ties.
+        The shape of ``counts`` is ``[G, _HEADER + _NUM_BINS]`` for the first collective, ``[G, _NUM_BINS]`` for the
+        other histograms and ``[G]`` for the ties.
         """
         collective, _ = self._left.pop(0)
         return collective(counts)
@@ -228,9 +230,9 @@ class _Rounds:
 class _Search:
     """Radix search for each budget's threshold, over the integer keys of this rank's scores.
 
-    ``_prefix`` has the digits of each threshold that were found so far. ``_remaining`` is the part of each budget that
-    is left after the due rows and all rows with higher keys. ``_under`` has, for each table, the keys of the rows that
-    are not due and match the prefix. ``_takes_all`` is True for budgets that all rows fit into.
+    ``_prefix`` has the digits found so far of each threshold. ``_remaining`` is the part of each budget that is left
+    after the due rows (``is_due``) and the rows whose key is above the prefix. ``_under`` has, for each table, the keys
+    of the rows that are not due and match the prefix. ``_takes_all`` is True for each budget into which all rows fit.
 
     Args:
         top_k: the budget.
@@ -267,7 +269,11 @@ class _Search:
         ).reshape(-1, 3)
 
     def histograms(self, shift: int) -> Tensor:
-        """Return the cost of this rank's rows that match the prefix, by the digit at ``shift``, ``[G, _NUM_BINS]``."""
+        """Return a histogram of costs for each budget, ``[G, _NUM_BINS]`` int64.
+
+        A bin has the total cost of this rank's rows that are not due, match the prefix and have the index of the bin as
+        their digit at ``shift``.
+        """
         rows = [torch.zeros(_NUM_BINS, dtype=torch.int64) for _ in self._groups]
         for index, group in enumerate(self._groups):
             for number, table in enumerate(group):
@@ -292,11 +298,12 @@ class _Search:
     def narrow(self, shift: int, histograms: Tensor) -> None:
         """Find the next digit of each threshold.
 
-        It is the highest digit at which the rows with this or a higher digit exceed the remaining budget.
+        It is the highest digit for which the cost of all rows with this or a higher digit exceeds the remaining budget.
+        If there is none, all rows fit into the budget.
 
         Args:
             shift: right shift of the digit.
-            histograms: ``[G, _NUM_BINS]`` sums of :meth:`histograms` over all ranks.
+            histograms: ``[G, _NUM_BINS]``, sum of the results of :meth:`histograms` on all ranks.
         """
         for index, histogram in enumerate(histograms):
             if self._takes_all[index]:
@@ -311,7 +318,10 @@ class _Search:
             self._prefix[index] |= (_NUM_BINS - 1 - num_fitting) << shift
 
     def ties(self) -> Tensor:
-        """Return the cost of this rank's rows whose key equals the threshold, ``[G]`` int64."""
+        """Return the cost of this rank's ties (rows whose key equals the threshold), ``[G]`` int64.
+
+        It is 0 for budgets into which all rows fit.
+        """
         costs = [
             0
             if bool(self._takes_all[index])
@@ -324,10 +334,10 @@ class _Search:
         return torch.tensor(costs, dtype=torch.int64)
 
     def masks(self, spent_before: Tensor) -> list[Tensor]:
-        """Return the mask of the selected rows, ``[N]`` bool, of each table, in the order of the groups.
+        """Return a mask of the selected rows, ``[N]`` bool, for each table, in the order of the groups.
 
         A row is selected if it is due, if its key is above the threshold, or if its key equals the threshold (a tie)
-        and the row fits into the remaining budget.
+        and the row fits into the remaining budget. If all rows fit into a budget, all are selected.
 
         Args:
             spent_before: ``[G]`` cost of the ties of all lower ranks.
@@ -355,7 +365,9 @@ class _Search:
         return table.row_bytes if self._top_k.num_bytes is not None else 1
 
     def _narrowed(self, index: int, number: int, shift: int) -> Tensor:
-        """Return a table's keys that match the prefix above the digit at ``shift``. Drops the others from ``_under``.
+        """Return a table's keys that match the prefix in the bits above the digit at ``shift``.
+
+        All other keys of the table are dropped from ``_under``.
 
         Args:
             index: index of the budget.
@@ -378,8 +390,8 @@ def _bins(shift: int) -> int:
 def _ordered_keys(scores: Tensor) -> Tensor:
     """Return ``[N]`` int64 keys in [0, 2**32) with the same order as the float32 scores.
 
-    The bits of positive floats, read as integers, have the order of the floats; those of negative floats have the
-    reverse order.
+    If the bits of floats are read as integers, positive floats keep their order, and negative floats have the reverse
+    order.
     """
     bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0 maps -0.0 to 0.0
     if not bool((bits < 0).any()):

@@ -1,4 +1,4 @@
-"""The tracked model: its tables, and this rank's current shards of them."""
+"""Tracked model, with its tables and this rank's current shards of the tables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from delta_tracker.tracker.modes import Capture
 
 
 class TrackedModel:
-    """A model and its current shards, all of which can be tracked.
+    """Tracked model, with its tables and this rank's current shards of the tables.
 
     The stores, the reader and the checkpoints of a tracker share one instance and look up shards at each use. Therefore
-    a single call of :meth:`take` suffices after a reshard.
+    one call to :meth:`take` is sufficient after a reshard.
 
     Args:
         module: the model.
         fqns_to_skip: see :class:`~delta_tracker.tracker.tracker.ModelDeltaTracker`.
-        capture: strategy of the tracking mode, which checks the shards.
+        capture: strategy of the tracking mode. It rejects shards that the mode does not support.
 
     Attributes:
         module: the model.
@@ -30,7 +30,7 @@ class TrackedModel:
         shards: table FQN to this rank's shard.
         is_attached: True if the tracker's hooks are registered.
 
-    The constructor raises the errors of :meth:`discover`.
+    The constructor raises the same errors as :meth:`discover`.
     """
 
     def __init__(self, module: nn.Module, fqns_to_skip: Iterable[str], capture: Capture) -> None:
@@ -46,7 +46,7 @@ class TrackedModel:
 
         Raises:
             NoShardedModuleError: if the model has nothing to track.
-            UnsupportedModuleError: if it has sharded modules that cannot be tracked.
+            UnsupportedModuleError: if the model has sharded modules that cannot be tracked.
             UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
             UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
             MissingExtraError: if torchrec is not installed.
@@ -59,7 +59,7 @@ class TrackedModel:
         return found
 
     def take(self, found: Discovery) -> None:
-        """Replace :attr:`found` and update :attr:`shards` with the discovered shards."""
+        """Replace :attr:`found` with ``found``, and update :attr:`shards` with the shards in ``found``."""
         self.found = found
         self.shards = {**self.shards, **found.shards}
 

@@ -47,7 +47,7 @@ Record = Literal["updates", "lookups"]
 def __getattr__(name: str) -> object:
     """Return the module attribute ``SUPPORTED_MODULES``, a tuple of TorchRec's sharded module classes.
 
-    These classes and their subclasses can be tracked. The tuple is computed on access, because that imports TorchRec.
+    These classes and their subclasses can be tracked. The tuple is computed on access, because this imports TorchRec.
     Any other name raises :class:`AttributeError`.
     """
     if name == "SUPPORTED_MODULES":
@@ -58,9 +58,9 @@ def __getattr__(name: str) -> object:
 class ModelDeltaTracker:
     """Tracker of the changed rows of a model's sharded embedding tables, for any number of consumers.
 
-    A row counts as changed when an update of it is written, not when it is looked up. Forward passes under ``no_grad``
-    and outputs that are never backpropagated mark no rows. Reads may happen between any two operations of the training
-    thread; no update is lost. Each rank tracks its own shards. Only reads with ``top_k`` and
+    A row counts as changed when an update to the row is written, not when the row is looked up. Forward passes under
+    ``no_grad`` and outputs that are never backpropagated mark no rows. Reads may happen between any two operations of
+    the training thread; no update is lost. Each rank tracks its own shards. Only reads with ``top_k`` and
     ``state_dict(strategy="gather")`` are collectives.
 
     Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL) are compared with a second copy at each read.
@@ -85,17 +85,17 @@ class ModelDeltaTracker:
         auto_compact: compact the log in the post-odist hook, after a collection has launched its output distribution,
             so that compaction overlaps with communication. False compacts after each read. Trackers that keep old
             states on a GPU always compact after reads, because merging old states waits for the device.
-        mode: the data kept of each changed row.
+        mode: the data that is kept for each changed row.
         fqns_to_skip: tables not to track, each by its FQN, the FQN of a module above it, or one component of its FQN.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
             looked up, as TorchRec's tracker does.
-        max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. Above it the
-            consumer that lags furthest is dropped: its next read raises
+        max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
+            larger, the consumer that lags furthest is dropped, and its next read raises
             :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
         monitor: records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
-        name: label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this process has the
-            name, ``-2`` is appended, or the next free number.
+        name: value of the label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this
+            process has the name, ``-2`` or the next free number is appended.
 
     Raises:
         NoShardedModuleError: if the model has nothing to track.
@@ -160,7 +160,7 @@ class ModelDeltaTracker:
 
     @property
     def mode(self) -> TrackingMode:
-        """Tracking mode, which defines the data kept of each changed row."""
+        """Tracking mode, which defines the data that is kept for each changed row."""
         return self._mode
 
     @property
@@ -170,22 +170,22 @@ class ModelDeltaTracker:
 
     @property
     def shards(self) -> Mapping[str, ShardSpec]:
-        """Mapping from table FQN to this rank's block of the table; the block is empty if this rank has no rows."""
+        """Mapping from table FQN to this rank's block of the table. The block is empty on a rank without rows."""
         return {fqn: shard.spec for fqn, shard in self._model.shards.items()}
 
     @property
     def fused_tables(self) -> frozenset[str]:
-        """FQNs of the tables whose optimizer is fused, the same on every rank. Hooks record each update of them."""
+        """FQNs of the tables whose optimizer is fused, the same on every rank. Hooks record updates of these tables."""
         return frozenset(fqn for fqn, shard in self._model.shards.items() if shard.is_fused)
 
     @property
     def num_hook_errors(self) -> int:
-        """Number of errors caught in hooks since the start. If a hook cannot record changes, all rows are marked."""
+        """Number of errors caught in hooks so far. If a hook cannot record changes, all rows are marked."""
         return self._num_past_errors + sum(hook.num_errors for hook in self._hooks)
 
     @property
     def tracked_modules(self) -> Mapping[str, nn.Module]:
-        """Mapping from FQN to sharded embedding module; see also :meth:`get_tracked_modules`."""
+        """Read-only mapping from FQN to sharded embedding module; :meth:`get_tracked_modules` returns a dict."""
         return MappingProxyType(self._model.found.modules)
 
     def get_tracked_modules(self) -> dict[str, nn.Module]:
@@ -198,7 +198,7 @@ class ModelDeltaTracker:
 
     @property
     def feature_to_fqn(self) -> dict[str, str]:
-        """Mapping from feature name to the FQN of its table, or of its first table if there are several."""
+        """Mapping from feature name to the FQN of the feature's table, or of its first table if there are several."""
         found: dict[str, str] = {}
         for fqn, names in self._model.found.features.items():
             for name in names:
@@ -229,10 +229,10 @@ class ModelDeltaTracker:
 
     @property
     def per_consumer_batch_idx(self) -> dict[str, int]:
-        """Mapping from consumer to the :attr:`curr_batch_idx` at its last committed read.
+        """Mapping from consumer to the value of :attr:`curr_batch_idx` at the consumer's last committed read.
 
-        The ``batches`` of the consumer's next delta start at this index. Before the first committed read, it is the
-        index at which the consumer was added.
+        The ``batches`` of the consumer's next delta start at this value. Before the first committed read, it is the
+        value of :attr:`curr_batch_idx` when the consumer was added.
         """
         return self._log.batches
 
@@ -262,16 +262,17 @@ class ModelDeltaTracker:
         """Mark the ids of a lookup as changed. Not needed for lookups that the hooks record.
 
         Args:
-            kjt: a KeyedJaggedTensor of local ids; a feature's ids are marked in every table that it is looked up in.
+            kjt: a KeyedJaggedTensor of local ids. The ids of a feature are marked in each table of the feature.
         """
         self._recorder.record_ids(kjt)
 
     def record_embeddings(self, kjt: KeyedIds, embeddings: Tensor) -> None:
-        """Mark the ids of a lookup as changed, with the rows as they were before the change.
+        """Mark the ids of a lookup as changed, and record the values that their rows had before the change.
 
         Args:
             kjt: a KeyedJaggedTensor of local ids.
-            embeddings: the rows, in the order of ``kjt.values()``, in any shape with one row per id.
+            embeddings: values of the rows before the change, in the order of ``kjt.values()``, in any shape with one
+                row for each id.
 
         Raises:
             InvalidArgumentError: if the mode is not EMBEDDING, or the number or width of the rows is wrong.
@@ -283,7 +284,7 @@ class ModelDeltaTracker:
 
         Args:
             kjt: a KeyedJaggedTensor of local ids.
-            states: the ``embeddings`` of :meth:`record_embeddings`; ignored in the other modes.
+            states: the argument ``embeddings`` of :meth:`record_embeddings`. Ignored in the other modes.
 
         Raises:
             InvalidArgumentError: if the number or width of the rows is wrong in EMBEDDING mode.
@@ -318,11 +319,14 @@ class ModelDeltaTracker:
         self._log.remove(self._log.resolve(consumer))
 
     def reserve(self, consumer: str | None = None, *, holder: str = "a ConsumerHandle") -> ConsumerHandle:
-        """Reserve a consumer. Until the handle is released, only the handle can read, move or remove the consumer.
+        """Reserve a consumer, and return a handle with exclusive access to it.
+
+        Until the handle is released, the tracker's own methods that read, clear, rewind or remove the consumer raise
+        :class:`~delta_tracker.errors.ReservedConsumerError`.
 
         Args:
             consumer: its name; optional if there is only one.
-            holder: description of the owner, for the message of :class:`~delta_tracker.errors.ReservedConsumerError`.
+            holder: description of the owner of the handle, for the message of that error.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -376,15 +380,15 @@ class ModelDeltaTracker:
     # Memory
 
     def memory(self) -> Memory:
-        """Return the memory that the tracker holds on this rank."""
+        """Return the memory usage of the tracker on this rank."""
         return self._log.memory()
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
         """Mapping from table FQN to the number of rows recorded as changed on this rank, repeats included.
 
-        Does not wait for the device. For a table with a fused optimizer, the increase over a period is an upper bound
-        for the number of rows that changed in it. Rows found by comparison with a copy are not counted.
+        Does not wait for the device. For a table with a fused optimizer, the increase during a period is an upper bound
+        for the number of rows that changed during that period. Rows found by comparison with a copy are not counted.
         """
         return MappingProxyType(self._log.num_recorded)
 
@@ -403,10 +407,11 @@ class ModelDeltaTracker:
         return self._log.num_pending(consumer)
 
     def compact(self, start_idx: int = 0, end_idx: int | None = None) -> None:
-        """Drop rows that every consumer has committed and merge segments that no cursor separates.
+        """Merge segments of the log that no cursor separates, and drop rows that every consumer has committed.
 
-        Reads return the same rows before and after. The log does not store batches separately: a range that ends at or
-        before the last compaction is skipped, and any other range compacts the whole log.
+        Rows are dropped only if ``delete_on_read`` is set. Compaction does not change what reads return. The log does
+        not store batches separately: a range that ends at or before the last compaction is skipped, and any other range
+        compacts the whole log.
 
         Args:
             start_idx: first batch of the range.
@@ -454,8 +459,8 @@ class ModelDeltaTracker:
             with_values: add ``values``, the current rows, ``[N, D]`` in the table's dtype.
             with_optimizer: add ``optimizer``, the current states of the fused optimizer for these rows.
             top_k: return only the rows with the highest scores; the others stay pending. The call is then a collective.
-                Rows of a DATA_PARALLEL table are selected on rank 0; the deltas of the other ranks contain all of its
-                changed rows.
+                Rows of a DATA_PARALLEL table are selected on rank 0; the deltas of the other ranks contain all changed
+                rows of the table.
 
         Returns:
             :class:`~delta_tracker.types.Delta`, a mapping from table FQN to rows; a table without changes is present
@@ -525,13 +530,14 @@ class ModelDeltaTracker:
     def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
         """Return a copy of this rank's current rows of several tables.
 
-        Faster than calling :meth:`read_rows` for each table, because each call flushes and splits the whole kernel.
+        It is faster than one call to :meth:`read_rows` for each table, because each such call flushes the kernel of the
+        table and splits the kernel's memory into tables.
 
         Args:
             ids: table FQN to ids as in :meth:`read_rows`; None for all rows of all tables.
 
         Returns:
-            Table FQN to rows as in :meth:`read_rows`.
+            Table FQN to rows, each as returned by :meth:`read_rows`.
 
         Raises:
             InvalidArgumentError: if a table is not tracked.
@@ -569,7 +575,9 @@ class ModelDeltaTracker:
         return self._checkpoint.annotations
 
     def register_counter(self, name: str, counter: object) -> None:
-        """Save and load a counter with the tracker's state. Its total over all ranks is restored at any world size.
+        """Register a counter to save and load with the tracker's state.
+
+        A load restores the counter's total over all ranks, even if the world size has changed.
 
         Args:
             name: key in the saved state, the same on every rank.
@@ -582,10 +590,11 @@ class ModelDeltaTracker:
         self._checkpoint.register_counter(name, counter)
 
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
-        """Return the pending rows of every consumer, the registered counters and the notes. Moves no cursor.
+        """Return the pending rows of every consumer, the registered counters and the :attr:`annotations`.
 
-        Rows of uncommitted reads and of open batches are pending. Call it directly before or after the model's
-        ``state_dict``, without an update between the two calls. The tensors are copies on the CPU.
+        Rows of uncommitted reads, and rows whose update is in progress, are pending. Moves no cursor. Call it directly
+        before or after the model's ``state_dict``, without an update between the two calls. The tensors are copies on
+        the CPU.
 
         Args:
             strategy: ``"local"`` returns this rank's part without a collective; every rank saves its own part.
@@ -619,12 +628,13 @@ class ModelDeltaTracker:
                 column ranges; the error names the difference.
             PartialStateError: if parts are missing.
             MalformedStateError: if the state is invalid in any other way.
-            ReservedConsumerError: if a consumer is reserved. Create publishers after this call.
+            ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this
+                call.
         """
         self._checkpoint.load_state_dict(state)
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Return a plan of the tensors that :meth:`load_state_dict` would read from each part.
+        """Return the plan of the tensors that :meth:`load_state_dict` needs from each part.
 
         Args:
             parts: headers of the saved parts, at least one.
@@ -641,13 +651,15 @@ class ModelDeltaTracker:
     def reattach(self) -> None:
         """Attach to the model's current modules and shards, for example after TorchRec has resharded it.
 
-        Call it when no backward pass is outstanding. A table whose block and lookup module on this rank are unchanged
-        keeps its log. All rows of any other table are marked as changed for every consumer, because no hook recorded
-        the writes to them. After :meth:`detach`, all rows of all tables are marked.
+        Call it between the backward pass of one batch and the forward pass of the next one. A table whose block and
+        lookup module on this rank are unchanged keeps its recorded changes. All rows of any other table are marked as
+        changed for every consumer, because no hook recorded the writes to these rows. After :meth:`detach`, all rows of
+        all tables are marked.
 
-        There is one exception: a table without a fused optimizer whose block is unchanged always keeps its log and is
-        compared with its copy, unless lookups are recorded. If one of the following errors is raised, the tracker is
-        unchanged.
+        There is one exception. If lookups are not recorded, a table without a fused optimizer keeps its recorded
+        changes whenever its block is unchanged, because the next read compares the table with its copy.
+
+        If one of the following errors is raised, the tracker is unchanged.
 
         Raises:
             NoShardedModuleError: if the model has nothing to track.
