@@ -1,4 +1,7 @@
-"""Calls of sinks, handlers and callbacks, with a deadline. Exceptions are caught; code that fails is muted."""
+"""Calls to sinks, event handlers and callbacks of stats, each with a deadline. Exceptions are caught.
+
+A sink, handler or callback that fails is muted: it is not called for a while.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _FIRST_MUTE_SECONDS, _LONGEST_MUTE_SECONDS = 10, 600
 
 @dataclass(slots=True)
 class Call:
-    """A call of a sink, handler or callback.
+    """Call to a sink, handler or callback, with its result.
 
     Args:
         action: function to call.
@@ -41,12 +44,12 @@ class Call:
 
 @dataclass(slots=True)
 class Guard:
-    """State of one sink, handler or callback: its failures, muting and newest call.
+    """State of one sink, handler or callback: its failures, its muting and its newest call.
 
     Args:
-        name: name in logs and metrics.
+        name: name of the sink, handler or callback in log messages and metrics.
         num_errors: number of calls that raised or exceeded the deadline.
-        num_muted: number of calls skipped because the code was muted or busy.
+        num_muted: number of calls skipped because of the muting or because the previous call had not returned.
         muted_until_ns: end of the muting, in nanoseconds of the monotonic clock.
         call: the newest call, possibly unfinished. The next call is made only after it has finished.
     """
@@ -60,13 +63,13 @@ class Guard:
 
     @property
     def is_busy(self) -> bool:
-        """True if the newest call has not returned."""
+        """True if the newest call is unfinished."""
         return self.call is not None and not self.call.is_done.is_set()
 
     def failed(self, reason: BaseException | str, now_ns: int) -> None:
-        """Count a failure and mute the code for 10 s, doubled for each consecutive failure up to 600 s.
+        """Count a failure and mute the sink, handler or callback. Log the first failure.
 
-        The first failure is logged.
+        The muting lasts 10 s after a first failure. The duration doubles with each consecutive failure, up to 600 s.
 
         Args:
             reason: the exception, or a description of the failure.
@@ -92,9 +95,9 @@ class Guard:
 
 
 class Runner:
-    """Worker thread that makes calls. It is abandoned and replaced if a call exceeds the deadline.
+    """Runner of calls in a worker thread. If a call exceeds the deadline, the next call is made in a new worker thread.
 
-    Not thread-safe. Workers are daemon threads, started at the first call or by :meth:`start`.
+    Not thread-safe. The worker is a daemon thread, started by :meth:`start` or at the first call.
 
     Args:
         clock: clock that times the muting.
@@ -107,7 +110,7 @@ class Runner:
         self._calls: queue.SimpleQueue[Call | None] | None = None
 
     def start(self) -> None:
-        """Start the worker now, because threads cannot be started at interpreter shutdown.
+        """Start the worker thread before the first call, because no thread can be started at interpreter shutdown.
 
         Raises:
             RuntimeError: if no thread can be started.
@@ -117,17 +120,20 @@ class Runner:
     def run(
         self, guard: Guard, action: Callable[[], None], *, even_if_muted: bool = False, here_if_refused: bool = False
     ) -> bool:
-        """Call ``action`` in the worker. Skip the call if ``guard`` is muted or its last call has not returned.
+        """Call ``action`` in the worker thread, and return whether the call succeeded.
+
+        The call is skipped if ``guard`` is muted, or if the previous call with ``guard`` has not returned.
 
         Args:
             guard: state of the sink, handler or callback that is called.
             action: function to call.
-            even_if_muted: True to ignore the muting, and to first wait up to the deadline for the last call to return.
-            here_if_refused: True to call ``action`` in this thread, without a deadline, if no thread can be started.
-                Since Python 3.12, no thread can be started at interpreter shutdown.
+            even_if_muted: True to ignore the muting. The method then first waits for the previous call to return, up to
+                the deadline.
+            here_if_refused: True to call ``action`` in the calling thread, without a deadline, if no worker thread can
+                be started. Since Python 3.12, no thread can be started at interpreter shutdown.
 
         Returns:
-            True if ``action`` was called and returned within the deadline without raising.
+            True if ``action`` was called and returned within the deadline without raising; False otherwise.
         """
         now = self._clock.monotonic_ns()
         if even_if_muted and guard.call is not None:
@@ -157,7 +163,7 @@ class Runner:
         return False
 
     def stop(self) -> None:
-        """End the worker after its current call. The next call starts a new one."""
+        """End the worker thread after its current call. The next :meth:`run` starts a new worker thread."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None

@@ -6,9 +6,9 @@ import itertools
 
 
 class LabelNames:
-    """Set of the names in use, each unique within its role. Thread-safe.
+    """Set of the reserved names. A name can be reserved once per role, which is a kind of object. Thread-safe.
 
-    No lock is used, so the object stays usable in a forked child.
+    There is no lock that a thread of the parent process could hold during a fork, so a forked child can use the set.
 
     Example:
         >>> names = LabelNames()
@@ -23,7 +23,7 @@ class LabelNames:
         self._taken: dict[tuple[str, str], object] = {}
 
     def take(self, role: str, wanted: str) -> str:
-        """Reserve a name until :meth:`release`.
+        """Reserve a name until :meth:`release`, and return it.
 
         Args:
             role: kind of the object, such as ``"tracker"``. Names are unique within a role.

@@ -1,14 +1,16 @@
 """Names, descriptions, units and labels of the library's built-in metrics.
 
-Each tracker, publisher and predictor records them through its own recorder, which adds the object's name as a label:
+Each tracker, publisher and predictor records these metrics through its own
+:class:`~delta_tracker.monitor.recorder.Recorder`, which adds the object's name as a label:
 
     recorder.published_rows.cell(table=fqn).add(len(rows))
 
-A counter is exposed as 0 once its cell exists. Counters of faults create their cells at start-up, as in
-``recorder.resyncs.cell(reason="gap")``, so that alerts see the first increment.
+A cell holds the records with one combination of label values. A counter is exported as 0 once its cell exists.
+The cells of fault counters are created at start-up, as in ``recorder.resyncs.cell(reason="gap")``, so that alerts see
+the first increment.
 
-Names follow Prometheus (https://prometheus.io/docs/practices/naming/): a prefix, the unit last, and ``_total`` appended
-to exposed counters. A stat is registered at its first use.
+Names follow the rules of Prometheus (https://prometheus.io/docs/practices/naming/): they start with a prefix and end
+with the unit. The Prometheus sinks append ``_total`` to the names of counters. A metric is registered at its first use.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Ki
 
 PREFIX = "delta_tracker_"
 
-# The limit exceeds any known number of label sets. The cells still need little memory.
+# Exceeds the number of label sets of any known program. That many cells still need little memory.
 _MAX_CELLS = 4096
 _BYTES = (6, 44)  # powers of two: 64 B to 16 TiB
 
@@ -47,7 +49,7 @@ def _seconds(name: str, text: str, *labels: str) -> Definition:
     return Definition(name=PREFIX + name, kind=Kind.HISTOGRAM, help=text, unit="seconds", labels=labels)
 
 
-# Logical counters describe the training run and are saved in checkpoints; all others describe the process.
+# Logical counters describe the training run and are saved in checkpoints; all other counters describe the process.
 DEFINITIONS: dict[str, Definition] = {
     # Volume
     "lookups": _counter(
@@ -141,10 +143,12 @@ DEFINITIONS: dict[str, Definition] = {
 
 
 class LibraryMetrics:
-    """Object with the stats of :data:`DEFINITIONS` as attributes. Each stat is registered at its first access.
+    """Collection of the built-in metrics. Each key of :data:`DEFINITIONS` is an attribute.
+
+    A metric is registered at the first access to its attribute.
 
     Args:
-        registry: registers the stats.
+        registry: registry in which the metrics are registered.
 
     Example:
         >>> metrics = LibraryMetrics(Registry())
@@ -197,7 +201,7 @@ class LibraryMetrics:
         self._registry = registry
 
     def __getattr__(self, name: str) -> Stat:
-        """Register the stat, store it as an ordinary attribute and return it.
+        """Register the metric ``name``, store it as an ordinary attribute and return it.
 
         Raises:
             AttributeError: if no built-in metric has this name.

@@ -33,18 +33,19 @@ class Monitor(Forkable):
 
     Recording needs no setup and starts no thread. :meth:`start` starts two threads: one collects, the other calls
     sinks, event handlers and callbacks of stats. :meth:`stop` delivers the last windows; it is also called at exit. In
-    a forked child the monitor is empty and stopped.
+    a forked child, the monitor is stopped, and all records, events and sinks are discarded.
 
     Args:
         clock: source of timestamps.
-        capacity: maximum number of events in each queue.
-        deadline: time limit of a call of a sink, handler or callback. Code that exceeds it is muted for a while.
+        capacity: maximum number of events that wait for the collector, for each sink and for each handler.
+        deadline: time limit of a call to a sink, handler or callback. One that exceeds the limit is not called for a
+            while.
 
     Attributes:
-        registry: all stats and sources.
+        registry: registry of all stats and sources.
         metrics: the built-in metrics.
-        label_names: names in use by trackers, publishers and predictors.
-        events: the log of events.
+        label_names: names that trackers, publishers and predictors use as label values.
+        events: log that receives the events.
 
     Example:
         >>> monitor = Monitor()
@@ -85,20 +86,22 @@ class Monitor(Forkable):
         is_logical: bool = False,
         **settings: Any,  # noqa: ANN401  the fields of Policy
     ) -> Counter:
-        """Define a counter, a total that only grows.
+        """Define a counter, which is a total that only grows, and return it.
+
+        A second call with the same definition returns the same counter.
 
         Args:
-            name: unique; dots separate namespaces.
+            name: unique name; dots separate namespaces.
             help: description in one sentence.
             unit: base unit spelled out, such as seconds.
             labels: label names.
-            max_cells: maximum number of label sets.
+            max_cells: maximum number of label sets. The records of all further label sets are added up in one cell.
             is_logical: True if the counter describes the training run, not the process. It is then saved in
                 checkpoints, see :mod:`~delta_tracker.monitor.state`.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
 
         Raises:
-            InvalidArgumentError: for invalid names, or a name with another definition.
+            InvalidArgumentError: for an invalid name, unit, label or setting, or if ``name`` has another definition.
         """
         definition = Definition(
             name=name,
@@ -112,24 +115,31 @@ class Monitor(Forkable):
         return cast("Counter", self._define(definition, settings))
 
     def gauge(self, name: str, help: str = "", **options: Any) -> Gauge:  # noqa: A002, ANN401
-        """Define a gauge, a value that can go up and down. The arguments are those of :meth:`stat`."""
+        """Define a gauge, which is a value that can go up and down, and return it.
+
+        The arguments are those of :meth:`stat`.
+        """
         return cast("Gauge", self._of_kind(Kind.GAUGE, name, help, **options))
 
     def histogram(self, name: str, help: str = "", **options: Any) -> Histogram:  # noqa: A002, ANN401
-        """Define a histogram, a stat with quantiles of its samples. The arguments are those of :meth:`stat`."""
+        """Define a histogram, which reports quantiles of samples, and return it.
+
+        The arguments are those of :meth:`stat`.
+        """
         return cast("Histogram", self._of_kind(Kind.HISTOGRAM, name, help, **options))
 
     def stat(self, name: str, help: str = "", **options: Any) -> Stat:  # noqa: A002, ANN401
-        """Define a stat of samples, such as losses.
+        """Define a stat of samples, such as losses, and return it.
 
         Args:
-            name: unique; dots separate namespaces.
+            name: unique name; dots separate namespaces.
             help: description in one sentence.
-            options: unit, labels, max_cells and bounds of :class:`~delta_tracker.monitor.stat.Definition`, and fields
-                of :class:`~delta_tracker.monitor.policy.Policy`, such as aggregations and window.
+            options: ``unit``, ``labels``, ``max_cells`` and ``bounds`` of
+                :class:`~delta_tracker.monitor.stat.Definition`, and fields of
+                :class:`~delta_tracker.monitor.policy.Policy`, for example ``aggregations`` and ``window``.
 
         Raises:
-            InvalidArgumentError: for invalid names, a name with another definition, or unknown options.
+            InvalidArgumentError: for an invalid name or option, or if ``name`` has another definition.
         """
         return self._of_kind(Kind.STAT, name, help, **options)
 
@@ -144,10 +154,12 @@ class Monitor(Forkable):
         labels: Sequence[str] = (),
         **settings: Any,  # noqa: ANN401
     ) -> Stat:
-        """Define a stat that is read through a callback, once per collection, in a thread of the library.
+        """Define a stat whose values are returned by a callback, and return the stat.
+
+        The callback is called once per collection, in a thread of the library.
 
         Args:
-            name: unique; dots separate namespaces.
+            name: unique name; dots separate namespaces.
             callback: returns the readings, see :meth:`~delta_tracker.monitor.registry.Registry.passive`.
             help: description in one sentence.
             kind: kind of the stat, such as ``Kind.GAUGE``.
@@ -156,22 +168,26 @@ class Monitor(Forkable):
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
 
         Raises:
-            InvalidArgumentError: for invalid names, a name with another definition or a callback, or unknown settings.
+            InvalidArgumentError: for an invalid name, unit, label or setting, or if ``name`` has another definition or
+                already has a callback.
         """
         definition = Definition(name=name, kind=kind, help=help, unit=unit, labels=tuple(labels))
         protect(self)
         return self.registry.passive(definition, callback, **settings)
 
     def add_source(self, source: Source) -> None:
-        """Add a source, which is read at every collection by a thread of the library.
+        """Add a source, which is read at every collection in a thread of the library.
 
-        Replaces a source of the same name.
+        An earlier source of the same name is replaced.
         """
         protect(self)
         self.registry.add_source(source)
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401
-        """Change the policy of matching stats, see :meth:`~delta_tracker.monitor.registry.Registry.configure`."""
+        """Change the policy of the existing and future stats whose names match a shell pattern.
+
+        The arguments and the result are those of :meth:`~delta_tracker.monitor.registry.Registry.configure`.
+        """
         return self.registry.configure(pattern, **settings)
 
     def find(self, pattern: str = "*", *, kind: Kind | None = None) -> list[Stat]:
@@ -186,7 +202,12 @@ class Monitor(Forkable):
     # Events
 
     def log(self, name: str, message: str = "", /, **data: Value) -> None:
-        """Emit an event of severity INFO with ``data``.
+        """Emit an event of severity INFO.
+
+        Args:
+            name: type of the event; dots separate namespaces.
+            message: description for humans.
+            data: str, int, float or bool values by name.
 
         Raises:
             InvalidArgumentError: for an invalid name or nested data.
@@ -194,14 +215,14 @@ class Monitor(Forkable):
         self.emit(Event(name, message, data, time_ns=self._clock.time_ns(), monotonic_ns=self._clock.monotonic_ns()))
 
     def emit(self, event: Event) -> None:
-        """Queue an event for delivery, unless the rule of its name rejects it."""
+        """Queue an event for delivery, unless a limit for its name rejects it, see :meth:`limit_events`."""
         protect(self)
         self.events.emit(event)
 
     def span(
         self, name: str, /, *, severity: Severity = Severity.INFO, trace: int | None = None, **data: Value
     ) -> Span:
-        """Return a span, which emits an event at its begin and at its end.
+        """Return a span, which emits one event when it starts and another when it stops.
 
         Use it as a context manager or call its ``start()`` and ``stop()``.
 
@@ -215,20 +236,22 @@ class Monitor(Forkable):
         return Span(self.emit, self._clock, name, data, severity, trace)
 
     def on(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
-        """Call ``handler`` with every matching event, in a thread of the library.
+        """Subscribe a handler to events. The handler is called in a thread of the library.
 
         Args:
             pattern: shell pattern of event names.
-            handler: called with each event.
+            handler: called with each matching event.
             severity: lowest severity to handle.
 
         Returns:
-            The subscription. Call its ``remove()`` to end it.
+            The subscription, whose ``remove()`` unsubscribes the handler.
         """
         return self.events.subscribe(pattern, handler, severity)
 
     def limit_events(self, pattern: str, **rule: Any) -> None:  # noqa: ANN401  the fields of EventRule
-        """Limit the events whose names match a shell pattern.
+        """Limit the rate, severity or sampled fraction of the events whose names match a shell pattern.
+
+        If several patterns match a name, the limit that was set last applies.
 
         Args:
             pattern: shell pattern of event names.
@@ -247,7 +270,7 @@ class Monitor(Forkable):
         self._progress.step = (self._progress.step or 0) + 1 if number is None else number
 
     def end_epoch(self, number: int | None = None) -> None:
-        """Close the windows of all stats with ``Window(epoch=True)``.
+        """End an epoch: close the windows of all stats whose policy has ``Window(epoch=True)``.
 
         Args:
             number: number of the epoch that ended, by default the previous one plus 1.
@@ -262,7 +285,7 @@ class Monitor(Forkable):
 
     @property
     def is_running(self) -> bool:
-        """True after :meth:`start`, until :meth:`stop`."""
+        """True between :meth:`start` and :meth:`stop`."""
         return self._collector.is_running
 
     def start(
@@ -273,10 +296,10 @@ class Monitor(Forkable):
         attributes: Mapping[str, str] | None = None,
         system: bool = True,
     ) -> None:
-        """Collect every ``interval``, in threads of the library, until :meth:`stop` or exit.
+        """Start to collect every ``interval``, in threads of the library, until :meth:`stop` or the end of the program.
 
-        A program that is killed or calls ``os._exit`` does not deliver its last windows. Children of multiprocessing
-        exit that way and must call :meth:`stop`.
+        A program that is killed or calls ``os._exit`` does not deliver its last windows. Child processes of
+        multiprocessing end with ``os._exit`` and must therefore call :meth:`stop`.
 
         Args:
             sinks: destinations of windows, totals and events.
@@ -285,7 +308,9 @@ class Monitor(Forkable):
             system: True to also record CPU, memory, disk and network of the process, and torch's CUDA memory.
 
         Raises:
-            InvalidArgumentError: if the monitor is running, for an interval of 0 or less, or invalid attribute names.
+            InvalidArgumentError: if the monitor is running, ``interval`` is 0 or less, or an attribute has an invalid
+                name.
+            RuntimeError: if no thread can be started.
         """
         seconds = _seconds("interval", interval)
         labels = dict(zip(check_label_names(attributes or {}), map(str, (attributes or {}).values()), strict=True))
@@ -301,28 +326,28 @@ class Monitor(Forkable):
         """Deliver the last windows, close the sinks and stop the threads. No-op if the monitor is not running.
 
         Returns:
-            False if the delivery did not finish within ``timeout``.
+            False if the delivery did not finish within ``timeout``; True otherwise.
         """
         atexit.unregister(self.stop)
         return self._collector.stop(timeout.total_seconds())
 
     def flush(self, timeout: timedelta = timedelta(seconds=15)) -> bool:
-        """Collect now and wait until the sinks have been called with the batch.
+        """Collect now and wait until the sinks have been called with the collected batch.
 
         Returns:
-            False if the calls did not finish within ``timeout``.
+            False if the calls did not finish within ``timeout``; True otherwise.
         """
         return self._collector.flush(timeout.total_seconds())
 
     def collect(self) -> Batch:
-        """Collect now, in the calling thread, and return the batch.
+        """Collect now and return the collected batch.
 
-        For tests and for programs that do not call :meth:`start`.
+        Use it in tests and in programs that do not call :meth:`start`.
         """
         return self._collector.collect()
 
     def after_fork_in_child(self) -> None:
-        """Discard all records, events and sinks, and stop. Called in a forked child."""
+        """Discard all records, events and sinks, and mark the monitor as stopped. Called in a forked child."""
         renew_ids()
         atexit.unregister(self.stop)
         failed = self.registry.reset()

@@ -1,8 +1,8 @@
 """Validation of names, units and labels.
 
 The rules are those of Prometheus (https://prometheus.io/docs/concepts/data_model/), so that every sink accepts the
-names. In addition, dots separate namespaces, as in ``training.loss``; sinks without namespaces replace them by
-underscores.
+names. In addition, names of stats and events may contain dots, which separate namespaces, as in ``training.loss``.
+Sinks without namespaces replace the dots by underscores.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_name(argument: str, name: object) -> str:
 
 
 def check_label_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return ``names`` as a tuple.
+    """Return the label names as a tuple if all of them are valid.
 
     Raises:
         InvalidArgumentError: for an invalid, reserved (``le``, ``quantile``) or duplicate name.
@@ -96,7 +96,7 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
 
 
 def label_pairs(labels: Labels) -> list[str]:
-    """Return each label as ``name=value``.
+    """Return a string ``name=value`` for each label.
 
     Example:
         >>> label_pairs((("table", "user"), ("kind", "delta")))

@@ -1,6 +1,6 @@
-"""Utilisation, memory, power and energy of NVIDIA devices, from NVML.
+"""Metrics of NVIDIA devices, read from NVML: utilisation, memory, power and energy.
 
-To record them, call
+To record these metrics, call
 ``monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=380))``.
 """
 
@@ -18,13 +18,13 @@ _JOULES_PER_KILOWATT_HOUR = 3_600_000
 
 
 class NvmlMetrics(Source):
-    """Source of the metrics of all NVIDIA devices visible to the driver, read once per collection.
+    """Source that records metrics of all NVIDIA devices visible to the driver, once per collection.
 
     Energy is counted since the driver was loaded, for all processes on the device.
 
     Args:
         registry: registry in which the metrics are registered.
-        grams_per_kilowatt_hour: carbon intensity of the electricity; None to report no emissions.
+        grams_per_kilowatt_hour: carbon dioxide emitted per kilowatt-hour of electricity; None to report no emissions.
 
     Raises:
         InvalidArgumentError: for a negative ``grams_per_kilowatt_hour``.
@@ -84,7 +84,10 @@ class NvmlMetrics(Source):
         )
 
     def _each(self, read: Any) -> Readings:  # noqa: ANN401
-        """Return the reading of each device by its index. Omit devices that do not support it."""
+        """Return the result of ``read`` for each device, under the device's index.
+
+        Devices that do not support the reading are omitted.
+        """
         found: dict[str | tuple[str, ...], float] = {}
         for index, device in enumerate(self._devices):
             try:

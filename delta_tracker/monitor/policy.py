@@ -1,4 +1,4 @@
-"""Windows and aggregations of a stat. They are set in its definition or with ``configure()``."""
+"""Policies: the windows and aggregations of stats, set when a stat is defined or later with ``configure()``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ WhenEmpty = Literal["skip", "zero"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Set of conditions, any of which closes the window and opens the next one.
+    """Set of conditions that close a window, which is a sequence of records that are aggregated together.
 
-    Without any condition, every collection closes the window.
+    Any one of the conditions closes the window and opens the next one. Without any condition, every collection closes
+    the window.
 
     Args:
-        count: close after this many records.
-        every: close at the first collection at which the window is at least this old.
-        epoch: close when :meth:`~delta_tracker.monitor.monitor.Monitor.end_epoch` is called.
+        count: close the window after this many records.
+        every: close the window at the first collection at which the window is at least this old.
+        epoch: close the window when :meth:`~delta_tracker.monitor.monitor.Monitor.end_epoch` is called.
 
     Raises:
         InvalidArgumentError: for a count below 1 or a duration of 0 or less.
@@ -51,7 +52,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Aggregation of a stat's records.
+    """Settings for the aggregation and the reports of a stat's records.
 
     Args:
         aggregations: aggregates to report for each window: ``value`` (the newest record), ``count``, ``sum``, ``mean``,
@@ -59,7 +60,7 @@ class Policy:
             records is always reported.
         window: conditions that close a window.
         enabled: False to ignore all records.
-        when_empty: for a window without records, report nothing (``skip``) or 0 for every aggregate (``zero``).
+        when_empty: report of a window without records: nothing (``skip``), or 0 for every aggregate (``zero``).
         raw: maximum number of records to report individually per window, as a uniform random sample.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Sources that the collector reads in its own threads, once per collection, without any work in training threads."""
+"""Sources of metrics. The collector reads them in its own threads, once per collection."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from collections.abc import Callable, Mapping
 from delta_tracker.monitor.stat import Kind, Stat
 
 Readings = float | Mapping[str | tuple[str, ...], float] | None
-"""Number, mapping of label values to numbers (for several labels, the keys are tuples), or None for no data."""
+"""Current numbers of a stat: one number, a mapping of label values to numbers, or None for no data.
+
+If the stat has several labels, the keys of the mapping are tuples of label values.
+"""
 
 
 class Source(ABC):
-    """Base class of objects that are read once per collection.
+    """Base class of objects that record metrics once per collection.
 
-    :meth:`read` is called in a thread of the library, one call at a time. Exceptions are counted.
+    :meth:`read` is called in a thread of the library, one call at a time. If it raises, the exception is counted, and
+    the source is not read for a while.
     """
 
     name: str
-    """Name in errors and metrics."""
+    """Name of the source in log messages and metrics."""
 
     @property
     def is_over(self) -> bool:
@@ -44,7 +48,7 @@ class Source(ABC):
 
 
 class Passive(Source):
-    """Source that records the readings of a callback in a stat.
+    """Source that records in a stat the readings that a callback returns.
 
     Args:
         stat: stat that records the readings. For a counter, readings are totals; their increases are recorded.

@@ -19,16 +19,17 @@ _MAX_LENGTH = 200
 
 
 class Recorder:
-    """Recorder of the built-in metrics of one object, with the object's name as a label.
+    """Recorder of the built-in metrics of one object. It sets one label of each metric to the object's name.
 
-    The attributes are those of :class:`~delta_tracker.monitor.library.LibraryMetrics`, for metrics that have the label
-    ``role``. The object creates its recorder in its constructor and passes the recorder to its parts.
+    Each metric of :class:`~delta_tracker.monitor.library.LibraryMetrics` that has the label ``role`` is an attribute.
+    The object creates its recorder in its constructor and passes the recorder to its parts.
 
     Args:
         role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
         owner: the object. The recorder keeps only a weak reference. The first collection after the owner is
             garbage-collected closes the recorder.
-        name: value of the label; None for ``role``. If the name is in use, ``-2``, ``-3``, ... is appended.
+        name: name of the object and value of the label; None to use ``role``. If the name is in use, ``-2``,
+            ``-3``, ... is appended.
         monitor: the monitor; None for the program's default.
 
     Raises:
@@ -57,7 +58,7 @@ class Recorder:
         self.monitor.add_source(self._life)
 
     def __getattr__(self, metric: str) -> BoundStat:
-        """Return a built-in metric, bound to the recorder's name.
+        """Return a built-in metric whose label is fixed to the recorder's name.
 
         Raises:
             AttributeError: if no built-in metric has this name.
@@ -67,11 +68,14 @@ class Recorder:
         return BoundStat(getattr(self.monitor.metrics, metric), self.role, self.name)
 
     def watch(self, record: Callable[[Any], None]) -> None:
-        """Call ``record(owner)`` once per collection, in the collector's thread, while the owner is alive."""
+        """Call ``record(owner)`` once per collection, in a thread of the library, while the owner is alive."""
         self._life.record = record
 
     def close(self) -> None:
-        """Remove the gauges and release the name, after one more collection or when another recorder is created.
+        """Stop recording, remove the gauges and release the name.
+
+        The next collection still reports the gauges. They are removed at the collection after that, or earlier if
+        another recorder or source is added.
 
         Counters and histograms are totals of the process and are kept. The next recorder with this name adds to them.
         """
@@ -88,12 +92,12 @@ class _Life(Source):
     """Source that records the metrics of one object until :meth:`close` or until the object is garbage-collected.
 
     Args:
-        name: name in errors and metrics.
+        name: name of the source in log messages and metrics.
         owner: the object, held by a weak reference.
         forget: called once, to remove the metrics of the object.
 
     Attributes:
-        record: called with the object at each collection; None for no call.
+        record: function to call with the object at each collection, if any.
     """
 
     def __init__(self, name: str, owner: object, forget: Callable[[], None]) -> None:
@@ -113,7 +117,7 @@ class _Life(Source):
         self._is_closed, self.record = True, None
 
     def read(self, *, is_last: bool) -> None:
-        """Call ``record`` with the object. If :attr:`is_over`, call ``forget`` instead.
+        """Call ``record`` with the object. If :attr:`is_over` is True, call ``forget`` instead.
 
         The first call after :meth:`close` does nothing, so that the last values are still exported.
         """
@@ -134,12 +138,12 @@ class _Life(Source):
             forget()
 
     def after_fork(self) -> None:
-        """Drop the object, because another thread of the parent may have held its locks."""
+        """Drop the reference to the object, whose locks another thread of the parent may have held."""
         self._owner = lambda: None
 
 
 class BoundStat:
-    """Metric with a fixed value of one label.
+    """View of a metric in which the value of one label is fixed.
 
     Args:
         stat: the metric.
@@ -154,7 +158,7 @@ class BoundStat:
         self._label = {label: value}
 
     def cell(self, **labels: object) -> Cell:
-        """Return the cell of the bound label and ``labels``, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""
+        """Return the cell of the fixed label and ``labels``, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""
         return self._stat.cell(**self._label, **labels)
 
     def timer(self, **labels: object) -> Callable[[], Timer]:
@@ -162,10 +166,10 @@ class BoundStat:
         return self._stat.timer(**self._label, **labels)
 
     def set(self, value: float, **labels: object) -> None:
-        """Record a reading. Gauges only."""
+        """Record a reading. The metric must be a gauge."""
         assert isinstance(self._stat, Gauge), "only gauges have set()"
         self._stat.set(value, **self._label, **labels)
 
     def remove(self, **labels: object) -> None:
-        """Remove the cells whose labels match the bound value and ``labels``. An omitted label matches any value."""
+        """Remove the cells whose labels match the fixed label and ``labels``. An omitted label matches any value."""
         self._stat.remove(**self._label, **labels)

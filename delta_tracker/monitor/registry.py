@@ -18,7 +18,7 @@ _SETTINGS = tuple(each.name for each in fields(Policy))
 
 
 class Registry:
-    """Registry of all stats, their policies, and the sources that collections read. Thread-safe.
+    """Registry of all stats, their policies, and the sources that are read at each collection. Thread-safe.
 
     Args:
         progress: clock, step and epoch, shared by all stats; None for a new one.
@@ -35,7 +35,7 @@ class Registry:
         self._sources: dict[str, Source] = {}
 
     def define(self, definition: Definition, **settings: Any) -> Stat:  # noqa: ANN401  the fields of Policy
-        """Register a stat and return it. If the same definition is already registered, return its stat.
+        """Register a stat and return it. If the same definition is already registered, return the existing stat.
 
         Args:
             definition: name, kind, unit and labels of the stat.
@@ -60,12 +60,13 @@ class Registry:
             return known
 
     def passive(self, definition: Definition, callback: Callable[[], Readings], **settings: Any) -> Stat:  # noqa: ANN401
-        """Register a stat that is read through a callback, once per collection.
+        """Register a stat whose values are returned by a callback, and return the stat.
 
         Args:
             definition: name, kind, unit and labels of the stat.
             callback: returns a number, a mapping of label values to numbers (for several labels, the keys are tuples),
-                or None for no data. For a counter, the numbers are totals. Called in a thread of the library.
+                or None for no data. For a counter, the numbers are totals. The callback is called once per collection,
+                in a thread of the library.
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`.
 
         Raises:
@@ -80,7 +81,7 @@ class Registry:
             return stat
 
     def add_source(self, source: Source) -> None:
-        """Add a source, which is read at every collection. Replaces a source of the same name."""
+        """Add a source, which is read at every collection. An earlier source of the same name is replaced."""
         with self._lock:
             self.forget_ended()
             self._sources[source.name] = source
@@ -93,7 +94,7 @@ class Registry:
                 del self._sources[known.name]
 
     def configure(self, pattern: str, **settings: Any) -> list[str]:  # noqa: ANN401  the fields of Policy
-        """Change the policy of existing and future stats.
+        """Change the policy of the existing and future stats whose names match a shell pattern.
 
         Args:
             pattern: shell pattern of names, such as ``training.*``. If several patterns match a name, each setting is
@@ -139,7 +140,7 @@ class Registry:
             return list(self._sources.values())
 
     def reset(self) -> list[Source]:
-        """Discard all records and replace the locks, which another thread may have held. Called in a forked child.
+        """Discard all records and replace the locks. Called in a forked child, whose parent may have held the locks.
 
         Returns:
             The sources whose ``after_fork()`` raised; they are removed.

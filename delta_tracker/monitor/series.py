@@ -1,4 +1,4 @@
-"""Cells: series of records of one stat under one label set.
+"""Cells. A cell is the series of the records of one stat that have the same label values.
 
 Training threads record into cells, so recording must be cheap. A record is an append to a deque, which is atomic in
 CPython and takes no lock. The collector, or the thread whose record fills the queue, aggregates the queued records
@@ -25,16 +25,16 @@ _MAX_CLOSED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ClosedWindow:
-    """A closed window of records.
+    """Closed window of a cell, with the aggregate of the window's records.
 
     Args:
         aggregate: aggregate of the records.
-        begin_ns: begin of the window, in nanoseconds of the monotonic clock.
-        end_ns: end of the window, in nanoseconds of the monotonic clock.
-        time_ns: end of the window, in nanoseconds since the epoch.
-        step: training step at the end of the window; None if no step was set.
-        epoch: number of the last epoch that had ended; None if no epoch was set.
-        is_partial: True if it was closed early, by the last collection or a change of policy.
+        begin_ns: time at which the window opened, in nanoseconds of the monotonic clock.
+        end_ns: time at which the window closed, in nanoseconds of the monotonic clock.
+        time_ns: time at which the window closed, in nanoseconds since the epoch.
+        step: training step at which the window closed; None if no step was set.
+        epoch: number of the last epoch that ended before the window closed; None if no epoch was set.
+        is_partial: True if the window was closed early, by the last collection or a change of policy.
         raw: uniform random sample of the records; empty unless the policy sets ``raw``.
     """
 
@@ -49,18 +49,18 @@ class ClosedWindow:
 
 
 class Cell:
-    """Series of records of one stat under one label set. Thread-safe.
+    """Series of the records of one stat that have the same label values. Thread-safe.
 
     Args:
         labels: label names and values.
-        policy: aggregation of its records.
+        policy: windows and aggregations of the records.
         progress: clock, step and epoch.
         is_counter: True to reject negative numbers.
 
     Attributes:
         enabled: True if records are accepted.
-        is_remote: True if the records arrive late, from a device. The source of the records then calls
-            :meth:`end_epoch`.
+        is_remote: True if the records come from a device and arrive late. The source of the records, not the stat, then
+            calls :meth:`end_epoch`.
         num_lost_windows: number of closed windows dropped before they were collected.
     """
 
@@ -108,7 +108,7 @@ class Cell:
                 self.fold()
 
     def reset(self, policy: Policy | None = None) -> None:
-        """Discard all records and replace the lock, which another thread may have held. Called in a forked child.
+        """Discard all records and replace the lock. Called in a forked child, whose parent may have held the lock.
 
         Args:
             policy: new policy; None to keep the current one.
@@ -130,7 +130,7 @@ class Cell:
             self._use(policy)
 
     def fold(self) -> None:
-        """Aggregate the queued records."""
+        """Aggregate all queued records, and close each window that becomes full."""
         with self._lock:
             # A signal handler or finalizer recorded a value and reentered this method. The record stays queued.
             if self._is_folding:
@@ -156,10 +156,12 @@ class Cell:
                 self._close(is_partial=False)
 
     def collect(self, *, is_last: bool = False) -> tuple[list[ClosedWindow], Aggregate]:
-        """Return the windows closed since the last collection, and the aggregate of all records.
+        """Close the open window if it is over. Return the closed windows and the aggregate of all records.
+
+        Windows that an earlier call returned are not returned again.
 
         Args:
-            is_last: True to also close the open window.
+            is_last: True to close the open window even if it is not over.
         """
         with self._lock:
             self.fold()
@@ -237,7 +239,11 @@ class Cell:
         self._limit = _MAX_WAITING if count is None else min(_MAX_WAITING, count - self._seen)
 
     def _take(self, num_left: int) -> int:
-        """Aggregate up to ``num_left`` queued records of the current window and return their number."""
+        """Move up to ``num_left`` queued records to the open window. Close the window if it is full.
+
+        Returns:
+            The number of moved records.
+        """
         count = self._policy.window.count
         room = _MAX_WAITING if count is None else count - self._seen
         pop = self._waiting.popleft

@@ -1,4 +1,4 @@
-"""Spans: named ranges of time with a begin, an end and a parent."""
+"""Spans: named ranges of time. A span can be nested in a parent span."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NS = 1e-9
 
 
 class Span:
-    """Named range of time that emits an event at its begin and one at its end.
+    """Named range of time that emits one event when it starts and another when it stops.
 
-    Events emitted inside the span have its id as ``span``. The parent is the enclosing span of the same
-    thread or task. If the body raises, the end event has severity ERROR and the exception's type as
+    The attribute ``span`` of events emitted inside the span is the span's id. The parent is the enclosing span of the
+    same thread or task. If the body raises, the end event has severity ERROR and the exception's type as
     ``data["error"]``. Use :meth:`start` and :meth:`stop` where a ``with`` statement does not fit.
 
     Args:
@@ -49,7 +49,7 @@ class Span:
         self.id = 0
 
     def start(self) -> Self:
-        """Emit the begin event and make this span the current one. Return the span."""
+        """Emit the begin event, make this span the current span, and return it."""
         parent = CURRENT_SPAN.get()
         self.id = new_id()
         self._parent = 0 if parent is None else parent.span
@@ -61,7 +61,9 @@ class Span:
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Emit the end event. Must be called in the thread or task that called :meth:`start`. A second call is a no-op.
+        """Emit the end event and make the parent the current span. A second call is a no-op.
+
+        Must be called in the thread or task that called :meth:`start`.
 
         Args:
             error: exception that ended the body, if any.

@@ -16,7 +16,7 @@ from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.timer import Timer
 
 OTHER = "other"
-"""Value of each label of the cell that receives the records of label sets beyond ``max_cells``."""
+"""Value of all labels of the shared cell, which receives the records of every label set beyond ``max_cells``."""
 
 
 class Kind(StrEnum):
@@ -45,15 +45,15 @@ class Definition:
     """Definition of a stat: its name, kind, unit and labels.
 
     Args:
-        name: unique in a registry; dots separate namespaces.
+        name: name that is unique in a registry; dots separate namespaces.
         kind: kind of the stat.
         help: description of the stat in one sentence.
         unit: base unit spelled out, such as seconds; empty for a plain number.
         labels: label names.
-        max_cells: maximum number of label sets. Records of further label sets go to the cell whose labels are all
-            ``"other"``.
+        max_cells: maximum number of label sets, which are combinations of label values. Records of further label sets go
+            to the cell whose labels are all ``"other"``.
         is_logical: True if the counter describes the training run, not the process. It is then saved in checkpoints.
-        bounds: lowest and highest exponent of 2 for sinks that need fixed bucket bounds.
+        bounds: exponents of 2 of the lowest and the highest bucket bound, for sinks with fixed buckets.
 
     Raises:
         InvalidArgumentError: for an invalid name, label or unit, ``max_cells`` below 1, or a logical stat that is not a
@@ -93,11 +93,12 @@ class Hooks:
 class Stat:
     """Named series of samples; base class of :class:`Counter`, :class:`Gauge` and :class:`Histogram`.
 
-    If the stat has no labels, call :meth:`add`. Otherwise, look up the cell once with :meth:`cell` and keep it.
+    If the stat has no labels, call :meth:`add`. Otherwise, look up each cell once with :meth:`cell`, keep it, and call
+    its ``add()``.
 
     Args:
         definition: name, kind, unit and labels.
-        policy: aggregation of its records.
+        policy: windows and aggregations of the records.
         progress: clock, step and epoch.
         hooks: callbacks; None for no callbacks.
     """
@@ -119,7 +120,7 @@ class Stat:
 
     @property
     def policy(self) -> Policy:
-        """Policy that configures the aggregation of its records."""
+        """Policy that configures the aggregation of the records."""
         return self._policy
 
     @property
@@ -149,7 +150,7 @@ class Stat:
         return self._make(key) if found is None else found
 
     def remove(self, **labels: object) -> None:
-        """Remove all cells with these label values, such as those of a removed consumer.
+        """Remove the cells whose labels match ``labels``, for example all cells of a removed consumer.
 
         Args:
             labels: label values; an omitted label matches any value.
@@ -183,7 +184,7 @@ class Stat:
                 cell.configure(policy)
 
     def end_epoch(self) -> None:
-        """Close the windows whose policy has ``Window(epoch=True)``, except those of remote cells."""
+        """Close the windows of all cells that are not remote, if the policy has ``Window(epoch=True)``."""
         for cell in self.cells:
             if not cell.is_remote:
                 cell.end_epoch()
@@ -219,17 +220,17 @@ class Stat:
 
 
 class Counter(Stat):
-    """Total that only grows. ``add(n)`` adds ``n``, by default 1. Negative values are rejected."""
+    """Stat that adds up increments. ``add(n)`` adds ``n``, by default 1. Negative values are rejected."""
 
     add: Callable[..., None]
 
 
 class Histogram(Stat):
-    """Distribution of samples, whose quantiles have a bounded error; see :mod:`delta_tracker.monitor.buckets`."""
+    """Stat that reports quantiles of samples. Their error is bounded, see :mod:`delta_tracker.monitor.buckets`."""
 
 
 class Gauge(Stat):
-    """Value that can go up and down. Sinks that export totals export its newest reading."""
+    """Stat that records a value that can go up and down. Sinks that export totals export the newest reading."""
 
     def set(self, value: float, **labels: object) -> None:
         """Record a reading."""

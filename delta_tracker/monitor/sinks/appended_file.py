@@ -11,8 +11,9 @@ from pathlib import Path
 class AppendedFile:
     """Append-only text file. When :meth:`append` returns, the operating system has the text.
 
-    A buffered file object has a lock. If a thread of the parent holds it during a fork, the child hangs when it closes
-    the file. If the buffer holds text, the child writes it again. This class has neither lock nor buffer.
+    A buffered file object has a lock and a buffer. If a thread of the parent holds the lock during a fork, the child
+    hangs when closing the file. If there is text in the buffer, parent and child both write it. This class has no lock
+    and no buffer.
 
     Args:
         path: the file; it must have no other writer.
@@ -27,7 +28,7 @@ class AppendedFile:
         self._file: FileIO | None = self._path.open("wb" if replace else "ab", buffering=0)
 
     def append(self, text: str) -> None:
-        """Append ``text``, or leave the file unchanged.
+        """Append ``text``. If the write fails, truncate the file to its previous length.
 
         Raises:
             OSError: if the write fails, for example on a full disk.

@@ -22,7 +22,7 @@ _PHASES = {Phase.BEGIN: "b", Phase.END: "e", Phase.INSTANT: "i"}
 
 
 class ChromeTraceSink(Sink):
-    """Sink that writes a trace file. An existing file is replaced.
+    """Sink that writes a trace file for chrome://tracing and Perfetto. An existing file is replaced.
 
     Args:
         path: the file, ending with ``.json``.
@@ -37,7 +37,7 @@ class ChromeTraceSink(Sink):
         self._file.append("[\n")
 
     def deliver(self, batch: Batch) -> None:
-        """Append the batch, or leave the file unchanged.
+        """Append the events and windows of the batch. If the write fails, the file is unchanged.
 
         Raises:
             OSError: if the write fails, for example on a full disk.
@@ -54,7 +54,7 @@ class ChromeTraceSink(Sink):
             self._file.close()
 
     def forget(self) -> None:
-        """Close the child's file descriptor."""
+        """Close the file descriptor in a forked child."""
         self._file.close()
 
     def _event(self, event: Event) -> dict[str, object]:

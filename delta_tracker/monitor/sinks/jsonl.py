@@ -1,4 +1,4 @@
-"""JSON Lines file with every window and event. No package is needed."""
+"""Export of windows and events to a JSON Lines file. No package is needed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class JsonlSink(Sink):
     """Sink that appends windows and events to a file. If a write fails, no part of the batch is written.
 
     Each line is an object with ``kind`` ("window", "total" or "event"), ``time`` in seconds since the epoch, and
-    further fields. Undefined values are omitted from windows and null in totals. Numbers that are not finite are
-    strings.
+    further fields. An undefined value is omitted from a window, and is null in a total. Numbers that are not finite are
+    written as strings.
 
     Args:
         path: the file; its folder is created if missing.
@@ -36,7 +36,7 @@ class JsonlSink(Sink):
         self._file = AppendedFile(path)
 
     def deliver(self, batch: Batch) -> None:
-        """Append the lines of the batch, or leave the file unchanged.
+        """Append the lines of the batch. If the write fails, the file is unchanged.
 
         Raises:
             OSError: if the write fails, for example on a full disk.
@@ -52,7 +52,7 @@ class JsonlSink(Sink):
         self._file.close()
 
     def forget(self) -> None:
-        """Close the child's file descriptor."""
+        """Close the file descriptor in a forked child."""
         self._file.close()
 
 

@@ -21,11 +21,12 @@ _MAX_METRICS, _MAX_PARAMS = 1000, 100
 
 
 class MlflowSink(Sink):
-    """Sink that logs to one run of an MLflow tracking server.
+    """Sink that logs parameters, metrics and tags to one run of an MLflow tracking server.
 
     The data of the event ``training.start`` is logged as parameters of the run, and the data of ``training.end`` as
-    tags. The newest published version is also a tag. The values of each window are logged as metrics at its step. The
-    run ends when the sink is closed, with status FAILED if ``training.end`` had severity ERROR or CRITICAL.
+    tags. The newest published version is also logged as a tag. The values of each window are logged as metrics at the
+    window's step. When the sink is closed, the run ends. Its status is FAILED if ``training.end`` had severity ERROR or
+    CRITICAL, and FINISHED otherwise.
 
     Args:
         experiment: name of the experiment; created if missing.
@@ -59,7 +60,7 @@ class MlflowSink(Sink):
         self._log_parameters(parameters or {})
 
     def deliver(self, batch: Batch) -> None:
-        """Log the events, windows and the published version of the batch."""
+        """Log the parameters, metrics and tags of the batch."""
         for event in batch.events:
             self._log_event(event)
         metrics = self._metrics(batch)
@@ -102,7 +103,7 @@ class MlflowSink(Sink):
 
 
 def _series(report: WindowReport | TotalReport) -> str:
-    """Return the stat's name and each label as ``<name>_<value>``, joined by dots."""
+    """Return the stat's name followed by one ``<label>_<value>`` per label, joined by dots."""
     return ".".join([report.definition.name, *(f"{key}_{value}" for key, value in report.labels)])
 
 

@@ -1,7 +1,8 @@
 """Export of metrics, spans and log records to an OTLP endpoint over HTTP.
 
-The sink uses the data model and exporters of the OpenTelemetry SDK, but not its instruments, because
-recording with these is many times slower. Histograms are exported as exponential histograms with the same buckets.
+The sink uses the data model and exporters of the OpenTelemetry SDK. It does not use the instruments of the SDK, because
+they record many times slower. Histograms are exported as exponential histograms with the buckets of
+:mod:`delta_tracker.monitor.buckets`.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ class OpenTelemetrySink(Sink):
         self._logs = OTLPLogExporter(f"{base}/v1/logs", **options)
 
     def deliver(self, batch: Batch) -> None:
-        """Send a batch.
+        """Send a batch to the OpenTelemetry collector.
 
         Raises:
-            ConnectionError: if the collector did not accept it.
+            ConnectionError: if the OpenTelemetry collector did not accept the batch.
         """
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
@@ -91,7 +92,7 @@ class OpenTelemetrySink(Sink):
             raise ConnectionError("the OpenTelemetry collector did not accept the batch")
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the OpenTelemetry collector."""
         for exporter in (self._metrics, self._spans, self._logs):
             exporter.shutdown()
 
@@ -136,7 +137,7 @@ def _number(report: TotalReport, value: float, batch: Batch) -> Any:  # noqa: AN
 
 
 def _histogram(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
-    """Return a histogram data point. If there are no buckets, it has only count, sum, min and max."""
+    """Return the histogram data point of a cell. Without buckets, it has only count, sum, min and max."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
 
     figures: Aggregate = report.figures
@@ -210,5 +211,5 @@ def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
 
 
 def _trace_id(event: Event) -> int:
-    """Return the trace id as 128 bits. Events outside of spans have 0, which means no trace."""
+    """Return the 128-bit trace id of an event; 0, which means no trace, if the event is outside of spans."""
     return event.trace % 2**128

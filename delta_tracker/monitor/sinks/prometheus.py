@@ -1,7 +1,7 @@
 """Export to Prometheus through an HTTP endpoint, or through a text file for node_exporter's textfile collector.
 
-``prometheus_client`` provides the data model and the exposition format; this module converts totals to its metric
-families.
+``prometheus_client`` provides the data model and the exposition format. This module converts totals to the metric
+families of ``prometheus_client``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Snapshot:
         return ()
 
     def registry(self) -> Any:  # noqa: ANN401  a class of prometheus_client
-        """Return a registry that collects only this snapshot."""
+        """Return a new ``CollectorRegistry`` that contains only this collector."""
         registry = _client().CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
@@ -52,11 +52,11 @@ class _Snapshot:
 class PrometheusSink(Sink):
     """Sink that serves the totals of the last collection at ``/metrics``.
 
-    Collect at least as often as Prometheus scrapes.
+    The monitor must collect at least as often as Prometheus scrapes.
 
-    Counters are exported as totals since the process started, gauges as their newest reading, stats as summaries, and
-    histograms with bounds at powers of two. Summaries and histograms also cover all records since the process started.
-    The unit is appended to each name, and ``_total`` to the names of counters.
+    Counters are exported as totals since the process started, gauges as their newest reading, stats of kind ``STAT`` as
+    summaries, and histograms as histograms whose bucket bounds are powers of two. Summaries and histograms also cover
+    all records since the process started. The unit is appended to each name, and ``_total`` to the names of counters.
 
     Args:
         port: port to listen on; 0 for any free port, see :attr:`port`.
@@ -85,13 +85,13 @@ class PrometheusSink(Sink):
         self._snapshot.batch = batch
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop the server."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
     def forget(self) -> None:
-        """Close the child's copy of the socket, because it would keep the port open after the parent exits."""
+        """Close the forked child's copy of the socket. An open copy blocks the port after the parent has exited."""
         self._server.socket.close()
 
 
@@ -114,7 +114,7 @@ class PrometheusFileSink(Sink):
         self._write = client.write_to_textfile
 
     def deliver(self, batch: Batch) -> None:
-        """Replace the file."""
+        """Replace the file by one with the totals of the batch."""
         self._snapshot.batch = batch
         self._write(str(self._path), self._registry)
 

@@ -11,15 +11,17 @@ class Sink(ABC):
     """Destination of metrics and events.
 
     The collector calls :meth:`deliver` with each batch, in order, one call at a time, in threads of the library.
-    It calls :meth:`close` after the last batch, even if none was delivered. In a forked child it calls only
+    It calls :meth:`close` after the last batch, even if no batch was delivered. In a forked child it calls only
     :meth:`forget`.
 
-    If a call raises, the error is counted and logged once, and the sink is muted for a while. The windows and events of
-    the batch are delivered again with the next batch, so a sink should write a batch completely or not at all. At most
-    8192 windows and the monitor's ``capacity`` of events are queued; beyond that, the oldest are dropped and counted.
+    If a call raises, the error is counted, and the sink is not called for a while. Only the first error of a sink is
+    logged. The windows and events of the batch are delivered again with the next batch, so a sink should write a batch
+    completely or not at all. For each sink, at most 8192 windows and the monitor's ``capacity`` of events are queued.
+    If there are more, the oldest ones are dropped and counted.
 
-    A call that exceeds the collector's deadline counts as an error. The sink is not called again before that call has
-    returned. Its batch counts as delivered if it returns without raising. A sink that never returns is not closed.
+    A call that exceeds the collector's deadline counts as an error, and the sink is not called again before that call
+    has returned. If the late call does not raise, the batch counts as delivered. If the call never returns, the sink is
+    not closed.
     """
 
     @property

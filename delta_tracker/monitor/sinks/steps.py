@@ -10,8 +10,8 @@ from delta_tracker.monitor.batch import WindowReport
 class Steps:
     """Lookup of the training step of each window.
 
-    The step is the one set by :meth:`~delta_tracker.monitor.monitor.Monitor.step` when the window closed. If no step
-    was set, it is the number of the window in its series, starting at 1.
+    The step of a window is the training step, set by :meth:`~delta_tracker.monitor.monitor.Monitor.step`, at which the
+    window closed. If no training step was set, the windows of each series are numbered from 1.
     """
 
     def __init__(self) -> None:

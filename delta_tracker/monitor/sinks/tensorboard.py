@@ -1,4 +1,4 @@
-"""TensorBoard event files with a curve over the training step for each reported value."""
+"""Export to TensorBoard event files. Each reported value is a curve over the training step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _S = 1e-9
 class TensorBoardSink(Sink):
     """Sink that writes values and histograms of windows, and events as text, to TensorBoard event files.
 
-    The x axis is the step, see :class:`~delta_tracker.monitor.sinks.steps.Steps`.
+    The x-axis is the training step, see :class:`~delta_tracker.monitor.sinks.steps.Steps`.
 
     Args:
         folder: folder of the event files.
@@ -84,7 +84,7 @@ class TensorBoardSink(Sink):
 
 
 def tag(name: str, labels: Labels) -> str:
-    """Return the tag of a series. Dots are replaced by slashes, which group tags, and labels are appended.
+    """Return the tag of a series: its name, with slashes in place of dots, and its labels. Slashes group tags.
 
     Example:
         >>> tag("training.loss", (("task", "click"),))

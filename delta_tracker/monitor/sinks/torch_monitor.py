@@ -1,7 +1,7 @@
 """Forwarding of events to and from ``torch.monitor``.
 
-The registered handler is a C function, because a handler in Python deadlocks with two threads and aborts the process if
-it raises. ``log_event`` is called from only one thread of the library.
+The handler that this module registers is a C function. A handler in Python can deadlock if two threads log events, and
+aborts the process if it raises. The library calls ``log_event`` in only one thread.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _US_PER_S = 1_000_000
 
 
 class TorchMonitorSink(Sink):
-    """Sink that logs every event and window as an event of ``torch.monitor``, for handlers registered there.
+    """Sink that logs each event and window as an event of ``torch.monitor``, which calls its registered handlers.
 
-    Python handlers registered there run in a thread of the library.
+    The handlers run in a thread of the library. Events that came from ``torch.monitor`` are not logged.
 
     Raises:
-        MissingExtraError: if torch has no monitor.
+        MissingExtraError: if ``torch.monitor`` is missing.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,11 @@ class TorchMonitorSink(Sink):
 
 
 class TorchMonitorSource(Source):
-    """Source that emits the events of ``torch.monitor``, including those of its stats, as ``torch.monitor.<name>``.
+    """Source that emits each event of ``torch.monitor`` as an event named ``torch.monitor.<name>``.
 
-    Register it with ``monitor.registry.add_source(TorchMonitorSource(monitor.events))``; :meth:`close` unregisters it
-    from ``torch.monitor``.
+    This includes the events of torch's stats, but not those logged by :class:`TorchMonitorSink`. Add the source with
+    ``monitor.registry.add_source(TorchMonitorSource(monitor.events))``. The constructor registers a handler with
+    ``torch.monitor``, and :meth:`close` unregisters the handler.
 
     Args:
         events: log that receives the events.
@@ -68,7 +69,7 @@ class TorchMonitorSource(Source):
 
     Raises:
         InvalidArgumentError: for a capacity below 1.
-        MissingExtraError: if torch has no monitor.
+        MissingExtraError: if ``torch.monitor`` is missing.
     """
 
     name = "torch.monitor"
@@ -84,7 +85,7 @@ class TorchMonitorSource(Source):
         self.num_dropped = 0
 
     def read(self, *, is_last: bool) -> None:
-        """Emit the events received since the last collection. Unregister from ``torch.monitor`` if ``is_last``."""
+        """Emit the events received since the last collection. If ``is_last`` is True, unregister the handler."""
         for place in range(self._queue.qsize()):
             event = self._queue.get()
             if _OURS in event.data:
@@ -97,14 +98,17 @@ class TorchMonitorSource(Source):
             self.close()
 
     def close(self) -> None:
-        """Unregister from ``torch.monitor``. A second call is a no-op; unregistering twice would crash torch."""
+        """Unregister the handler. A second call is a no-op, because unregistering a handler twice crashes torch."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self._torch.unregister_event_handler(handle)
 
 
 def translated(event: torch_monitor.Event) -> Event:
-    """Convert an event of ``torch.monitor``. Characters that are invalid in event names become underscores."""
+    """Convert an event of ``torch.monitor`` to an :class:`Event`.
+
+    In the name, invalid characters are replaced by underscores.
+    """
     name = "".join(each if (each.isalnum() and each.isascii()) or each in "._" else "_" for each in event.name)
     name = ".".join(part if part and not part[0].isdigit() else f"_{part}" for part in name.split("."))
     time_ns = round(event.timestamp.timestamp() * _US_PER_S) * 1000
