@@ -1,4 +1,4 @@
-"""Exclusive access to a consumer for one owner, such as a publisher."""
+"""Handle that gives one owner, for example a publisher, exclusive access to a consumer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ConsumerHandle:
     :class:`~delta_tracker.errors.InvalidArgumentError`.
 
     Args:
-        name: the consumer, already reserved in the log.
+        name: the consumer. The creator of the handle reserves the consumer in the log.
         holder: description of the owner, for error messages.
         log: the tracker's log.
         model: the tracked model.
@@ -75,9 +75,9 @@ class ConsumerHandle:
     ) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
-        ``ranks`` are the ranks that share the budget of ``top_k``; None means a group of all ranks, which the first
-        read with ``top_k`` creates. All other arguments, the result and the errors are those of
-        :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
+        ``ranks`` are the ranks that share the budget of ``top_k``. If ``ranks`` is None, all ranks share the budget, and the
+        first read with ``top_k`` creates a process group for them. The other arguments, the result and the errors are
+        those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         return self._reader.read(
             self._held(),
@@ -116,7 +116,7 @@ class ConsumerHandle:
     def distrust(self, fqn: str, ids: Tensor) -> None:
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
-        Call it if the rows at the consumer differ from those that the consumer last read.
+        Call it if the consumer's own copy of these rows differs from what the consumer last read.
 
         Args:
             fqn: the table.
@@ -148,11 +148,11 @@ class ConsumerHandle:
     # Copies of all rows
 
     def begin_copy(self) -> ConsumerHandle:
-        """Reserve a second consumer, starting at the current position, to track changes while all rows are copied.
+        """Add a second consumer at the current position, to track changes while all rows are copied.
 
         Training can continue during the copy. At the end, read the second consumer's delta and overwrite the copied
-        rows with it. The result equals a copy made at that read. The second consumer is not saved in checkpoints. Its
-        name is this consumer's name followed by ``" (snapshot)"``.
+        rows with it. The result equals a copy made at that read. The second consumer is reserved for the
+        same owner and is not saved in checkpoints. Its name is this consumer's name followed by ``" (snapshot)"``.
 
         Returns:
             Handle of the second consumer. Its :meth:`release` also removes the second consumer from the tracker.
@@ -184,13 +184,13 @@ class ConsumerHandle:
 
     @property
     def note(self) -> object:
-        """Note about the consumer, set by :meth:`annotate` or loaded with a state; None if no note was set."""
+        """Note about the consumer, a JSON value set by :meth:`annotate` or loaded with a state; None if not set."""
         return self._checkpoint.annotations.get(self._held())
 
     def annotate(self, note: object) -> None:
-        """Set the note about the consumer, which is saved with the tracker's state.
+        """Set the note about the consumer. Notes are saved with the tracker's state.
 
-        If the notes of the ranks differ, every rank loads the note of rank 0.
+        If the notes of the ranks differ, the note of the lowest rank among the loaded parts is restored.
 
         Args:
             note: a JSON value; replaces the previous note.

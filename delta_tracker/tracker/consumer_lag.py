@@ -55,8 +55,8 @@ class LagClock:
         """Record that a consumer was added at a position or moved there.
 
         Args:
-            consumer: its name.
-            position: position of its cursor.
+            consumer: name of the consumer.
+            position: new position of the consumer's cursor.
             has_rows: True if rows that changed before the position are pending. Their age counts from this call.
         """
         now = time.monotonic()
@@ -74,9 +74,10 @@ class LagClock:
             self._left_out[consumer] = time.monotonic()
 
     def distrusted(self, consumer: str) -> None:
-        """Start the age of rows that were made pending for one consumer only, and are therefore not in the log.
+        """Record that rows were made pending for one consumer only. Such rows are not in the log.
 
-        No-op if the age of earlier rows outside the log is already measured.
+        Their age counts from this call, unless the clock already has a timestamp for the consumer's rows outside the
+        log.
         """
         self._left_out.setdefault(consumer, time.monotonic())
 
@@ -84,7 +85,7 @@ class LagClock:
         """Record that a consumer committed a read.
 
         Args:
-            consumer: its name.
+            consumer: name of the consumer.
             position: position at the end of the read.
             leaves_out: True if the read left out some rows. These rows stay pending.
         """
@@ -130,7 +131,7 @@ class LagClock:
         """Return the lag of a consumer.
 
         Args:
-            consumer: its name.
+            consumer: name of the consumer.
             batches: number of ``step()`` calls since the consumer's last committed read.
         """
         now, since = time.monotonic(), self._pending_since(consumer)

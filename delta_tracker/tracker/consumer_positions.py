@@ -93,22 +93,22 @@ class ConsumerPositions:
         return name
 
     def reserve(self, name: str, holder: str | None, *, is_transient: bool = False) -> None:
-        """Reserve consumer ``name`` for ``holder``. None ends the reservation.
+        """Reserve consumer ``name`` for ``holder``, or end the reservation if ``holder`` is None.
 
         Args:
             name: the consumer.
-            holder: description of the owner, for error messages.
-            is_transient: True if the consumer exists only while a snapshot is copied. It is then not saved in
+            holder: description of the owner, for error messages; None to end the reservation.
+            is_transient: True if the consumer exists only while a snapshot is copied. Such a consumer is not saved in
                 checkpoints and has no metrics.
         """
         self._consumers[name].holder = holder
         self._consumers[name].is_transient = is_transient
 
     def check_free(self, name: str) -> None:
-        """Reject a consumer that is reserved.
+        """Check that consumer ``name`` is not reserved.
 
         Raises:
-            ReservedConsumerError: if it is reserved.
+            ReservedConsumerError: if the consumer is reserved.
         """
         holder = self._consumers[name].holder
         if holder is not None:
@@ -118,13 +118,13 @@ class ConsumerPositions:
     def origin(self) -> Mapping[str, ChangedRows]:
         """Rows that :meth:`rewind` makes pending in addition to all rows in the log, by table FQN.
 
-        They are rows that changed before the log's first position, for example before a checkpoint was saved, and rows
-        that were distrusted.
+        They are rows that changed before the log's first position, for example before a restored checkpoint was saved,
+        and rows that were distrusted.
         """
         return self._origin
 
     def start(self, name: str) -> tuple[int, int]:
-        """Return the position and the batch count of the cursor of consumer ``name``."""
+        """Return the log position and the ``step()`` count of a consumer's cursor."""
         consumer = self._consumers[name]
         return consumer.position, consumer.batch
 
@@ -137,7 +137,10 @@ class ConsumerPositions:
         return self._consumers[name].is_behind
 
     def is_transient(self, name: str) -> bool:
-        """Return True if consumer ``name`` exists only while a snapshot is copied. It is not saved in checkpoints."""
+        """Return True if consumer ``name`` exists only while a snapshot is copied.
+
+        Such a consumer is not saved in checkpoints.
+        """
         return self._consumers[name].is_transient
 
     def place(self, name: str, position: int, batch: int, *, is_behind: bool = False) -> None:
@@ -172,8 +175,8 @@ class ConsumerPositions:
 
         Args:
             position: position of the cursors.
-            states: consumer name to its pending rows, which become its carried rows.
-            origin: the new :attr:`origin`.
+            states: consumer name to the consumer's state. Its pending rows become the consumer's carried rows.
+            origin: new value of :attr:`origin`.
         """
         self._origin = origin
         for name, state in states.items():
@@ -198,7 +201,7 @@ class ConsumerPositions:
             self._origin = _over(rows, fqn, self._origin)
 
     def forget_tables(self, fqns: Collection[str]) -> None:
-        """Drop all carried rows of the tables ``fqns``, because their ids now refer to different rows.
+        """Drop all carried rows of the tables ``fqns``, because the ids in these tables now refer to different rows.
 
         Discards all uncommitted reads.
         """

@@ -53,7 +53,7 @@ class DeltaReader:
         top_k: TopK | None,
         ranks: AllRanks | None = None,
     ) -> Delta:
-        """Return a consumer's delta, which contains the rows that changed since its last committed read.
+        """Return the rows that changed since a consumer's last committed read.
 
         The errors are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
 
@@ -63,7 +63,7 @@ class DeltaReader:
             with_states: add the states, in a tracking mode that has states.
             with_values: add the current values of the rows.
             with_optimizer: add the current states of the fused optimizer for the rows.
-            top_k: budget of the delta. A read with a budget is a collective. None returns all pending rows.
+            top_k: budget of the delta. If it is given, all ranks must make the call. None returns all pending rows.
             ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, which the first read with
                 ``top_k`` creates.
         """

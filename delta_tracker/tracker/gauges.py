@@ -39,7 +39,7 @@ class TrackerGauges:
             cells[key].add(len(rows))
 
     def show(self, log: ChangeLog, model: TrackedModel) -> None:
-        """Set the gauges. Called in the monitor's thread.
+        """Set the gauges. The monitor calls this method in its own thread.
 
         Pending rows are counted only if all shards are on the CPU. On a GPU, counting would wait for the device while
         holding the log's lock, and the next hook would wait for the lock. The age of the oldest pending row is reported

@@ -1,4 +1,4 @@
-"""Dataclasses for the state of a change log, which checkpoints save and restore."""
+"""Dataclasses that describe the state of a change log. Checkpoints save and restore this state."""
 
 from __future__ import annotations
 

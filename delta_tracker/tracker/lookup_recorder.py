@@ -1,4 +1,4 @@
-"""Explicit recording of lookups, with the method names of TorchRec's tracker."""
+"""Methods that record lookups explicitly, named as in TorchRec's tracker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class LookupRecorder:
         """Mark the rows of a lookup as changed.
 
         Args:
-            kjt: a KeyedJaggedTensor of local ids. The ids of a feature are marked in every table of this feature.
+            kjt: a KeyedJaggedTensor of local ids. A feature's ids are marked in every table in which the
+                feature is looked up.
         """
         self._record(kjt, None)
 
@@ -56,7 +57,7 @@ class LookupRecorder:
 
         Args:
             kjt: a KeyedJaggedTensor of local ids.
-            states: the ``embeddings`` of :meth:`record_embeddings`; ignored in the other modes.
+            states: old values of the rows, as for :meth:`record_embeddings`; ignored in the other modes.
 
         Raises:
             InvalidArgumentError: if the number or width of the rows is wrong in EMBEDDING mode.

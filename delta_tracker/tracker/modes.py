@@ -42,7 +42,7 @@ class Capture(Protocol):
         """
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return the current state of each row, which is then kept as the row's old state, ``[N, ...]``.
+        """Return the current state of each row, ``[N, ...]``. The log keeps it as the old state of the row.
 
         Args:
             shard: the shard.
@@ -50,7 +50,7 @@ class Capture(Protocol):
         """
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return the states that a delta returns for changed rows.
+        """Return the states of changed rows, as a delta contains them.
 
         Args:
             shard: the shard.
@@ -80,11 +80,11 @@ class IdCapture:
         """Accept every shard."""
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return an empty tensor, ``[N, 0]``."""
+        """Return an empty tensor, ``[N, 0]``, because the mode keeps no old states."""
         return torch.empty(len(ids), 0, device=shard.device)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
-        """Return None."""
+        """Return None, because the mode has no states."""
         del shard, rows
         return None
 
@@ -114,7 +114,7 @@ class EmbeddingCapture:
         return rows.states
 
     def scores(self, values: Tensor, states: Tensor) -> Tensor:
-        """Return the L2 norm of (current - old) of each row, ``[N]`` float32."""
+        """Return the L2 distance between the current and the old values of each row, ``[N]`` float32."""
         norms: Tensor = torch.linalg.vector_norm(values.float().sub_(states), dim=1)
         return norms
 
@@ -140,7 +140,7 @@ class MomentumLastCapture:
             raise UnsupportedTableError(shard.spec.table.fqn, "its optimizer keeps no state per row inside the kernel")
 
     def old_states(self, shard: LocalShard, ids: Tensor) -> Tensor:
-        """Return an empty tensor, ``[N, 0]``."""
+        """Return an empty tensor, ``[N, 0]``, because the mode keeps no old states."""
         return torch.empty(len(ids), 0, device=shard.device)
 
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
@@ -157,7 +157,7 @@ class MomentumLastCapture:
 
 
 class MomentumDiffCapture(MomentumLastCapture):
-    """Strategy that measures the growth of each row's sum of squared gradients, which row-wise Adagrad keeps."""
+    """Strategy that measures how much each row's sum of squared gradients, a state of row-wise Adagrad, has grown."""
 
     keeps_old = True
 
@@ -179,7 +179,7 @@ class MomentumDiffCapture(MomentumLastCapture):
     def states(self, shard: LocalShard, rows: ChangedRows) -> Tensor | None:
         """Return the growth of each row's sums of squared gradients since the consumer last received the row, ``[N]``.
 
-        The growth is added up over the shard's column ranges.
+        The growth is summed over the shard's column ranges.
         """
         assert rows.states is not None, "this mode keeps old states"
         return (self.old_states(shard, rows.ids) - rows.states).sum(dim=1)

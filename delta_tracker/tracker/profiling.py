@@ -1,4 +1,4 @@
-"""Ranges for torch's profiler around the tracker's work."""
+"""Named ranges that show the tracker's work in torch's profiler."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Per-rank counters that are saved with the tracker: torchmetrics metrics and other mergeable objects.
 
 The state that one rank saved is loaded by exactly one rank, so that the total over all ranks is the same at any world
-size.
-Loading the synchronised total on every rank would multiply the total. Loading only rank 0's state would lose the counts
-of the other ranks.
+size. Loading the synchronised total on every rank would multiply the total. Loading only rank 0's state would lose the
+counts of the other ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Mergeable(Protocol):
 
 
 def as_mergeable(name: str, counter: object) -> Mergeable:
-    """Return ``counter``, wrapped if it is a torchmetrics metric.
+    """Return ``counter`` as a :class:`Mergeable`. A torchmetrics metric is wrapped.
 
     Args:
         name: name of the counter, for error messages.
@@ -131,7 +130,10 @@ class _Metric:
         return merged
 
     def load_state_dict(self, state: State) -> None:
-        """Reset the metric, then set each state in ``state`` on the metric's device."""
+        """Replace the metric's states and number of updates with those in ``state``.
+
+        Tensors are moved to the metric's device. Metric states that are missing in ``state`` are reset.
+        """
         metric = self._metric
         metric.reset()
         for field in self._reductions:

@@ -7,8 +7,8 @@ Every key starts with the prefix ``rank{rank}of{world_size}/``, so that keys of 
 followed by one of these names:
 
 - ``header``: ``[B]`` uint8, the JSON of :class:`RankHeader`.
-- ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. There is only one such tensor per table, because
-  DCP's plan has an entry for every tensor.
+- ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. There is only one such tensor per table, to
+  keep DCP's plan short: the plan has an entry for every tensor.
 - ``counters/{name}/{field}``: tensors of the registered counters.
 
 A *row set* contains the pending rows of one consumer, and its name is the index of this consumer in the header. The row
@@ -154,7 +154,7 @@ class RankHeader:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """Names of the row sets: one per consumer, in the order of the consumers, then the history if it is saved."""
+        """Names of the row sets: one per consumer, in the order of the consumers, and ``history`` if it is saved."""
         return (*(str(place) for place in range(len(self.consumers))), *([HISTORY] if self.has_history else []))
 
     def row_layouts(self, fqn: str) -> dict[str, Layout]:
@@ -179,7 +179,7 @@ class RankHeader:
         Args:
             row_set: one of :attr:`sets`.
             fqn: the table.
-            tensors: key with prefix to tensor.
+            tensors: tensors of the part, by key with prefix.
 
         Raises:
             MalformedStateError: if the tensors do not contain valid rows of the rank's block.
@@ -215,7 +215,7 @@ class RankHeader:
 
         Args:
             name: name of the counter.
-            tensors: key with prefix to tensor.
+            tensors: tensors of the part, by key with prefix.
         """
         if name not in self.counters:
             return None
@@ -323,7 +323,7 @@ def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[s
     Args:
         where: start of the error message that locates the state, for example ``"on rank 1 "``; may be empty.
         saved: table FQN to block, in the state.
-        expected: table FQN to block, as expected. Only the tables are compared, not the ranges of the blocks.
+        expected: table FQN to expected block. Only the tables are compared, not the ranges of the blocks.
 
     Raises:
         StateMismatchError: if tables differ; the error names all tables that differ.

@@ -57,7 +57,7 @@ class Resharding:
         counted: headers of the parts whose counters this rank loads.
 
     Raises:
-        PartialStateError: if the parts do not cover the shards of this rank, or the counters that it must load.
+        PartialStateError: if the parts do not cover the shards of this rank, or the counters that this rank must load.
         StateMismatchError: if old states have one value per column range, and the current sharding plan splits the
             columns differently.
     """
@@ -100,7 +100,7 @@ class Resharding:
             tensors: key to tensor, for all keys of :meth:`needs`.
 
         Raises:
-            MalformedStateError: if a tensor contradicts its header.
+            MalformedStateError: if a tensor contradicts the header of its part.
             StateMismatchError: if the saved old states have another dtype than the states of the current rows.
         """
         first = self._parts[0]
@@ -196,7 +196,7 @@ class Resharding:
 
 
 def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
-    """Return the rows that belong to a shard, with local instead of global ids; None if ``rows`` is None."""
+    """Return the rows inside a shard, with ids converted from global to local; None if ``rows`` is None."""
     if rows is None:
         return None
     is_inside = (rows.ids >= spec.row_offset) & (rows.ids < spec.row_offset + spec.num_rows)

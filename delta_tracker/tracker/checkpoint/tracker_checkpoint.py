@@ -82,9 +82,9 @@ class TrackerCheckpoint:
         return self._positions.get(consumer) == self._log.position(consumer)
 
     def annotate(self, consumer: str, note: object) -> None:
-        """Set the note about a consumer, which is saved with the tracker's state.
+        """Set the note about a consumer. Notes are saved with the tracker's state.
 
-        If the notes of the ranks differ, every rank loads the note of rank 0.
+        If the notes of the ranks differ, the note of the lowest rank among the loaded parts is restored.
 
         Args:
             consumer: name of the consumer.
@@ -159,7 +159,7 @@ class TrackerCheckpoint:
         self._annotations, self._restored = dict(plan.annotations), Restored.STATE
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Plan a load of saved parts. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
+        """Return a plan to load saved parts. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
         check_alike(parts)
         first = parts[0]
         for what, saved, found in (

@@ -1,4 +1,4 @@
-"""Choose the engine of the row sets that hold the changed rows of a shard."""
+"""Choose the engine, which is the implementation of the row sets that hold the changed rows of a shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES = tuple(_BY_NAME)
 
 
 def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
-    """Return the engine of row sets for a device, which is a subclass of :class:`RowSet`.
+    """Return an engine for a device. An engine is a subclass of :class:`RowSet`.
 
     Args:
         name: one of :data:`ENGINES`: ``"torch"`` (any device), ``"numba"`` (CPU) or ``"triton"`` (CUDA). None chooses
@@ -24,7 +24,7 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
         device: device of the shard.
 
     Returns:
-        The subclass: ``choose_engine(name, device)(num_rows, device)`` creates an empty set. If the engine was selected
+        The engine: ``choose_engine(name, device)(num_rows, device)`` creates an empty set. If the engine was selected
         by name and its package is not installed, the constructor raises :class:`MissingExtraError`.
 
     Raises:

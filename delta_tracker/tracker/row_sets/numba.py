@@ -22,8 +22,8 @@ from delta_tracker.tracker.row_sets.row_set import RowSet
 _ROWS_PER_BLOCK = 128
 _WORDS_PER_BLOCK = _ROWS_PER_BLOCK // 64
 _ROWS_PER_SPAN = 512
-# While few rows of a large shard are marked, no bits are allocated. Their ids are kept in lists, which a scan sorts.
-# This is faster than a cache miss for each bit. The lists take at most an eighth of the memory of the bits.
+# While few rows of a large shard are marked, no bits are allocated. The ids are kept in lists, which a scan sorts.
+# Sorting is faster than a cache miss for each bit. The lists take at most an eighth of the memory of the bits.
 _ROWS_PER_LISTED_ID = 512
 _MAX_LISTS = 128
 # If the words fit into a core's cache, they are marked without their summary, which halves the time per id. This pays
@@ -85,7 +85,7 @@ class NumbaRows(RowSet):
         self._unlisted().mark(array)
 
     def _unlisted(self) -> _Bits:
-        """Return the bits. The first call allocates them and moves the ids from the lists to the bits."""
+        """Return the bits. The first call allocates them, and sets the bits of the listed ids."""
         if self._bits is None:
             self._bits = _Bits(self.num_rows, self._max_cached_words)
             lists, self._lists = self._lists, []
@@ -191,7 +191,7 @@ class _Bits:
             self._count += self._loops.mark(self._octets, self._summary, self._num_rows, ids)
 
     def mark_new(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-        """Set the bit of each id. Return each id whose bit was clear once, and the number ``M`` of these ids.
+        """Set the bit of each id. Return the ``M`` different ids whose bit was clear, and ``M``.
 
         The returned array is ``[N]``; its elements after the first ``M`` are undefined.
         """
@@ -261,7 +261,7 @@ def load_loops() -> ModuleType:
 
 
 def _array(ids: Tensor) -> NDArray[np.int64]:
-    """Return ``ids`` as an array, which shares their memory if they are contiguous."""
+    """Return ``ids`` as a numpy array. The array shares the memory of ``ids`` if ``ids`` is contiguous."""
     return ids.contiguous().numpy()
 
 
