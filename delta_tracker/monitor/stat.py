@@ -50,8 +50,8 @@ class Definition:
         help: description of the stat in one sentence.
         unit: base unit spelled out, such as seconds; empty for a plain number.
         labels: label names.
-        max_cells: maximum number of label sets, which are combinations of label values. Records of further label sets go
-            to the cell whose labels are all ``"other"``.
+        max_cells: maximum number of label sets, which are combinations of label values. Records of further label sets
+            go to the cell whose labels are all ``"other"``.
         is_logical: True if the counter describes the training run, not the process. It is then saved in checkpoints.
         bounds: exponents of 2 of the lowest and the highest bucket bound, for sinks with fixed buckets.
 
