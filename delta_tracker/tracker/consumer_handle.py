@@ -75,9 +75,9 @@ class ConsumerHandle:
     ) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
-        ``ranks`` are the ranks that share the budget of ``top_k``. If ``ranks`` is None, all ranks share the budget, and the
-        first read with ``top_k`` creates a process group for them. The other arguments, the result and the errors are
-        those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
+        ``ranks`` are the ranks that share the budget of ``top_k``. If ``ranks`` is None, all ranks share the budget, and
+        the first read with ``top_k`` creates a process group for them. The other arguments, the result and the errors
+        are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         return self._reader.read(
             self._held(),
