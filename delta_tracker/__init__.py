@@ -77,7 +77,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name, or the public modules ``errors`` and ``monitor``, at the first access."""
+    """Import and return the public object ``name``, or the module ``errors`` or ``monitor``, at the first access."""
     if name in ("errors", "monitor"):
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:

@@ -26,8 +26,8 @@ class BufferPool:
 
     Buffers are not returned explicitly. A buffer becomes free when the array from :meth:`lend` is garbage-collected,
     which a weak reference detects; every view and tensor of the array keeps it alive. The pool may be used from several
-    threads, from signal handlers, and after a fork: :meth:`lend` allocates a new buffer instead of blocking while
-    another thread uses the pool.
+    threads, from signal handlers, and after a fork: if another thread uses the pool, :meth:`lend` allocates a new
+    buffer instead of blocking.
 
     Buffers are reused because new memory costs more than copying rows into it: the first touch of 256 MB takes 17 ms of
     processor time with huge pages and 110 to 180 ms without, and the copy takes 15 ms.
@@ -58,7 +58,7 @@ class BufferPool:
         # Arrays in use. Key: id() of the weak reference; value: (weak reference, memory of the array).
         self._loans: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
         self._ended: deque[int] = deque()  # keys of self._loans whose arrays are garbage
-        # Free memory, oldest first. Key: number of its return; value: (memory, number of requests at that time).
+        # Free memory, oldest first. Key: self._num_returns when it became free; value: (memory, requests until then).
         self._free: OrderedDict[int, tuple[NDArray[np.uint8], int]] = OrderedDict()
         self._sizes: list[tuple[int, int]] = []  # (bytes, key in self._free), ascending
         self._free_bytes = 0
@@ -118,7 +118,7 @@ class BufferPool:
         method in any thread at any time.
 
         Args:
-            loan: weak reference to the array; None to record no array.
+            loan: weak reference to the array; None to mark only the memory of arrays that were recorded before.
         """
         if loan is not None:
             self._ended.append(id(loan))
@@ -149,7 +149,7 @@ class BufferPool:
             self._free_bytes -= memory.nbytes
 
     def _take(self, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Remove the smallest free buffer of 1 to 1.5 times ``num_bytes`` from the pool and return it, or None."""
+        """Remove and return the smallest free buffer of 1 to 1.5 times ``num_bytes``; None if the pool has none."""
         place = bisect_left(self._sizes, (num_bytes, 0))
         if place == len(self._sizes) or self._sizes[place][0] > num_bytes * 3 // 2:
             return None

@@ -43,7 +43,7 @@ class RankGroup:
 
     Args:
         name: name of the group, the same on every rank.
-        call: text for error messages of the call that every rank must make, for example ``Publisher(...)``.
+        call: text of the call that every rank must make, for example ``Publisher(...)``. Used in error messages.
         timeout: maximum wait for the slowest rank, in the constructor and in each method.
 
     Raises:
@@ -281,7 +281,7 @@ class _Meeting:
         return self._store.compare_set(ended, "", reason).decode()
 
     def _waits(self, ended: str) -> bool:
-        """Wait until the key ``ended`` exists in the store. Return True then, and False after a timeout."""
+        """Wait until the key ``ended`` exists in the store. Return True if it exists, False after the timeout."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause = _FIRST_PAUSE_SECONDS
         while not self._store.check([ended]):  # store.wait() blocks signal handlers

@@ -1,6 +1,6 @@
 """Charts of the report. Positions are percentages, and shapes are SVG paths in a view box of 1000 by 100 units.
 
-The page stretches the SVG to its width. Text is not part of the SVG, so that it is not distorted.
+The page stretches the SVG to the page's width. Text is not part of the SVG, because stretching distorts it.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class _Trainer:
         return loss.item()
 
     def publish(self, kind: Kind) -> int:
-        """Commit a snapshot of all rows or a delta of the rows changed since the last version; return its version."""
+        """Commit a snapshot of all rows, or a delta of the rows changed since the last version; return the version."""
         changed = {fqn: rows.ids for fqn, rows in self._changes.get_delta(self._published).items()}
         self._changes.delete(self._batch)
         draft = Draft(

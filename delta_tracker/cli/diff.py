@@ -84,7 +84,7 @@ def _scratch() -> Iterator[Path]:
 
     Raises:
         InvalidArgumentError: if the directory cannot be created, or a file in it cannot be written, for example because
-            the disk is full. Replaces every ``OSError`` of the block except a ``StorageError``.
+            the disk is full. Every ``OSError`` of the block except a ``StorageError`` is converted to this error.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch:
@@ -155,7 +155,12 @@ def _both(
 
 
 def _compare(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the int64 ids ``[N]`` of the rows that differ in any bit, and the float64 L2 norms of the differences."""
+    """Compare two versions of a table.
+
+    Returns:
+        Two tensors ``[N]`` for the ``N`` rows that differ in any bit: the int64 ids of the rows, and the float64 L2
+        norms of the differences.
+    """
     bits = {2: torch.int16, 4: torch.int32}[before.element_size()]
     ids, moved = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float64)]
     num_rows = max(1, _CHUNK_BYTES // (before.shape[1] * before.element_size()))

@@ -115,7 +115,7 @@ def read_all(
     Args:
         names: versions or names of the entries, passed to ``read``.
         read: returns an entry; None if it does not exist.
-        keep: converts an entry to the value to yield. A small value saves memory, because the entry is then released.
+        keep: converts an entry to the value to yield. Only this value is held in memory.
 
     Yields:
         Pairs of a name and a value: the result of ``keep``, the error if the entry is malformed, or None if the entry

@@ -29,7 +29,7 @@ _MAX_FAULTS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on the data that a report reads, counted from the newest version backwards.
+    """Limits on the data that a report reads. The newest versions within the limits are read.
 
     Args:
         versions: maximum number of log entries.

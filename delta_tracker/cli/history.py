@@ -91,7 +91,7 @@ class History:
         tables: FQN to spec of the table in the newest version that has the table.
         totals: FQN to amount of data of the table in all deltas.
         sizes: distribution of the sizes of deltas, in bytes.
-        gaps: distribution of the seconds from the commit of a version to that of the next one.
+        gaps: distribution of the seconds between the commits of successive versions.
         delays: distribution of the seconds from a version's cut to its commit.
         newest: the newest entry that was added; None before the first.
         missing: number of missing versions between existing versions. Versions missing after a claim are not counted,

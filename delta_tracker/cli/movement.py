@@ -77,11 +77,11 @@ class TableMovement:
         spec: the table.
         sample_bytes: maximum bytes of the sample, which holds the previous values of rows in float32. If the table in
             float32 is larger, only every ``stride``-th row is sampled.
-        num_counted: number of different rows up to which ``counts`` is exact.
+        num_counted: maximum number of different updated rows for which ``counts`` is exact.
 
     Attributes:
         stride: every ``stride``-th row is sampled; 0 if no row is sampled.
-        counts: number of deltas that contain each row.
+        counts: for each row, the number of deltas that contain the row.
         moves: distribution of the nonzero L2 distances between the value of a sampled row in a version and its previous
             value.
         num_deltas: number of deltas with a block that lists ids of the table's rows.
@@ -162,8 +162,8 @@ class Movement:
     Memory: ``sample_bytes`` of values, 64 bytes for each of ``num_counted`` rows, and the memory to read a version.
 
     Args:
-        specs: FQN to spec of each table. Blocks of other tables are skipped, and blocks of versions in which the table
-            has another shape.
+        specs: FQN to spec of each table. Other tables are skipped. A table is also skipped in versions in which it has
+            another shape.
         sample_bytes: as in :class:`TableMovement`, but divided among the tables.
         num_counted: as in :class:`TableMovement`, but divided among the tables.
 

@@ -25,7 +25,7 @@ class Output:
     Text is not interpreted as markup, and control characters are escaped.
 
     Args:
-        is_json: True if the command prints one JSON object per line instead of text. The command must check it.
+        is_json: option of the command: True to print one JSON object per line instead of text.
     """
 
     def __init__(self, *, is_json: bool) -> None:
@@ -41,7 +41,7 @@ class Output:
         sys.stdout.flush()
 
     def line(self, text: object = "", style: str = "") -> None:
-        """Print a line of text in a rich style."""
+        """Print a line of text. ``style`` is a style of the rich library."""
         self.console.print(cell(text, style), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
@@ -70,7 +70,13 @@ class Output:
 
 
 class Progressing:
-    """Handle that advances a progress bar."""
+    """Handle that advances a progress bar.
+
+    Args:
+        bar: display to which the progress bar is added.
+        doing: description of the work.
+        total: amount of work; None if unknown.
+    """
 
     def __init__(self, bar: Progress, doing: str, total: float | None) -> None:
         self._bar = bar
@@ -82,7 +88,7 @@ class Progressing:
 
 
 def cell(value: object, style: str = "") -> Text:
-    """Return ``value`` as rich text in a style. Control characters are escaped, and markup is not interpreted."""
+    """Return ``value`` as text of the rich library. Escapes control characters; does not interpret markup."""
     return Text(plain(value), style=style)
 
 

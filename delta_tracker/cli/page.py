@@ -1,7 +1,7 @@
-"""Render a report as one self-contained HTML file, without network access, fonts or third-party scripts.
+"""Render a report as one self-contained HTML file, which loads nothing from the network.
 
-Names and errors from a stream are untrusted. The template escapes all of them. The page's content security policy
-allows only its own script, and that script sets text only, no markup.
+Names and errors from a stream are untrusted. The template escapes all of them. The content security policy of the page
+allows only the page's own script, which sets text but never markup.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def share(value: float) -> str:
 
 
 def short(name: str) -> str:
-    """Return ``name``, in which an ellipsis replaces all but the first 24 and last 48 characters if it is longer."""
+    """Return ``name``. A name of more than 72 characters is cut to the first 24 and last 48, joined by an ellipsis."""
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME // 3]}…{name[-2 * _MAX_NAME // 3 :]}"
 
 
 def moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Format a Unix time in UTC with the strftime format ``form``; return ``unknown date`` if it is out of range."""
+    """Format a Unix time in UTC with the strftime format ``form``; return ``unknown date`` for a time out of range."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime(form)
     except (OverflowError, ValueError, OSError):
@@ -250,9 +250,9 @@ def _distances(across: Scale) -> list[Tick]:
 
 
 def _line(num_bytes: Sequence[int], bins: Sequence[dict[str, Any]]) -> str:
-    """Return the SVG path data of a line through the mean bytes of one table per delta, for each bin with deltas.
+    """Return the SVG path data of a line chart that shows one table's mean bytes per delta in each bin.
 
-    The result is empty if fewer than two bins have deltas.
+    Bins without deltas are omitted. The result is empty if fewer than two bins have deltas.
 
     Args:
         num_bytes: bytes of the table in the deltas of each bin.

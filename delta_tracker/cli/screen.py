@@ -205,7 +205,7 @@ def _one_line(text: str, style: str = "") -> Text:
 
 
 def _short(name: str, width: int) -> str:
-    """Return ``name``. If it is longer than ``width`` characters, replace the beginning by an ellipsis."""
+    """Return ``name``. If it is longer than ``width``, return an ellipsis and the last ``width - 1`` characters."""
     return name if len(name) <= width else f"…{name[1 - width :]}"
 
 

@@ -40,7 +40,7 @@ class MeteredStorage(Storage):
     """Storage that calls ``on_read`` with the number of bytes of each read.
 
     Attributes:
-        on_read: function to call after each read; None to disable.
+        on_read: function to call after each read; may be None.
     """
 
     on_read: Callable[[int], None] | None = None
@@ -96,7 +96,7 @@ class Stream:
                 self.storage.on_read = None
 
     def head(self) -> Manifest:
-        """Return the newest entry.
+        """Return the newest entry of the log.
 
         Raises:
             InvalidArgumentError: if there is no stream.
@@ -135,7 +135,7 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def store_url(url: str) -> str:
-    """Return ``url``. If it is a plain path, convert it to a ``file://`` URL."""
+    """Return ``url``, or the ``file://`` URL of the path if ``url`` is a plain path."""
     return url if _SCHEME.match(url) else Path(url).absolute().as_uri()
 
 

@@ -196,7 +196,7 @@ def survey(stream: Stream) -> Survey:
 
 
 def contiguous(versions: Sequence[int]) -> int:
-    """Return the index of the first version of the contiguous range that ends at the last version; 0 if empty.
+    """Return the start index of the contiguous range that ends at the last version; 0 if ``versions`` is empty.
 
     A new reader reads only versions in this range.
 

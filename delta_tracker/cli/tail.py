@@ -46,7 +46,7 @@ Examples:
     "--every", default=1.0, show_default=True, type=click.FloatRange(0.01), metavar="SECONDS", help="Polling interval."
 )
 def command(stream: Stream, lines: int, limit: int | None, every: float) -> int:
-    """Print the last ``lines`` versions, then each new one, until ``limit`` are printed or Ctrl-C is pressed."""
+    """Print the last ``lines`` versions, then new versions, until Ctrl-C or until ``limit`` versions are printed."""
     head = _await_head(stream, every)
     if not stream.out.is_json:
         stream.out.line(

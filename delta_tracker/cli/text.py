@@ -43,7 +43,7 @@ def count(number: int) -> str:
 
 
 def several(number: int, one: str, many: str = "") -> str:
-    """Format a number and its noun, in the singular or plural. ``many`` defaults to ``one`` followed by ``s``.
+    """Format a number with a noun in the singular or plural. ``many`` defaults to ``one`` followed by ``s``.
 
     Example:
         >>> several(1, "entry", "entries"), several(2000, "part")

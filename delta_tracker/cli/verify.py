@@ -108,7 +108,7 @@ class _Check:
     _sizes: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the result for JSON."""
+        """Return the result as JSON values."""
         return {
             "url": self.stream.storage.url,
             "ok": not self.findings,
@@ -185,7 +185,7 @@ class _Check:
             self.num_bytes += part.num_bytes
 
     def _is_without_parts(self, manifest: Manifest, part: Part) -> bool:
-        """Return True if ``part`` is missing because retention keeps an entry before a claim but deletes its parts."""
+        """Return True if ``part`` is missing because retention keeps the entry before a claim, but not its parts."""
         log = self.stream.log
         return manifest.version < self._start and log.storage.size(part.name) is None and log.precedes_claim(manifest)
 

@@ -30,8 +30,8 @@ class Watch:
     Attributes:
         head: the newest entry read; None before the first.
         entries: the newest entries in ascending order, at most 5,000.
-        tables: FQN to table, as of the newest entry that has tables.
-        changed: FQN to the newest delta with rows of that table.
+        tables: FQN to spec of each table in the newest entry that has tables.
+        changed: FQN to the newest delta with rows of the table.
         starts: number of times that :meth:`refresh` read the log from the head backwards.
     """
 
