@@ -75,9 +75,9 @@ class ConsumerHandle:
     ) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
-        ``ranks`` are the ranks that share the budget of ``top_k``. If ``ranks`` is None, all ranks share the budget, and
-        the first read with ``top_k`` creates a process group for them. The other arguments, the result and the errors
-        are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
+        ``ranks`` are the ranks that share the budget of ``top_k``. If ``ranks`` is None, all ranks share the budget,
+        and the first read with ``top_k`` creates a process group for them. The other arguments, the result and the
+        errors are those of :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.get_delta`.
         """
         return self._reader.read(
             self._held(),
@@ -151,8 +151,10 @@ class ConsumerHandle:
         """Add a second consumer at the current position, to track changes while all rows are copied.
 
         Training can continue during the copy. At the end, read the second consumer's delta and overwrite the copied
-        rows with it. The result equals a copy made at that read. The second consumer is reserved for the
-        same owner and is not saved in checkpoints. Its name is this consumer's name followed by ``" (snapshot)"``.
+        rows with it. The result equals a copy made at that read.
+
+        The second consumer is reserved for the same owner and is not saved in checkpoints. Its name is this consumer's
+        name followed by ``" (snapshot)"``.
 
         Returns:
             Handle of the second consumer. Its :meth:`release` also removes the second consumer from the tracker.
