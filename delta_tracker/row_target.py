@@ -107,7 +107,7 @@ class Region:
 
 
 class TensorTarget(RowTarget):
-    """Table whose rows are in one tensor, or in several tensors that hold one rectangle each.
+    """Target for a table whose rows are in one tensor, or in several tensors that hold one rectangle each.
 
     Args:
         num_rows: number of rows of the whole table.
@@ -152,7 +152,7 @@ class TensorTarget(RowTarget):
         return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
-        """Move the values to the device of the regions. Return them unchanged if the regions are on several devices."""
+        """Return the values on the device of the regions, or unchanged if the regions are on several devices."""
         return values if self._device is None or values.device == self._device else values.to(self._device)
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:

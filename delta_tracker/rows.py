@@ -37,7 +37,7 @@ class ChangedRows:
         ids: ``[N]`` int64 local ids, ascending and unique.
         states: ``[N, S]`` old states, NaN where unknown; None in a mode without old states.
         known: ``[N]`` bool, True where the old state is known; None in a mode without old states.
-        ages: ``[N]`` int32, number of reads that left the row out; None for all zeros.
+        ages: ``[N]`` int32, number of reads that left the row out; None if all are 0.
     """
 
     ids: Tensor

@@ -1,4 +1,4 @@
-"""Copy the rows that a rank publishes from its tables, and encode them in chunks that fit the CPU cache."""
+"""Copy the rows of a version from a rank's tables, and encode them in chunks that fit the CPU cache."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
 class Gatherer:
     """Component that copies a tracker's rows into reused buffers. Only the training thread may call the methods.
 
-    Memory: about the encoded size of the rows copied for the largest recent version. Rows that :meth:`whole` leaves to
-    be copied later are not included.
+    Memory: about the encoded size of the rows of the largest recent version, without those that :meth:`whole` copies
+    later.
 
     Args:
         tracker: tracker of the rows.
@@ -126,7 +126,7 @@ class Gatherer:
         return BlockRows.of(block, ids.cpu() + shard.row_offset, stored)
 
     def _copied(self, rows: BlockRows) -> BlockRows:
-        """Read the rows chunk by chunk, and return a copy in memory from the buffer pool."""
+        """Read the rows in chunks, and return a copy of them in memory from the buffer pool."""
         stored, begin = self._memory(rows.block), 0
         for chunk in rows.chunks():
             stored[begin : begin + len(chunk)] = chunk

@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 class VersionSource:
-    """Component that reserves a consumer of a tracker and reads the changed rows.
+    """Component that reserves a consumer of a tracker and reads the rows of each version.
 
     Only the training thread may call the methods.
 
@@ -120,7 +120,7 @@ class VersionSource:
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
-        """Start to track changes for a snapshot, and return all rows of the tables that have a fused optimizer.
+        """Start to track changes made during a snapshot, and return all rows of the tables with a fused optimizer.
 
         Each chunk of rows is copied when it is read.
         """
@@ -206,7 +206,7 @@ class VersionSource:
         self.handle.release()
 
     def _note(self, head: Manifest) -> None:
-        """Save the stream position in the tracker's state; save None if the next version must be a snapshot."""
+        """Save ``head`` as the stream position in the tracker's state, or None if the next version must be a snapshot."""
         place = Place(head.stream, head.link).to_dict() if self._has_snapshot else None
         self.handle.annotate(place)
 

@@ -1,4 +1,4 @@
-"""Dense parameters and buffers of a model: all tensors except its sharded tables."""
+"""Find the dense tensors of a model: all parameters and persistent buffers outside sharded modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from delta_tracker.sharding.torchrec_api import load_torchrec
 
 
 def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[str, Tensor]:
-    """Return the live dense tensors that ``dense`` selects.
+    """Return the dense tensors that ``dense`` selects, without copying them.
 
     Args:
         model: the model whose tables are tracked.

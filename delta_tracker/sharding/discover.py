@@ -35,7 +35,7 @@ class Kernel:
     Args:
         module: the module; takes a KeyedJaggedTensor and returns the looked-up rows.
         slots: FQN (None if untracked) and number of features of the table in each slot, in order.
-        is_fused: True if only the kernel's optimizer writes rows, inside the backward pass of the lookup. False if the
+        is_fused: True if the kernel's own optimizer updates rows, inside the backward pass of a lookup. False if the
             rows are ordinary parameters, which any code can write.
     """
 
@@ -46,13 +46,13 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
-    """This rank's shard of one table, and its location.
+    """Shard of one table on this rank, and its location.
 
     Args:
         spec: rows and column ranges of the table on this rank.
         places: kernel and slot of each column range of ``spec``, in order; empty if the rank has no rows of the table.
         device: device of the shard; the CPU if the rank has no rows of the table.
-        is_fused: True if its rows are written only inside backward passes; the same on every rank.
+        is_fused: True if training updates the rows only inside backward passes; the same on every rank.
     """
 
     spec: ShardSpec
@@ -83,19 +83,22 @@ class Discovery:
 
 
 def discover(model: nn.Module, fqns_to_skip: Sequence[str] = ()) -> Discovery:
-    """Find every sharded EmbeddingCollection and EmbeddingBagCollection in ``model``, subclasses included.
+    """Find the tables of every sharded EmbeddingCollection and EmbeddingBagCollection in ``model``.
+
+    Subclasses of these collections are included.
 
     Args:
         model: a ``DistributedModelParallel``, or any module that contains sharded ones.
-        fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude. A name is the FQN
-            itself, the FQN of a module that contains it, or one component of it. A name without a match causes a
-            warning.
+        fqns_to_skip: names of tables, and of unsupported sharded modules and tensors, to exclude. A name is the FQN of
+            such an item, the FQN of a module that contains the item, or one component of the item's FQN. A name without
+            a match causes a warning.
 
     Raises:
         InvalidArgumentError: if ``fqns_to_skip`` is a string.
         NoShardedModuleError: if the model has no sharded table, and nothing is skipped.
         UnsupportedModuleError: if an unsupported sharded module or tensor is not skipped.
-        UnsupportedTableError: if a table's kernel cannot be tracked, or its geometry contradicts the sharding plan.
+        UnsupportedTableError: if the kernel or data type of a table is not supported, or if its shards have an
+            unsupported geometry or are not in the sharding plan.
         MissingExtraError: if torchrec is not installed.
     """
     torchrec = load_torchrec()
@@ -159,7 +162,7 @@ def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) 
 
 
 def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
-    """Return True for a sharded module with rows that cannot be tracked.
+    """Return True if ``module`` is a sharded module whose rows cannot be tracked.
 
     These are sharded modules that contain no supported collection, and embedding towers, whose collections exist only
     on the ranks of one host. The result is the same on every rank, including ranks without rows of the module.
@@ -172,10 +175,10 @@ def has_unknown_rows(module: nn.Module, torchrec: Torchrec) -> bool:
 
 
 def _unknown(fqn: str, module: nn.Module, torchrec: Torchrec) -> Iterator[tuple[str, str]]:
-    """Yield the FQN and class name of ``module`` or its sharded tensors, if they cannot be tracked.
+    """Yield ``(FQN, class name)`` of ``module``, or of its sharded tensors, if their rows cannot be tracked.
 
-    If :func:`has_unknown_rows` returns True, only ``module`` is yielded. Otherwise each of its sharded tensors is
-    yielded, without those of submodules.
+    If :func:`has_unknown_rows` returns True for the module, only the module is yielded. Otherwise its sharded tensors
+    are yielded, but not those of submodules.
     """
     if has_unknown_rows(module, torchrec):
         yield fqn, type(module).__name__
@@ -259,7 +262,7 @@ def _kernels(
 
 
 def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> _Place:  # noqa: ANN401  of torchrec
-    """Return the block of a table in a kernel slot. A table without shard metadata is replicated on every rank.
+    """Return the location of a table's block. A table without shard metadata is replicated on every rank.
 
     Raises:
         UnsupportedTableError: if the weight does not have the shape of the block.

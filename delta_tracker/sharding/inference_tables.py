@@ -1,8 +1,8 @@
 """Row targets for the tables of a serving model that TorchRec has sharded or quantised.
 
-A quantised row consists of a scale and a bias of two bytes each, the codes of its columns, and padding. Scale and bias
-are computed from the whole row, even if its codes are stored in several column shards. All these shards then have the
-same scale and bias, as when torchrec shards a table after quantising it.
+A row quantised to integers consists of a scale and a bias of two bytes each, the codes of its columns, and padding. The
+scale and bias are computed from the whole row. If the codes of a row are stored in several column shards, every shard
+has the same scale and bias. This is also true when torchrec shards a table after quantising it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
         have no ``.weight``.
 
     Raises:
-        InvalidArgumentError: if the geometry of a sharded table is not supported.
+        InvalidArgumentError: if the kernel, data type or geometry of a sharded table is not supported.
         MissingExtraError: if torchrec is not installed.
     """
     torchrec, quantised = load_torchrec(), load_quantised()
@@ -105,7 +105,8 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
 def _forget_cached(shard: LocalShard) -> Any:  # noqa: ANN401  a callable without arguments, or None
     """Return a function that clears the caches of a shard's kernels; None if there are no fused kernels.
 
-    The cached rows were written back when the views were created. Writing them back later would overwrite new rows.
+    The cached rows were written back when the views were created. If the caches were not cleared, a later write-back
+    would overwrite new rows.
     """
     caches = [kernel.module.emb_module for kernel, _ in shard.places if kernel.is_fused]
 
@@ -118,7 +119,7 @@ def _forget_cached(shard: LocalShard) -> Any:  # noqa: ANN401  a callable withou
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Block of a table in one slot of a quantised kernel.
+    """Location of a table's block: the slot of a quantised kernel, and the block's first row and column.
 
     Args:
         table: name of the table.

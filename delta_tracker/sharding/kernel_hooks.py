@@ -149,8 +149,8 @@ class Watcher:
 class PostLookupHook(Watcher):
     """Hook that reports the updates of a kernel's rows and, if ``lookups`` is True, the lookups themselves.
 
-    It is a forward hook of the kernel's module. TorchRec's slot for a function to call after each lookup is not used,
-    because managed-collision modules bypass the slot.
+    It is a forward hook of the kernel's module. TorchRec also has a slot for a post-lookup function, but
+    managed-collision modules bypass the slot.
 
     Args:
         kernel: the kernel.
@@ -276,7 +276,7 @@ class _Deaf:
 
 
 class _BackwardToken:
-    """Callback of a backward pass that reports the end of the pass in its destructor.
+    """Callback that reports the end of a backward pass when the callback is deleted.
 
     The autograd engine has the only reference to the token, and deletes it when no thread works on the pass any
     more. If the pass fails, the engine deletes the token without calling it.
@@ -306,7 +306,7 @@ def _lookup_node(output: Tensor) -> Node:
     """Return the autograd node whose backward writes the rows of ``output``.
 
     Raises:
-        LookupError: if there is no such node, because the installed fbgemm is not supported.
+        LookupError: if there is no such node, which means that the installed fbgemm is not supported.
     """
     node = output.grad_fn
     for _ in range(_MAX_DEPTH):

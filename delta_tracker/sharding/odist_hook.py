@@ -1,4 +1,4 @@
-"""Run work after a sharded collection has launched its output distribution, overlapped with the communication.
+"""Run work when a sharded collection has launched its output distribution. The work overlaps with the communication.
 
 At this point TorchRec calls the function in the collection's post-odist slot, which holds only one function. The
 tracker puts an :class:`OdistSlot` there, which calls the previous function, then the hooks of all trackers.
@@ -46,7 +46,7 @@ class OdistSlot:
 
 
 class PostOdistHook(Watcher):
-    """Hook that reports each launch of an output distribution of a collection.
+    """Hook that reports each launch of a collection's output distributions.
 
     A collection has one output distribution per sharding type. The hook uses the collection's post-odist slot if
     TorchRec calls the function in it, otherwise module hooks on the distributions. A managed-collision module
@@ -104,7 +104,7 @@ class PostOdistHook(Watcher):
         if isinstance(held, OdistSlot):
             return held
         slot = OdistSlot(held)
-        self._module.post_odist_tracker_fn = None  # torchrec warns when it overwrites a function; this one is kept
+        self._module.post_odist_tracker_fn = None  # torchrec warns if it overwrites a function
         self._module.register_post_odist_tracker_fn(slot)
         return slot
 

@@ -16,7 +16,7 @@ from delta_tracker.errors import UnsupportedModuleError, UnsupportedOptimizerErr
 from delta_tracker.sharding.discover import Discovery, walk
 from delta_tracker.sharding.torchrec_api import Torchrec, kernel_arguments, load_torchrec
 
-# Names of fbgemm's EmbOptimType and WeightDecayMode that write a row only in the backward pass of a lookup of it.
+# Names of fbgemm's EmbOptimType and WeightDecayMode that write a row only in the backward pass of a lookup of the row.
 _OPTIMIZERS = frozenset(
     {
         "EXACT_SGD",
@@ -52,7 +52,8 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
     """Reject 2D parallelism, because ``DMPCollection.sync`` averages the replicas of a shard in place.
 
-    A ``DMPCollection`` above the tracked model is detected from the sharding environment of its collections.
+    A ``DMPCollection`` that contains the tracked model is detected from the sharding environment of the model's
+    collections.
     """
     wrapped = {
         part
@@ -109,10 +110,10 @@ def _unwrapped(lookup: nn.Module) -> nn.Module:
 
 
 def _refuse_optimizers(found: Discovery) -> None:
-    """Reject fused optimizers that are not known to write rows only in the backward pass.
+    """Reject fused optimizers missing from ``_OPTIMIZERS``, and weight decays missing from ``_WEIGHT_DECAYS``.
 
-    First checks the sharding plan, which has the optimizers of all ranks, so that every rank raises the same error.
-    Then checks the optimizers that this rank's kernels use.
+    First checks the sharding plan, which contains the optimizers of all ranks, so that every rank raises the same
+    error. Then checks the optimizers that this rank's kernels use.
     """
     strange: dict[str, list[str]] = {}
     for module_fqn, module in found.modules.items():

@@ -23,8 +23,10 @@ from delta_tracker.errors import MissingExtraError
 class Torchrec:
     """Container for the classes of the installed torchrec that discovery looks for.
 
+    Tuples omit classes that the installed torchrec does not have, or whose module has not been imported.
+
     Args:
-        collections: sharded module class to the name of the attribute that holds its tables; matches subclasses too.
+        collections: sharded module class to the name of the attribute that holds its tables; also used for subclasses.
         wrapper: ``DistributedModelParallel``.
         sharded: the base class of all sharded modules.
         towers: classes of sharded modules that exist only on the ranks of one host.
@@ -88,7 +90,7 @@ def load_torchrec() -> Torchrec:
 def _imported(module: str, *names: str) -> tuple[type, ...]:
     """Return those of the named classes that a module has, without importing the module.
 
-    If it has not been imported yet, return an empty tuple. In that case no model has instances of the classes.
+    If the module has not been imported yet, return an empty tuple: no model can have instances of the classes.
     """
     return tuple(found for name in names if (found := getattr(sys.modules.get(module), name, None)) is not None)
 

@@ -21,7 +21,7 @@ from delta_tracker.sharding.torchrec_api import weight_slots
 def column_views(shard: LocalShard) -> list[Tensor]:
     """Return live views ``[R, columns]``, one for each column range of the shard, in order. Flushes caches first.
 
-    The list is empty if the rank has no rows of the table. To read many shards, enclose the calls in one
+    The list is empty if the rank has no rows of the table. To read several shards, enclose the calls in one
     :func:`~delta_tracker.sharding.kernel_memory.one_cut` block.
     """
     with one_cut():
@@ -105,7 +105,7 @@ def row_chunks(shard: LocalShard, ids: Tensor, num_rows: int) -> Iterator[tuple[
         num_rows: maximum number of rows in a chunk.
 
     Yields:
-        The slice of ``ids`` in the chunk, and the rows of these ids as returned by :func:`read_rows`.
+        Slice of the positions in ``ids`` that the chunk covers, and the rows of these ids as in :func:`read_rows`.
     """
     views = column_views(shard)
     held = [view.new_empty(min(num_rows, len(ids)), view.shape[1]) for view in views]

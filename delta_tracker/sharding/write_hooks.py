@@ -121,7 +121,7 @@ class EvictionHook(Watcher):
 
 
 class _Evictions:
-    """Wrapper that replaces a module's ``_evict`` while hooks are registered."""
+    """Wrapper that replaces a module's ``_evict`` and calls the registered hooks before and after each eviction."""
 
     def __init__(self, evict: Callable[[_Evicted], None]) -> None:
         self._evict = evict

@@ -17,7 +17,7 @@ from delta_tracker.stream.storage.storage import Storage
 
 
 class Contents:
-    """Contents of a version: its rows and dense tensors. The constructor checks all of them.
+    """Contents of a version: its rows and dense tensors. The constructor reads and checks all parts.
 
     Whole blocks are read with the listed rows written over them, so that a row is never applied in an older state.
 

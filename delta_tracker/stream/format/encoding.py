@@ -24,7 +24,7 @@ FBGEMM's implementations differ from this one as follows:
 - Reading ``INT8``: the AVX2 loop uses a fused multiply-add, the scalar loop rounds twice. Here the sum is computed in
   float64 and is the same on every device. It equals the fused result, except that a tie may round to the other
   neighbouring float32 if ``bias`` is less than 2^-28 of the product.
-- ``INT4``: FBGEMM needs a multiple of four columns, this implementation an even number.
+- ``INT4``: FBGEMM needs a multiple of four columns, this implementation needs an even number of columns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DEFLATE_RATIO = 1032  # maximum ratio of deflate: 258 bytes from two bits, http
 
 
 class Encoding(StrEnum):
-    """Encoding of rows in a part; the value is its name in manifests."""
+    """Encoding of rows in a part. The value of a member is its name in manifests."""
 
     F32 = "F32"
     F16 = "F16"
@@ -76,7 +76,7 @@ class Encoding(StrEnum):
         return self in (Encoding.INT8, Encoding.INT4)
 
     def width(self, num_columns: int) -> int:
-        """Return the number of columns of the stored tensor.
+        """Return the number of columns of the stored tensor for rows with ``num_columns`` columns.
 
         Raises:
             InvalidArgumentError: if the encoding does not support this number of columns.
@@ -104,7 +104,7 @@ _DTYPES = {
 def encode_rows(values: Tensor, encoding: Encoding, out: Tensor | None = None) -> Tensor:
     """Encode rows.
 
-    Callers should encode many rows in chunks that fit the CPU cache, such as 16,384 x 64 values.
+    Callers should encode many rows in chunks that fit the CPU cache, for example 16,384 x 64 values.
 
     Args:
         values: ``[N, C]`` floating point, on any device, contiguous or not.

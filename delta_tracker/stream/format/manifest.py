@@ -39,7 +39,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Record of a block: rows of one table that a part holds.
+    """Record of a block, which is a set of rows of one table in a part.
 
     A block has some or all rows of a row range, with the columns of a column range.
 
@@ -126,7 +126,8 @@ class Manifest:
         kind: claim, snapshot or delta.
         parent: link to the preceding entry; None at the start of a log and in a merged snapshot.
         snapshot: version of the newest snapshot up to and including this version; None before the first.
-        batches: half-open range of the trainer's step counts that the version covers; the cut is at its end.
+        batches: half-open range of the trainer's step counts that the version covers. The rows were read at the end of
+            the range.
         cut: Unix time at which the rows were read, in seconds.
         created: Unix time of the commit, in seconds.
         pending_rows: number of changed rows that are left for later versions.
@@ -158,7 +159,7 @@ class Manifest:
 
     @property
     def link(self) -> Link:
-        """Link to the log entry of :attr:`version`, stored in the next entry as its parent."""
+        """Link to the log entry of :attr:`version`. The next entry stores this link as its parent."""
         return self.merges or Link(self.version, self.xxh3)
 
     @property
