@@ -94,7 +94,7 @@ class Applier:
                     yield chunk.num_rows
 
     def _dense(self, specs: Mapping[str, DenseSpec]) -> dict[str, Tensor]:
-        """Return the model's tensors for the dense tensors of a version.
+        """Return the tensors of the model to which the dense tensors of a version are written.
 
         Args:
             specs: name in the stream to dtype and shape.
@@ -139,7 +139,7 @@ class Receiver:
     dense: Mapping[str, Tensor]
 
     def place(self, contents: Contents) -> list[Placement]:
-        """Map the rows of the version to the tables, in the order of writing. Nothing is written.
+        """Return the placements of the version's rows, in the order of writing. Nothing is written.
 
         Raises:
             PartialRowsError: if a table accepts only whole rows and the version has only some columns of a row.

@@ -38,10 +38,10 @@ _LOCK_SECONDS = 0.1  # interval at which a wait for the lock checks the stop fla
 
 
 class Advance(Protocol):
-    """Function that applies the next version, if there is one."""
+    """Protocol of a function that applies the next version, if there is one."""
 
     def __call__(self, *, looks_for_gap: bool) -> bool:
-        """Apply the next version. Return True if there was one.
+        """Apply the next version and return True. Return False if there is none.
 
         Args:
             looks_for_gap: True to list the log if the next version is missing, to find out whether it was deleted or
@@ -51,7 +51,7 @@ class Advance(Protocol):
 
 
 class Beat(Protocol):
-    """Function that writes a heartbeat if one is due."""
+    """Protocol of a function that writes a heartbeat if one is due."""
 
     def __call__(self, *, is_last: bool = False) -> None:
         """Write a heartbeat if one is due or ``is_last`` is True."""
@@ -201,7 +201,7 @@ class Follower:
             self.error = None
 
     def lag(self) -> tuple[int, float] | None:
-        """Return the number of committed versions that are not applied, and the age of the oldest of them in seconds.
+        """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
 
         Returns:
             The number and the age, which is 0 if there is no such version; None if the store cannot be read.
@@ -274,7 +274,7 @@ class Follower:
             self._lock.release()
 
     def _turn(self, poll_seconds: float) -> None:
-        """Poll once and write a heartbeat if it is due. Then wait, unless a version was applied."""
+        """Poll once, and write a heartbeat if one is due. Unless a version was applied, wait until the next poll."""
         has_moved = self._survives(lambda: self._look(poll_seconds))
         self._survives(self._beat)
         if has_moved:
@@ -286,7 +286,7 @@ class Follower:
             self._hints.wait(place.stream, place.link.version, self._pause)
 
     def _look(self, poll_seconds: float) -> bool:
-        """Apply the next version, if there is one. Return True if there was one."""
+        """Apply the next version and return True. Return False if there is none."""
         # An error may have been found by a listing. Only another listing can show that it no longer exists.
         looks_for_gap = self.error is not None or time.monotonic() >= self._gap_check
         has_moved = False

@@ -41,7 +41,7 @@ class PredictorGauges:
         self._recorder.watch(self._show_lag)
 
     def applied(self, manifest: Manifest) -> None:
-        """Count an applied version."""
+        """Count an applied version and its rows."""
         self._recorder.applied_versions.cell(kind=manifest.kind).add(1)
         for fqn, num_rows in manifest.rows_by_table.items():
             self._recorder.applied_rows.cell(table=fqn).add(num_rows)

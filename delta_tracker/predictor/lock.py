@@ -116,7 +116,7 @@ class TableLock:
                 self._may_write.notify()
 
     def after_fork_in_child(self) -> bool:
-        """Remove threads that exist only in the parent. Return True if one of them was inside :meth:`writing`."""
+        """Release the lock for all threads that exist only in the parent. Return True if one of them was writing."""
         thread = threading.get_ident()
         is_torn = self._writer not in (None, thread)
         if is_torn:

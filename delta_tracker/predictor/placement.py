@@ -39,7 +39,7 @@ class Placement:
 
     @property
     def ids(self) -> Tensor | slice:
-        """``[N]`` int64 global row ids, ascending and unique; or a slice with start and stop."""
+        """``[N]`` int64 global row ids, ascending and unique; a slice with start and stop if these are consecutive."""
         first = self.rows[0]
         return slice(*first.block.rows) if first.ids is None else first.ids
 
@@ -121,7 +121,7 @@ def _place(blocks: Sequence[BlockRows], target: RowTarget) -> Iterator[Placement
 
 
 def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
-    """Return the rows of a block that are in a target, as one block for each overlapping column range."""
+    """Split a block by the column ranges of a target. Return the blocks of rows and columns that the target holds."""
     block, found = rows.block, []
     first, end = max(block.rows[0], target.rows[0]), min(block.rows[1], target.rows[1])
     for held in target.columns if first < end else ():
@@ -132,7 +132,7 @@ def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
 
 
 def _cells(parts: Sequence[BlockRows]) -> list[list[BlockRows]]:
-    """Split blocks at all edges of their row ranges. Return the blocks of each row range in column order."""
+    """Split blocks at all edges of their row ranges. Return a list of blocks in column order for each row range."""
     if len(parts) == 1:
         return [[parts[0]]]
     edges = sorted({edge for each in parts for edge in each.block.rows})

@@ -330,8 +330,8 @@ class Predictor(Forkable):
             StreamReplacedError: if the stream is not the one whose versions were applied.
             CorruptPartError, MalformedError: if a required version is damaged.
             PartialRowsError, TableMismatchError, DenseMismatchError: if a required version does not fit the model.
-            StorageError: if the store cannot be read. If the store fails during the writes,
-                ``status().pinned`` is ``version``, and the next :meth:`sync` or :meth:`follow` completes the rollback.
+            StorageError: if the store cannot be read. If the store fails after the validation, the next
+                :meth:`sync` or :meth:`follow` completes the rollback, and ``status().pinned`` is ``version``.
         """
         self._refuse_inside_reading("rollback()")
         with self._syncing:
@@ -413,7 +413,7 @@ class Predictor(Forkable):
             raise InvalidArgumentError(call, "inside reading()", "Leave the `with predictor.reading()` block first")
 
     def _advance(self, *, looks_for_gap: bool) -> bool:
-        """Apply the next version, if there is one. Return True if there was one.
+        """Apply the next version and return True. Return False if there is none.
 
         The caller must hold ``self._syncing``. The errors are those of :meth:`sync`.
 
@@ -435,7 +435,7 @@ class Predictor(Forkable):
         return has_moved
 
     def _take_next(self, *, looks_for_gap: bool) -> bool:
-        """Apply the next version, if there is one, or resync. Return False if there is no next version."""
+        """Apply the next version, or resync if it cannot be applied. Return False if there is no next version."""
         try:
             if self._is_mixed:
                 self._cursor.place = None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Served(NamedTuple):
-    """Version numbers of the tables inside :meth:`Predictor.reading`."""
+    """Versions whose rows the tables contain, as yielded by :meth:`Predictor.reading`."""
 
     version: int | None
     """Last version that was applied completely; None before the first."""

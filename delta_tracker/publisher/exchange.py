@@ -39,7 +39,7 @@ class Phase(IntEnum):
     COPYING = auto()
     """The workers copy and write all rows of the tables with a fused optimizer, for a snapshot."""
     WRITING = auto()
-    """The workers write the rows of the read."""
+    """The workers write the rows that were read from the tracker."""
     COMMITTING = auto()
     """The worker of rank 0 creates the manifest."""
     FAILED = auto()
@@ -55,7 +55,7 @@ class Vote(NamedTuple):
         tables: hash of the rank's tables.
         is_due: True to start a version.
         wants_snapshot: True if the version must be a snapshot.
-        is_working: True until the worker has finished this phase.
+        is_working: True while the worker's task in this phase is running.
         num_bytes: length in bytes of the rank's next message; 0 if the rank sends none.
     """
 
@@ -170,7 +170,7 @@ class Exchange:
         data = bytearray(own.data.ljust(num_bytes))  # JSON may end in spaces
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         gathering = self.group.start_all_gather(tensor)
-        self._num_owed_bytes = 0  # not before the start: after an interrupt the message is still owed
+        self._num_owed_bytes = 0  # after the start: if the start is interrupted, the message is still owed
         tensors = gathering.result()
         if own.failure is not None:
             raise own.failure

@@ -58,7 +58,7 @@ class Copying(Flight):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing(Flight):
-    """State in which the rows of the read are written.
+    """State in which the rows that were read from the tracker are written.
 
     At the end of this state, the ranks exchange the descriptions of their parts.
     """

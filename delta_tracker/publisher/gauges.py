@@ -15,7 +15,7 @@ class PublisherGauges:
 
     Args:
         recorder: recorder of the publisher.
-        counts_versions: True on the only rank that counts versions and rows.
+        counts_versions: True on rank 0, which counts the versions and rows of all ranks.
     """
 
     def __init__(self, recorder: Recorder, *, counts_versions: bool) -> None:

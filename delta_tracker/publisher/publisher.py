@@ -62,8 +62,9 @@ class Publisher:
         consumer: name of the tracker's consumer; None if the tracker has only one.
         top_k: bound on the rows of a delta: only the rows that changed most are published, the other rows stay pending.
             None publishes all changed rows.
-        dense: dense parameters and buffers in each version, with rank 0's values at the cut: a module of the model, or
-            names in the model's ``state_dict``; None for no dense tensors.
+        dense: module of the model, whose dense parameters and buffers are published, or names in the model's
+            ``state_dict``. Each version contains these tensors with rank 0's values at the cut. None publishes no dense
+            tensors.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.
@@ -258,8 +259,8 @@ class Publisher:
     def close(self) -> None:
         """Finish a version that :meth:`step` started, release the consumer and leave the process group. A collective.
 
-        The stream stays claimed. If the version fails, the error is logged, and its rows stay pending. A running
-        retention or compaction is interrupted after 10 seconds; the next one completes its work.
+        The stream stays claimed. If the version fails, its error is logged, and the rows stay pending. A running
+        retention or compaction is interrupted after 10 seconds; the next run completes the work.
 
         Raises:
             InvalidArgumentError: if called from another thread or process than the one that built the publisher. The

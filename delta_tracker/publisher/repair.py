@@ -75,7 +75,7 @@ def rows_to_repair(
 
 
 def _listed(log: StreamLog, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
-    """Return a pair (table FQN, local ids of this rank) for each block of a version that has rows of this rank."""
+    """Return a pair (table FQN, local ids) for each block of a version in which this rank has rows."""
     found = []
     for reader in read_parts(log.storage, entry):
         for rows in reader.rows:
