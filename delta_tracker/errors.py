@@ -1,7 +1,8 @@
-"""Exceptions of the library. Each message names the offending object, also available as an attribute, and a remedy.
+"""Exceptions of the library.
 
-Every error of the library derives from :class:`DeltaTrackerError`. A call that raises changes no state unless its
-docstring says so: no cursor moves, no row is applied, no entry is committed.
+Each message names the offending object and a remedy. The offending object is also an attribute of the exception. Every
+error of the library derives from :class:`DeltaTrackerError`. Unless its docstring says otherwise, a call that raises
+changes no state: no cursor moves, no row is applied, no version is committed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ def _listed(names: Iterable[object]) -> str:
 
 
 class DeltaTrackerError(Exception):
-    """Base of all errors of the library.
+    """Base class of all errors of the library.
 
     Args:
         problem: description of the error, with the offending object.
@@ -29,15 +30,19 @@ class DeltaTrackerError(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return True if ``error`` is a panic of an extension that is written in Rust.
+    """Return True if ``error`` is a panic of Rust code in an extension module.
 
-    Each extension has its own class of panics, which derives from ``BaseException`` and cannot be imported.
+    Each extension module that is written in Rust defines its own panic class. The class derives from ``BaseException``
+    and cannot be imported, so it is recognized by its name.
     """
     return type(error).__name__ == "PanicException"
 
 
 class InvalidArgumentError(DeltaTrackerError, ValueError):
-    """An argument has an invalid value, or the call is invalid in the current state; see ``argument`` and ``value``."""
+    """An argument is invalid, or the call is invalid in the current state.
+
+    ``argument`` names the invalid argument or object, and ``value`` is its value or state.
+    """
 
     def __init__(self, argument: str, value: object, remedy: str) -> None:
         super().__init__(f"{argument}={value!r} cannot be used", remedy)
@@ -92,7 +97,7 @@ class UnsupportedModuleError(DeltaTrackerError, ValueError):
 
 
 class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
-    """A fused optimizer may write rows that no backward pass looked up; see ``optimizer`` and ``tables``."""
+    """A fused optimizer may write rows that were not looked up in the batch; see ``optimizer`` and ``tables``."""
 
     def __init__(self, optimizer: str, tables: Iterable[str]) -> None:
         self.optimizer = optimizer
@@ -105,7 +110,10 @@ class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
 
 
 class UnknownConsumerError(DeltaTrackerError, LookupError):
-    """The consumer ``consumer`` is unknown, or is None although the tracker has several; ``known`` lists all names."""
+    """The tracker does not have the given consumer, or none was given although the tracker has several consumers.
+
+    ``consumer`` is the given name, or None. ``known`` lists the names of all consumers.
+    """
 
     def __init__(self, consumer: str | None, known: Iterable[str]) -> None:
         self.consumer = consumer
@@ -136,7 +144,8 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
     """A consumer needs a snapshot, because its pending rows exceeded ``max_bytes`` and were dropped.
 
-    ``max_bytes`` is None if the tracker has no limit: they were then dropped before the loaded checkpoint was saved.
+    ``max_bytes`` is None if the tracker has no limit. The rows were then dropped in an earlier run, before the loaded
+    checkpoint was saved.
     """
 
     def __init__(self, consumer: str, max_bytes: int | None) -> None:
@@ -150,7 +159,7 @@ class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
 
 
 class StaleDeltaError(DeltaTrackerError, RuntimeError):
-    """A delta is not its consumer's uncommitted read: it was committed, aborted, or replaced by a newer read."""
+    """A delta is no longer its consumer's uncommitted read: it was committed, aborted, or replaced by a newer read."""
 
     def __init__(self, consumer: str) -> None:
         super().__init__(
@@ -161,7 +170,7 @@ class StaleDeltaError(DeltaTrackerError, RuntimeError):
 
 
 class DetachedError(DeltaTrackerError, RuntimeError):
-    """The tracker was detached from its model and no longer records."""
+    """The tracker was detached from its model and no longer records changes."""
 
     def __init__(self) -> None:
         super().__init__("the tracker is detached from its model", "Build a new ModelDeltaTracker")
@@ -171,7 +180,7 @@ class DetachedError(DeltaTrackerError, RuntimeError):
 
 
 class CheckpointError(DeltaTrackerError, ValueError):
-    """Base of the errors raised when a saved tracker state is loaded; the tracker is unchanged."""
+    """Base class of the errors raised when a saved tracker state cannot be loaded; the tracker is unchanged."""
 
 
 class UnknownFormatError(CheckpointError):
@@ -187,7 +196,10 @@ class UnknownFormatError(CheckpointError):
 
 
 class StateMismatchError(CheckpointError):
-    """A saved state does not fit the tracker: ``what`` is ``saved`` in the state but ``found`` in the tracker."""
+    """A saved state does not fit the tracker, or the parts saved by different ranks contradict each other.
+
+    ``what`` names the property that differs. ``saved`` is its value in the saved state, ``found`` the expected value.
+    """
 
     def __init__(self, what: str, saved: object, found: object) -> None:
         super().__init__(
@@ -200,7 +212,7 @@ class StateMismatchError(CheckpointError):
 
 
 class PartialStateError(CheckpointError):
-    """A saved state is incomplete: the parts of the ranks ``ranks`` are missing. See ``reason``."""
+    """A saved state is incomplete: the parts saved by the ranks ``ranks`` are missing. See ``reason``."""
 
     def __init__(self, reason: str, ranks: Iterable[int]) -> None:
         self.reason = reason
@@ -227,7 +239,7 @@ class MalformedStateError(CheckpointError):
 
 
 class StreamError(DeltaTrackerError):
-    """Base of the errors that concern a stream: of storage, log, parts, publisher and predictor."""
+    """Base class of the errors of streams: of their storage, log and parts, and of publishers and predictors."""
 
 
 class StorageError(StreamError, OSError):
@@ -243,7 +255,10 @@ class StorageError(StreamError, OSError):
 
 
 class NameConflictError(StorageError):
-    """The store at ``url`` reported ``attempts`` times that ``name`` already exists, but does not list it."""
+    """The store at ``url`` refused ``attempts`` times to create the object ``name`` because it already exists.
+
+    However, the store has no object of that name.
+    """
 
     def __init__(self, url: str, name: str, attempts: int) -> None:
         super().__init__(url, f"it refused {attempts} times to create {name} as existing, but does not list it")
@@ -252,7 +267,10 @@ class NameConflictError(StorageError):
 
 
 class UnsafeStoreError(StreamError, RuntimeError):
-    """The store at ``url`` has no atomic create, so that a second writer could replace an entry."""
+    """The store at ``url`` has no atomic operation that creates an object only if it does not exist.
+
+    In such a store, a second publisher can replace an entry of the stream.
+    """
 
     def __init__(self, url: str) -> None:
         super().__init__(
@@ -263,9 +281,10 @@ class UnsafeStoreError(StreamError, RuntimeError):
 
 
 class FencedError(StreamError, RuntimeError):
-    """A publisher of generation ``generation`` is fenced and can publish no more versions.
+    """A publisher is fenced: a newer publisher has claimed the stream, and this one can publish no more versions.
 
-    The newer generation ``owner`` holds version ``version``.
+    ``generation`` is the generation of the fenced publisher. The newer generation ``owner`` committed version
+    ``version``.
     """
 
     def __init__(self, generation: int, owner: int, version: int) -> None:
@@ -291,7 +310,7 @@ class PublishError(StreamError, RuntimeError):
 
 
 class RankLostError(StreamError, RuntimeError):
-    """A rank died, did not answer in time, or was interrupted; all rows stay pending. See ``reason``."""
+    """A rank died, exceeded a timeout, or was interrupted; all rows stay pending. See ``reason``."""
 
     def __init__(self, reason: str, remedy: str = "Restart the job: a new Publisher claims the stream") -> None:
         super().__init__(f"a rank was lost: {reason}", remedy)
@@ -299,7 +318,7 @@ class RankLostError(StreamError, RuntimeError):
 
 
 class MalformedError(StreamError, ValueError):
-    """A manifest or part is malformed; see ``path`` and ``reason``."""
+    """A manifest, a part or another object of a stream is malformed; see ``path`` and ``reason``."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(
@@ -313,8 +332,8 @@ class MalformedError(StreamError, ValueError):
 class CorruptPartError(StreamError, ValueError):
     """A part is missing, truncated, or differs from its manifest; see ``path`` and ``reason``.
 
-    No row of its version was applied, unless the part is too large for memory. Such a part is read again after its
-    check. If it changed in between, some of its rows may have been applied.
+    No row of the version was applied, with one exception. A part that is too large for memory is read twice, first to
+    check it and then to apply it. If the part changed in between, some of its rows may have been applied.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -326,7 +345,10 @@ class CorruptPartError(StreamError, ValueError):
 
 
 class MissingVersionError(StreamError, LookupError):
-    """Version ``version`` is missing, and the newest version is ``head``; no later version was applied."""
+    """Version ``version`` of a stream is missing; no later version was applied.
+
+    ``head`` is the newest version.
+    """
 
     def __init__(self, version: int, head: int) -> None:
         super().__init__(
@@ -338,7 +360,7 @@ class MissingVersionError(StreamError, LookupError):
 
 
 class StreamReplacedError(StreamError, RuntimeError):
-    """The stream at ``url`` is not the stream whose version ``version`` was applied last."""
+    """The stream at ``url`` is not the stream whose version ``version`` was applied, completely or in part."""
 
     def __init__(self, url: str, version: int) -> None:
         super().__init__(
@@ -350,7 +372,10 @@ class StreamReplacedError(StreamError, RuntimeError):
 
 
 class NoSnapshotError(StreamError, LookupError):
-    """The stream at ``url`` has no snapshot (``version`` is None), or no snapshot at or below ``version``."""
+    """The stream at ``url`` has no snapshot, or none at or below ``version``.
+
+    If the stream has no snapshot, ``version`` is None.
+    """
 
     def __init__(self, url: str, version: int | None = None) -> None:
         if version is None:
@@ -365,14 +390,18 @@ class NoSnapshotError(StreamError, LookupError):
 
 
 class ForkedError(StreamError, RuntimeError):
-    """This process was forked while ``Predictor.follow`` ran in its parent; it has no thread that applies versions."""
+    """This process was forked while ``Predictor.follow`` ran in its parent.
+
+    Only the parent has the thread that applies versions. Rows that were being written at the time of the fork may be
+    incomplete in this process.
+    """
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"this process was forked while follow() ran in its parent: {problem}", remedy)
 
 
 class FollowEndedError(StreamError, RuntimeError):
-    """The thread of ``Predictor.follow`` ended without ``stop()``; the exception that ended it is ``__cause__``."""
+    """The thread of ``Predictor.follow`` ended because of an exception, which is ``__cause__``."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(f"the thread of follow() ended: {type(cause).__name__}: {cause}", "Call follow() again")
@@ -380,7 +409,7 @@ class FollowEndedError(StreamError, RuntimeError):
 
 
 class PanicError(StreamError, RuntimeError):
-    """Rust code that a predictor called, for example in a ``RowTarget``, panicked; the panic is ``__cause__``."""
+    """Rust code that a predictor called panicked, for example in a ``RowTarget``. ``__cause__`` is the panic."""
 
     def __init__(self, panic: BaseException) -> None:
         super().__init__(
@@ -391,9 +420,10 @@ class PanicError(StreamError, RuntimeError):
 
 
 class TableMismatchError(StreamError, ValueError):
-    """Table ``table`` is ``expected`` in the stream but ``found`` in the predictor's model; nothing was applied.
+    """A table differs between the stream and the predictor's model; nothing was applied.
 
-    If the model lacks the table, ``known`` lists the tables of the model.
+    ``expected`` describes the table ``table`` in the stream, and ``found`` the one in the model. If the model lacks the
+    table, ``known`` lists the tables of the model.
     """
 
     def __init__(self, table: str, expected: str, found: str, known: Iterable[str] = ()) -> None:
@@ -409,9 +439,9 @@ class TableMismatchError(StreamError, ValueError):
 
 
 class PartialRowsError(StreamError, ValueError):
-    """A version has incomplete rows of a table that accepts only whole rows; nothing was applied.
+    """A version has only part of a column range that the predictor's model must write as a whole. Nothing was applied.
 
-    For ``num_rows`` rows of ``table``, the version has the column ranges ``found``, but not all of ``needed``.
+    ``needed`` is this column range of ``table``. The version has only the column ranges ``found`` of ``num_rows`` rows.
     """
 
     def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:
