@@ -1,4 +1,4 @@
-"""Handlers around ``os.fork`` for objects with locks or threads."""
+"""Handlers that run before and after ``os.fork`` for objects with locks or threads."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from abc import ABC, abstractmethod
 
 
 class Forkable(ABC):
-    """Base of objects with locks or threads.
+    """Base class of objects with locks or threads that remain usable after ``os.fork``.
 
-    Once an object is registered with :func:`protect`, its methods are called around each ``os.fork``, in the
-    thread that forks.
+    Once an object is registered with :func:`protect`, its methods are called before and after each fork, in the thread
+    that forks.
     """
 
     def before_fork(self) -> None:  # noqa: B027  optional
-        """Bring the object to a consistent state. Must not block for long, even if the calling thread holds a lock."""
+        """Bring the object to a consistent state before a fork.
+
+        Must not block for long, even if the calling thread holds a lock of the object.
+        """
 
     def after_fork_in_parent(self) -> None:  # noqa: B027
         """Undo :meth:`before_fork`."""
 
     @abstractmethod
     def after_fork_in_child(self) -> None:
-        """Replace the locks that other threads may have held. Only the calling thread exists in the child process."""
+        """Replace the locks that other threads of the parent process may have held.
+
+        Only the calling thread exists in the child process.
+        """
 
 
 class _Registry:
@@ -59,5 +65,5 @@ _registry = _Registry()
 
 
 def protect(forkable: Forkable) -> None:
-    """Register ``forkable``, so that its methods are called around each later fork until it is garbage-collected."""
+    """Register ``forkable`` until it is garbage-collected: its methods are called before and after each fork."""
     _registry.add(forkable)

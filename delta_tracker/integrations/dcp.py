@@ -29,10 +29,10 @@ _MAX_HEADER_BYTES = 1 << 28
 
 
 class _Wanted(dict[str, Tensor]):
-    """Dict of the tensors to load, by name.
+    """Dict of the tensors to load, by name, whose ``values()`` is never empty.
 
-    If a rank has no shard of some table, DCP retries with the flattening of torch 2.3, which expects an entry in the
-    checkpoint for an empty dict. ``values()`` of this dict is therefore never empty.
+    If a rank has no shard of some table, DCP retries the load with the key flattening of torch 2.3. That flattening
+    keeps an empty dict as a value and expects an entry for the dict in the checkpoint.
     """
 
     def values(self) -> Any:  # noqa: ANN401  dict's own view type cannot be constructed
@@ -40,13 +40,13 @@ class _Wanted(dict[str, Tensor]):
 
 
 class SavedTracker:
-    """``Stateful`` for ``dcp.load`` that loads a tracker's state from a checkpoint.
+    """``Stateful`` object for ``dcp.load`` that loads a tracker's state from a checkpoint.
 
     Each rank reads the headers of all parts, then only those parts that have rows of its shards. ``dcp.load`` calls
     :meth:`state_dict`, fills the tensors, and calls :meth:`load_state_dict`. DCP restores in alphabetical order of the
     keys and the model must be restored first, so use a key after the model's, such as ``"tracker"`` after ``"model"``.
-    If a header is incompatible or a tensor is missing, every rank raises an error before anything is loaded, including
-    the model.
+    If a header is incompatible or a tensor is missing, every rank raises an error before any state, including the
+    model's, is loaded.
 
     Args:
         tracker: tracker to load the state into.
@@ -73,11 +73,14 @@ class SavedTracker:
         The result is empty if the checkpoint has no tracker state.
 
         Raises:
-            InvalidArgumentError: if the checkpoint has no tracker under ``key``, or ``key`` is None and it has several.
+            InvalidArgumentError: if the checkpoint has trackers, but none under ``key``, or if ``key`` is None and the
+                checkpoint has several trackers.
             UnknownFormatError: if the format version of a header is unknown.
-            StateMismatchError: if the mode, consumers, tables or counters differ from the tracker's.
+            StateMismatchError: if the saved mode, consumers, tables or counters differ from the tracker's or between
+                ranks, or if the old states belong to other column ranges.
             PartialStateError: if parts are missing.
-            MalformedStateError: if a header is invalid, or a tensor is missing or has another shape.
+            MalformedStateError: if a header is invalid, or if a tensor that a header lists is missing or has another
+                shape.
         """
         self._headers = {}
         metadata = self._reader.read_metadata()
@@ -107,17 +110,18 @@ class SavedTracker:
         Raises the errors of :meth:`delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`.
 
         Args:
-            state_dict: the result of :meth:`state_dict`, filled; empty for a checkpoint without tracker state.
+            state_dict: the tensors returned by :meth:`state_dict`, filled by ``dcp.load``; empty for a checkpoint
+                without tracker state.
         """
         self._tracker.load_state_dict({**self._headers, **state_dict})
 
     def _read(self, metadata: Metadata, key: str, headers: list[str]) -> dict[str, Tensor]:
-        """Read the headers of all parts, without a collective, and return them by name.
+        """Read the headers of all parts without a collective, and return the headers by name.
 
         Args:
             metadata: metadata of the checkpoint.
             key: key under which the tracker was saved; may be empty.
-            headers: names of the headers, without ``key``.
+            headers: names of the headers, without the prefix ``key``.
 
         Raises:
             MalformedStateError: if a header is not a tensor, or is too large.

@@ -1,6 +1,6 @@
-"""Callback to track, checkpoint and publish with a PyTorch Lightning ``Trainer``.
+"""Callback that adds tracking, checkpoints and publishing to a PyTorch Lightning ``Trainer``.
 
-Import it with ``from delta_tracker.integrations.lightning import TrackerCallback``. The import raises
+Import the callback with ``from delta_tracker.integrations.lightning import TrackerCallback``. The import raises
 :class:`~delta_tracker.errors.MissingExtraError` if ``pytorch_lightning`` is not installed.
 """
 
@@ -34,10 +34,9 @@ class TrackerCallback(Callback):
     save and restore sharded tensors. The callback does neither.
 
     Args:
-        build: builds the tracker from the ``LightningModule``, whose model must already be sharded.
-        publish: builds the publisher of a tracker. The publisher needs a cadence, because its
-            :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch. None disables
-            publishing.
+        build: function that builds the tracker for the ``LightningModule``, whose model must be sharded before ``fit``.
+        publish: function that builds the publisher for a tracker; None to disable publishing. The publisher needs a
+            cadence, because its :meth:`~delta_tracker.publisher.publisher.Publisher.step` is called after each batch.
     """
 
     def __init__(
@@ -68,12 +67,15 @@ class TrackerCallback(Callback):
         return self._publisher
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Store the tracker state for :meth:`on_fit_start`, because the tracker does not exist yet."""
+        """Store the tracker state of ``checkpoint`` until :meth:`on_fit_start`, because no tracker exists yet."""
         del trainer, pl_module
         self._saved = checkpoint.get(_KEY, {})
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Build the tracker, restore its state, then build the publisher."""
+        """Build the tracker and restore its saved state, if there is one.
+
+        If publishing is enabled, then build the publisher.
+        """
         del trainer
         self._tracker = self._build(pl_module)
         if self._saved is not None:
@@ -90,7 +92,7 @@ class TrackerCallback(Callback):
         batch: Any,  # noqa: ANN401
         batch_idx: int,
     ) -> None:
-        """Step the tracker, then the publisher."""
+        """Call ``step()`` of the tracker and then, if publishing is enabled, of the publisher."""
         del trainer, pl_module, outputs, batch, batch_idx
         self.tracker.step()
         if self._publisher is not None:
