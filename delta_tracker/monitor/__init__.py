@@ -1,8 +1,8 @@
 """Low-overhead metrics and events.
 
-The functions here are the methods of the program's default :class:`Monitor`. Open ``monitor.py`` first. Trackers,
-publishers and predictors record the metrics listed in ``library.py`` through ``recorder.py``. From the rest of the
-library, this package imports only ``errors`` and ``forking``.
+Open ``monitor.py`` first. The functions of this package are the methods of the program's default :class:`Monitor`.
+Trackers, publishers and predictors record the metrics listed in ``library.py`` with the recorders of ``recorder.py``.
+From the rest of the library, this package imports only ``errors`` and ``forking``.
 """
 
 from delta_tracker.monitor.default import MONITOR, metrics

@@ -15,7 +15,7 @@ _PLAIN_TYPES = frozenset({int, float, bool})
 
 
 def quantile_of(aggregation: str) -> float | None:
-    """Return the fraction of a quantile such as ``p95`` or ``p99.9``; None for other aggregations.
+    """Return the fraction of a quantile, such as 0.95 for the aggregation ``p95``; None for other aggregations.
 
     Example:
         >>> quantile_of("p99.9"), quantile_of("mean")
@@ -26,7 +26,7 @@ def quantile_of(aggregation: str) -> float | None:
 
 
 def check_aggregations(aggregations: Iterable[str]) -> tuple[str, ...]:
-    """Return ``aggregations`` as a tuple without duplicates.
+    """Check the names of aggregations, and return them as a tuple without duplicates.
 
     Raises:
         InvalidArgumentError: for an unknown aggregation, or a string in place of a tuple.
@@ -41,7 +41,7 @@ def check_aggregations(aggregations: Iterable[str]) -> tuple[str, ...]:
 
 
 def needs_buckets(aggregations: Iterable[str]) -> bool:
-    """Return whether any aggregation is computed from buckets."""
+    """Return whether any of the aggregations is computed from :class:`LogBuckets`."""
     return any(name == "histogram" or quantile_of(name) is not None for name in aggregations)
 
 
@@ -60,12 +60,12 @@ class Aggregate:
         count: number of accepted numbers.
         total: weighted sum of the accepted numbers, exact for integers.
         weight: sum of the weights, equal to ``count`` for unweighted numbers. The mean is ``total / weight``.
-        min: smallest number; NaN if empty or unknown.
-        max: largest number; NaN if empty or unknown.
-        last: newest number; NaN if empty or unknown.
+        min: smallest accepted number; NaN if there is none, or if only sums are known, as for ``DeviceMean``.
+        max: largest accepted number; NaN if there is none, or if only sums are known, as for ``DeviceMean``.
+        last: newest accepted number; NaN if there is none, or if the numbers were accumulated on a device.
         num_rejected: number of rejected values: NaN, infinity, tensors on a device, values that ``float()`` does not
-            accept, and negative numbers if ``is_counter``.
-        buckets: the buckets; None without ``with_buckets``.
+            accept, and negative numbers if ``is_counter`` is True.
+        buckets: counts of the accepted numbers in buckets; None if ``with_buckets`` is False.
     """
 
     __slots__ = (
@@ -104,7 +104,7 @@ class Aggregate:
         )
 
     def copy(self) -> Aggregate:
-        """Return a copy."""
+        """Return a copy of the aggregate."""
         result = self.fresh()
         result.merge(self)
         return result
@@ -136,7 +136,7 @@ class Aggregate:
         return numbers
 
     def merge(self, newer: Aggregate) -> None:
-        """Add the numbers of ``newer``, which is not changed. ``newer.last`` replaces ``last`` unless it is NaN."""
+        """Add the numbers of ``newer``, which is not changed. ``last`` becomes ``newer.last``, unless that is NaN."""
         self.num_rejected += newer.num_rejected
         if newer.count == 0:
             return
@@ -148,13 +148,14 @@ class Aggregate:
         self._add_extremes(newer.min, newer.max, newer.last)
 
     def value(self, aggregation: str) -> float | None:
-        """Return one aggregate.
+        """Return the value of an aggregation.
 
         Args:
-            aggregation: name of the aggregate, such as ``mean`` or ``p95``.
+            aggregation: name of the aggregation, such as ``mean`` or ``p95``.
 
         Returns:
-            The aggregate. None if it is undefined, such as the mean of no numbers, or is not a number (``histogram``).
+            The value; None if it is undefined, for example the mean of no numbers. The value of ``histogram`` is always
+            None.
         """
         fraction = quantile_of(aggregation)
         if fraction is not None:
@@ -180,7 +181,7 @@ class Aggregate:
     def _deviation(self) -> float | None:
         """Return the sample standard deviation, the square root of sum((x - mean)^2) / (count - 1).
 
-        Returns None for fewer than two numbers, or if it is not computed.
+        Returns None for fewer than two numbers, or if the aggregate was created without ``with_spread``.
         """
         if self._squares is None or self._num_spread <= 1:
             return None

@@ -1,4 +1,4 @@
-"""Results of a collection, as delivered to the sinks."""
+"""Results of a collection, in which the collector reads all stats and events and delivers them to the sinks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from delta_tracker.monitor.stat import Definition
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """Report of the aggregates of one window of a cell.
+    """Report of the aggregates of one window of a cell, the series of records of one stat with one set of labels.
 
     Args:
         definition: definition of the stat.
         labels: labels of the cell.
         values: aggregates by name, such as ``mean``. Undefined aggregates are omitted.
         count: number of accepted records in the window.
-        num_rejected: number of rejected records, such as NaN.
-        window: the window, with its times, step and raw records.
+        num_rejected: number of rejected records in the window, such as NaN.
+        window: the window, with its times, its step and a sample of its records.
     """
 
     definition: Definition
@@ -36,12 +36,12 @@ class WindowReport:
 
     @property
     def buckets(self) -> LogBuckets | None:
-        """Buckets of the window; None if the policy has no histogram and no quantiles."""
+        """Counts of the window's records in buckets; None if the policy has neither a histogram nor quantiles."""
         return self.window.aggregate.buckets
 
     @classmethod
     def of(cls, definition: Definition, labels: Labels, policy: Policy, window: ClosedWindow) -> WindowReport:
-        """Build the report of a window, with the aggregations of ``policy``."""
+        """Return the report of a window, with the aggregations that ``policy`` selects."""
         figures = {name: window.aggregate.value(name) for name in policy.aggregations if name != "histogram"}
         if window.aggregate.count == 0 and policy.when_empty == "zero":
             figures = dict.fromkeys(figures, 0)
@@ -51,12 +51,12 @@ class WindowReport:
 
 @dataclass(frozen=True, slots=True)
 class TotalReport:
-    """Report of the aggregate of a cell since the process started, for sinks that export totals.
+    """Report of the aggregate of all records of a cell since the process started, for sinks that export totals.
 
     Args:
         definition: definition of the stat.
         labels: labels of the cell.
-        figures: the aggregate of all records.
+        figures: the aggregate. The sum of a counter also includes the total that was restored from a checkpoint.
     """
 
     definition: Definition
@@ -68,14 +68,14 @@ class TotalReport:
 class Batch:
     """Result of one collection.
 
-    A sink also receives the windows and events of earlier batches that it has not accepted.
+    A sink also receives those windows and events of earlier batches that the sink has not accepted.
 
     Args:
         time_ns: time of the collection, nanoseconds since the epoch.
         begin_ns: time at which the totals were 0, nanoseconds since the epoch.
         attributes: names and values that identify the process, such as its rank.
         windows: windows closed since the last collection.
-        totals: totals of all cells with records, and of all enabled counters.
+        totals: totals of all cells that have records, and of all enabled cells of counters.
         events: events since the last collection.
         is_last: True for the final collection before the monitor stops.
     """

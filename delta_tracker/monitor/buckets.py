@@ -1,7 +1,8 @@
 """Quantiles in bounded memory, from counts in buckets of exponentially growing width.
 
-Bucket ``i`` of a sign counts magnitudes in ``(g**i, g**(i + 1)]`` with ``g = 2**(1 / 32)``. These are the buckets of
-OpenTelemetry's exponential histogram and of Prometheus' native histogram at scale 5, so they are exported without loss
+Positive and negative numbers have separate buckets. Bucket ``i`` counts the numbers whose magnitude is in
+``(g**i, g**(i + 1)]``, where ``g = 2**(1 / 32)``. These are the buckets of OpenTelemetry's exponential histogram and of
+Prometheus' native histogram at scale 5, so they are exported without loss
 (https://opentelemetry.io/docs/specs/otel/metrics/data-model/#exponentialhistogram). The quantile estimate is that of
 Masson, Rim and Lee, "DDSketch" (VLDB 2019). Its relative error is at most ``(g - 1) / (g + 1)``, 1.09 %.
 """
@@ -35,7 +36,7 @@ def upper_bound(index: int) -> float:
 def _indices(magnitudes: Iterable[float]) -> Counter[int]:
     """Return the number of ``magnitudes`` in each bucket, by bucket index.
 
-    Magnitudes must be positive. Those out of range are counted in the first or last bucket.
+    All magnitudes must be positive. Magnitudes out of range are counted in the first or last bucket.
     """
     counts = Counter(map(math.ceil, map(_scaled, map(math.log2, magnitudes))))
     result: Counter[int] = Counter()
@@ -122,7 +123,9 @@ class LogBuckets:
         return sign * 2 * lower * upper / (lower + upper)
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """Count the numbers up to each bound. Exact for magnitudes above :data:`MIN` and up to :data:`MAX`.
+        """Return the number of values up to each bound.
+
+        The result is exact for values whose magnitude is above :data:`MIN` and at most :data:`MAX`.
 
         Args:
             bounds: positive powers of two, ascending.

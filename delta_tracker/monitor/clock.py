@@ -1,4 +1,4 @@
-"""Clock and training progress, the source of the timestamps, steps and epochs of windows and events."""
+"""Sources of the timestamps of windows and events, and of the steps and epochs of windows."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Source of wall-clock and monotonic time. The module :mod:`time` implements it; tests pass their own clocks."""
+    """Source of wall-clock and monotonic time.
+
+    The module :mod:`time` implements this protocol. Tests pass their own clocks.
+    """
 
     def time_ns(self) -> int:
-        """Return nanoseconds since the epoch; may jump backwards."""
+        """Return the time in nanoseconds since the epoch. The time may decrease when the system clock is set."""
 
     def monotonic_ns(self) -> int:
-        """Return nanoseconds since an arbitrary start; never decreases."""
+        """Return the time in nanoseconds since an arbitrary start. The time never decreases."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Clock, current step and epoch, shared by all cells of a registry. Mutable.
+    """Mutable record of the clock, the current step and the last epoch, shared by all stats of a registry.
 
     Args:
         clock: source of timestamps.

@@ -43,7 +43,7 @@ class Collector:
         registry: the stats.
         events: the events.
         metrics: built-in metrics, among them the counters of errors and losses.
-        deadline_seconds: time limit of a call of a sink, handler or callback.
+        deadline_seconds: time limit of each call to a sink, handler or callback.
         max_undelivered: maximum number of events queued for a sink or handler.
     """
 
@@ -65,7 +65,10 @@ class Collector:
         self.reset()
 
     def reset(self) -> None:
-        """Drop the threads, the sinks and the undelivered events. Called at each stop and in a forked child."""
+        """Return to the stopped state: discard the sinks and the undelivered events, and abandon the threads.
+
+        Called at each stop and in a forked child.
+        """
         self._lock = threading.RLock()
         self._runner = Runner(self._registry.progress.clock, self._deadline_seconds)
         self._sinks: list[SinkQueue] = []
@@ -74,13 +77,13 @@ class Collector:
         self._undelivered: list[Event] = []
         self._losses: dict[tuple[str, str], int] = {}
         self._attributes: dict[str, str] = {}
-        # A queue in this queue is a request of flush(): collect, then put None into it.
+        # An inner queue is a request of flush(): collect, then put None into the inner queue.
         self._wakeups: queue.SimpleQueue[_Wake | queue.SimpleQueue[None]] = queue.SimpleQueue()
         self._is_woken = False
         self._thread: threading.Thread | None = None
 
     def after_fork(self) -> None:
-        """Call ``forget()`` of all sinks, then drop them. Called in a forked child.
+        """Call ``forget()`` on each sink, then remove all sinks. Called in a forked child.
 
         Exceptions are counted but not logged, because a thread of the parent may have held the lock of the log stream.
         """
@@ -102,7 +105,7 @@ class Collector:
         return [sink_queue.sink for sink_queue in self._sinks]
 
     def start(self, sinks: Sequence[Sink], interval_seconds: float, attributes: Mapping[str, str]) -> None:
-        """Start to collect periodically, in a thread.
+        """Start the thread that collects periodically, and the thread that calls the sinks.
 
         Args:
             sinks: sinks that receive the batches.
@@ -110,7 +113,7 @@ class Collector:
             attributes: names and values that identify the process.
 
         Raises:
-            RuntimeError: if no thread can be started; the collector is not started.
+            RuntimeError: if a thread cannot be started; the collector stays stopped.
         """
         sink_queues = [SinkQueue(sink, self._max_undelivered) for sink in sinks]
         thread = threading.Thread(
@@ -127,10 +130,10 @@ class Collector:
         self._thread = thread
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Deliver the last batch, close the sinks and end the thread. No-op if it is not running.
+        """Deliver the last batch, close the sinks and end both threads. No-op if the collector is not running.
 
         Returns:
-            False if the last delivery exceeded ``timeout_seconds``; the threads are then abandoned.
+            False if this takes longer than ``timeout_seconds``; the threads are then abandoned.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -144,10 +147,10 @@ class Collector:
         return is_done
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Collect now and wait until the collection is complete.
+        """Collect now, and wait until the batch has been delivered to the sinks.
 
         Returns:
-            False if the collection exceeded ``timeout_seconds``.
+            False if this takes longer than ``timeout_seconds``.
         """
         if self._thread is None:
             self.collect()
@@ -167,7 +170,7 @@ class Collector:
             self._wakeups.put(_Wake.EVENTS)
 
     def collect(self, *, is_last: bool = False, handler_seconds: float | None = None) -> Batch:
-        """Read all sources and stats, and deliver the result and the events.
+        """Read all sources, stats and events. Call the event handlers, and deliver the batch to the sinks.
 
         Args:
             is_last: True to close all windows and to also call muted sinks.
@@ -175,8 +178,8 @@ class Collector:
                 stay queued.
 
         Returns:
-            The collected batch. Each sink also receives the windows and events of earlier batches that the sink has not
-            accepted.
+            The collected batch. Each sink also receives those windows and events of earlier batches that the sink has
+            not accepted.
         """
         with self._lock:
             clock = self._registry.progress.clock
@@ -228,7 +231,13 @@ class Collector:
         return windows, totals
 
     def _count_losses(self, stat: str, num_rejected: int, num_lost: int) -> None:
-        """Update the counters of rejected values and lost windows, which the next collection reports."""
+        """Update the counters of rejected values and lost windows. The next collection reports their increases.
+
+        Args:
+            stat: name of the stat.
+            num_rejected: number of values that the stat has rejected so far.
+            num_lost: number of windows that the stat has lost so far.
+        """
         for metric, number in ((self._metrics.rejected_values, num_rejected), (self._metrics.lost_windows, num_lost)):
             growth = number - self._losses.get((metric.name, stat), 0)
             if growth > 0:
@@ -236,7 +245,11 @@ class Collector:
                 self._losses[metric.name, stat] = number
 
     def _hand_to_handlers(self, seconds: float, *, is_last: bool = False) -> bool:
-        """Call each handler with its queued events. After ``seconds``, each remaining handler gets one event.
+        """Call each handler with its queued events.
+
+        Args:
+            seconds: number of seconds after which each of the remaining handlers is called with only one event.
+            is_last: True to call handlers in this thread if no other thread can be started.
 
         Returns:
             True if events remain for a handler that neither failed nor is muted.

@@ -1,4 +1,4 @@
-"""Default monitor of the program, used wherever no other monitor is passed."""
+"""Default monitor of the program, which is used if no other monitor is passed."""
 
 from __future__ import annotations
 
@@ -12,5 +12,8 @@ metrics: LibraryMetrics = MONITOR.metrics
 
 
 def program_monitor() -> Monitor:
-    """Return :data:`MONITOR`. Code outside this package must get it through this function or a :class:`Recorder`."""
+    """Return :data:`MONITOR`.
+
+    Code outside the package ``monitor`` must get the default monitor from this function or from a ``Recorder``.
+    """
     return MONITOR

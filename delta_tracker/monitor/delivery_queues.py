@@ -26,7 +26,7 @@ class SinkQueue:
         max_events: maximum number of queued events.
 
     Attributes:
-        guard: failures and muting of the sink.
+        guard: record of the sink's failures. A sink that failed is muted: it is not called for a while.
     """
 
     def __init__(self, sink: Sink, max_events: int) -> None:
@@ -40,7 +40,7 @@ class SinkQueue:
         self._num_windows = self._num_events = 0
 
     def add(self, windows: Sequence[WindowReport], events: Sequence[Event]) -> tuple[list[WindowReport], int]:
-        """Queue windows and events. Beyond the limits, drop the oldest ones.
+        """Queue windows and events. If the queue exceeds a limit, drop the oldest ones that are not being delivered.
 
         Returns:
             The dropped windows, and the number of dropped events.
@@ -56,10 +56,10 @@ class SinkQueue:
             return dropped, num_dropped
 
     def deliver(self, batch: Batch) -> None:
-        """Call the sink with a copy of ``batch`` that has all queued windows and events.
+        """Call the sink with a copy of ``batch`` that contains all queued windows and events.
 
-        These are removed from the queue when the sink returns, even after the deadline. If the sink raises, they stay
-        queued.
+        When the sink returns, even if it exceeded the deadline, the delivered windows and events are removed from the
+        queue. If the sink raises, they stay queued.
         """
         with self._lock:
             windows, events = tuple(self._windows), tuple(self._events)
@@ -82,7 +82,7 @@ class HandlerQueue:
         max_events: maximum number of queued events.
 
     Attributes:
-        guard: failures and muting of the handler.
+        guard: record of the handler's failures. A handler that failed is muted: it is not called for a while.
     """
 
     def __init__(self, subscription: Subscription, max_events: int) -> None:
@@ -97,7 +97,13 @@ class HandlerQueue:
         return bool(self._waiting)
 
     def add(self, events: Sequence[Event]) -> int:
-        """Queue the matching events. Beyond the limit, drop the oldest ones. Return the number of dropped events."""
+        """Queue those of ``events`` that match the subscription.
+
+        If the queue exceeds its limit, drop the oldest events.
+
+        Returns:
+            The number of dropped events.
+        """
         self._waiting.extend(event for event in events if self._subscription.wants(event))
         num_dropped = 0
         while len(self._waiting) > self._max_events and self._next() is not None:
@@ -107,10 +113,11 @@ class HandlerQueue:
     def hand(self, until: float) -> None:
         """Call the handler with each queued event.
 
-        If the handler raises, the event is not delivered again; the others stay queued.
+        If the handler raises, that event is not delivered again, and the events after it stay queued.
 
         Args:
-            until: time of ``time.monotonic()`` after which remaining events stay queued. At least one event is handled.
+            until: time of ``time.monotonic()`` after which the remaining events stay queued. The handler is called with
+                at least one event, even if this time has passed.
         """
         event = self._next()
         while event is not None:

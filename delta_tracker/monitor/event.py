@@ -33,12 +33,12 @@ class Severity(IntEnum):
 
 
 class Phase(StrEnum):
-    """Relation of an event to a span."""
+    """Relation of an event to a span, which is a timed section of the program."""
 
     INSTANT = "instant"
     """Event without a duration."""
     BEGIN = "begin"
-    """Begin of a span. A begin without an end identifies the span in which a rank hangs."""
+    """Start of a span. If a rank hangs in a span, the span has no end event."""
     END = "end"
     """End of a span; ``data["seconds"]`` is its duration."""
 
@@ -46,16 +46,16 @@ class Phase(StrEnum):
 class _Ids:
     """Generator of 64-bit ids.
 
-    The high 16 bits are the rank from the environment variable ``RANK``, or random if it is not set. The low 48 bits
-    are a counter with a random start. Ids of different ranks below 65536 never collide. Ids of two processes of the
-    same rank collide with a probability of about (number of ids) / 2**48.
+    The high 16 bits are the rank from the environment variable ``RANK``, or random if the variable is not set. The low
+    48 bits are a counter with a random start. Ids of different ranks below 65536 never collide. Ids of two processes of
+    the same rank collide with a probability of about (number of ids) / 2**48.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Read the rank again and restart the counter at a new random number."""
+        """Read the rank from the environment again, and restart the counter at a new random number."""
         rank = os.environ.get("RANK", "")
         self._high = int(rank) % 2**_RANK_BITS if rank.isdecimal() else secrets.randbits(_RANK_BITS)
         self._counts = itertools.count(secrets.randbits(_COUNT_BITS))
@@ -70,20 +70,20 @@ _ids: list[_Ids] = []
 
 
 def new_id() -> int:
-    """Return a 64-bit id for an event or span, unique across ranks."""
+    """Return a new 64-bit id for an event or span, unique across ranks."""
     if not _ids:
         _ids.append(_Ids())  # not at import, because RANK may be set later
     return _ids[0].next()
 
 
 def renew_ids() -> None:
-    """Restart the ids at a new random number. Called in a forked child."""
+    """Make later ids continue from a new random number. Called in a forked child."""
     _ids.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Ids of the current span and of its trace."""
+    """Identity of a span: its id, and the id of its trace, the group of related spans."""
 
     span: int
     trace: int
@@ -112,7 +112,7 @@ class Event:
         span: id of the span that contains the event, or that the event begins or ends; 0 outside of spans.
         parent: id of the parent span; 0 if there is none.
         trace: id shared by all related spans and their events; 0 outside of spans.
-        phase: relation to the span.
+        phase: relation of the event to ``span``.
 
     Raises:
         InvalidArgumentError: for an invalid name, an unknown severity, or data that is not flat.
@@ -144,7 +144,7 @@ class Event:
 
 
 def json_value(value: Value) -> Value:
-    """Return ``value`` as a JSON value: floats that are not finite become strings.
+    """Return ``value`` as a JSON value. A float that is not finite is returned as a string.
 
     Example:
         >>> json_value(float("nan")), json_value(1.5)

@@ -21,15 +21,16 @@ _MAX_GATES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRule:
-    """Conditions under which events are accepted.
+    """Set of conditions under which events are accepted.
 
-    Emit at most a few events per iteration: an event costs microseconds and is delivered individually. Use a stat for
-    more frequent records.
+    Emit at most a few events per training iteration, because each event costs microseconds and is delivered
+    individually. For more frequent records, use a stat.
 
     Args:
         severity: lowest accepted severity.
-        per_second: maximum average rate of each event name. A burst may have up to ten times as many events.
-        sample: accepted fraction of the events, chosen at random.
+        per_second: maximum average number of events per second, for each event name. A burst may have up to ten times
+            as many events.
+        sample: accepted fraction of the events, which are chosen at random.
 
     Raises:
         InvalidArgumentError: for a rate of 0 or less, or a fraction outside (0, 1].
@@ -48,7 +49,7 @@ class EventRule:
 
 @dataclass(slots=True)
 class _Gate:
-    """Token bucket that limits the events of one name."""
+    """Filter that applies a rule to the events of one name. A token bucket limits their rate."""
 
     rule: EventRule
     tokens: float = field(init=False)
@@ -62,7 +63,7 @@ class _Gate:
         return max(1.0, 10 * self.rule.per_second)
 
     def refusal(self, event: Event, now_ns: int) -> str | None:
-        """Return the reason to drop ``event``, None to accept it."""
+        """Return the reason to drop ``event``; None if the event is accepted."""
         if event.severity < self.rule.severity:
             return "severity"
         if self.rule.sample < 1 and random.random() >= self.rule.sample:  # noqa: S311  no secret
@@ -82,7 +83,7 @@ class Subscription:
         log: the log that the handler subscribes to.
         pattern: shell pattern of event names.
         severity: lowest severity of the events.
-        handler: called with each matching event.
+        handler: function that is called with each matching event.
     """
 
     def __init__(self, log: EventLog, pattern: str, severity: Severity, handler: Handler) -> None:
@@ -92,7 +93,7 @@ class Subscription:
         self.handler = handler
 
     def wants(self, event: Event) -> bool:
-        """Return whether the severity and name of an event match the subscription."""
+        """Return True if the severity and the name of an event match the subscription."""
         return event.severity >= self._severity and matches(self._pattern, event.name)
 
     def remove(self) -> None:
@@ -101,14 +102,17 @@ class Subscription:
 
 
 class EventLog:
-    """Queue of events that any thread emits and the collector takes. Emitting an event never blocks or raises.
+    """Queue to which any thread adds events, and from which the collector takes them.
+
+    Adding an event never blocks or raises.
 
     Args:
         clock: clock of the rate limits.
-        capacity: maximum number of queued events, and number of newest events in :attr:`recent`. When the queue is
-            full, the oldest event is dropped.
-        dropped: called for each dropped event with the reason: ``severity``, ``sample``, ``rate`` or ``overrun``.
-        wake: called for each event that is queued.
+        capacity: maximum number of queued events, and maximum number of events in :attr:`recent`. If an event is added
+            to a full queue, the oldest event is dropped.
+        dropped: function called for each dropped event with the reason: ``severity``, ``sample``, ``rate`` or
+            ``overrun``.
+        wake: function called for each event that is queued.
 
     Raises:
         InvalidArgumentError: for a capacity below 1.
@@ -130,7 +134,7 @@ class EventLog:
         self._subscriptions: tuple[Subscription, ...] = ()
 
     def emit(self, event: Event) -> None:
-        """Queue an event, unless the rule of its name rejects it."""
+        """Queue an event, unless the rule for the event's name rejects it."""
         gate = self._gates.get(event.name) or self._gate(event.name)
         refusal = gate.refusal(event, self._clock.monotonic_ns())
         if refusal is not None:
@@ -147,14 +151,14 @@ class EventLog:
         self._wake()
 
     def is_enabled(self, name: str, severity: Severity = Severity.INFO) -> bool:
-        """Return whether the rule of ``name`` accepts ``severity``. Rate and sampling are not checked.
+        """Return True if the rule for ``name`` accepts ``severity``. Rate and sampling are not checked.
 
-        Call it before computing expensive data of an event.
+        Call this method before computing expensive data for an event.
         """
         return severity >= (self._gates.get(name) or self._gate(name)).rule.severity
 
     def rule(self, pattern: str, rule: EventRule) -> None:
-        """Set the rule of the event names that match a shell pattern.
+        """Set the rule for all event names that match a shell pattern.
 
         If several patterns match a name, the rule that was set last applies.
         """
@@ -162,11 +166,11 @@ class EventLog:
         self._gates = {}
 
     def subscribe(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
-        """Call ``handler`` with every matching event, in a thread of the library.
+        """Subscribe ``handler`` to the matching events.
 
         Args:
             pattern: shell pattern of event names.
-            handler: called with each event.
+            handler: function that is called with each matching event, in a thread of the library.
             severity: lowest severity to handle.
 
         Returns:
@@ -177,7 +181,7 @@ class EventLog:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Remove a subscription. No-op if it is not present."""
+        """Remove a subscription. No-op if it was already removed."""
         self._subscriptions = tuple(each for each in self._subscriptions if each is not subscription)
 
     @property
@@ -187,11 +191,11 @@ class EventLog:
 
     @property
     def recent(self) -> list[Event]:
-        """The last ``capacity`` accepted events, oldest first, including delivered ones."""
+        """Newest accepted events, at most ``capacity``, oldest first. Includes events that were already delivered."""
         return list(self._recent)
 
     def take(self) -> list[Event]:
-        """Remove and return the queued events, oldest first."""
+        """Remove all queued events and return them, oldest first."""
         taken = []
         for _ in range(len(self._waiting)):
             try:

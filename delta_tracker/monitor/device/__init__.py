@@ -1,5 +1,6 @@
 """Metrics that accumulate on a device and are read without synchronizing training with the device.
 
-Open ``metrics.py`` first: it has sums, means and histograms. ``state.py`` copies them to the host, ``torchmetric.py``
-does the same for metrics of torchmetrics, and ``syncs.py`` finds calls that wait for the device.
+Open ``metrics.py`` first: it defines sums, means, counters and histograms. ``state.py`` copies their values to the
+host, and ``torchmetric.py`` does the same for metrics of torchmetrics. ``syncs.py`` finds operations that wait for the
+device.
 """

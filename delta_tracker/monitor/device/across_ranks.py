@@ -1,4 +1,4 @@
-"""Merging of device stats across ranks with one collective."""
+"""Function that merges device stats across ranks with one collective."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ Mergeable = DeviceMean | DeviceCounter | DeviceHistogram
 
 
 def merge_ranks(stats: Sequence[Mergeable], group: dist.ProcessGroup | None = None) -> dict[str, Aggregate]:
-    """Merge the values that device stats recorded on all ranks since the last call, with one all-reduce.
+    """Return the aggregate of the values that all ranks recorded for each stat since the stat was last merged.
 
-    Every rank must call it with the same stats in the same order. Waits for the device and for the other ranks.
+    Runs one all-reduce. Every rank must call this function with the same stats in the same order. Waits for the device
+    and for the other ranks.
 
     Args:
         stats: the stats to merge.
-        group: process group, by default all ranks. Unless its backend is NCCL, the sums are copied to the host.
+        group: process group, by default all ranks. Unless its backend is NCCL, the sums are reduced on the host.
 
     Returns:
-        The merged aggregate of each stat by its name, equal on every rank.
+        Mapping from the name of a stat to its merged aggregate. The mapping is equal on every rank.
 
     Raises:
         InvalidArgumentError: if ``stats`` is empty or has duplicate names.

@@ -1,6 +1,6 @@
 """Accuracy, precision, recall and F1 of a classifier, from counts accumulated on the device.
 
-Notation: ``B`` is the number of predictions of a call, ``C`` the number of classes.
+Notation: ``B`` is the number of predictions in one call, ``C`` the number of classes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ class DeviceClassification(DeviceState):
     """Device metric for accuracy, precision, recall and F1 of single-label classification over an epoch.
 
     Each collection records the gauges ``<name>.accuracy``, ``<name>.precision``, ``<name>.recall`` and ``<name>.f1``.
-    The values equal those of torchmetrics' Multiclass metrics. With ``macro`` they are means over the classes that
-    occur in predictions or targets, and the accuracy equals the recall. With ``micro`` all four are the fraction of
-    correct predictions. The counter ``<name>.rejected`` counts the pairs with an invalid class index.
+    Their values equal those of torchmetrics' Multiclass metrics. With ``macro``, they are means over the classes that
+    occur in predictions or targets, and the accuracy equals the recall. With ``micro``, all four values are the
+    fraction of correct predictions. The counter ``<name>.rejected`` counts the predictions that were rejected because
+    the predicted or the target class index is invalid.
 
     Args:
         name: prefix of the gauges; dots separate namespaces.
         num_classes: number of classes ``C``.
         average: ``macro`` to average over classes, ``micro`` to average over predictions.
-        monitor: monitor of the gauges and the counter, by default the program's.
+        monitor: monitor of the gauges and the counter, by default the program's default monitor.
 
     Raises:
         InvalidArgumentError: for fewer than 2 classes or an unknown average.
@@ -53,14 +54,14 @@ class DeviceClassification(DeviceState):
         super().__init__(name, len(self._sums), reader_of(monitor))
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Count the pairs of a prediction and a target. Pairs with an invalid class index are rejected.
+        """Count each pair of a prediction and its target. Reject pairs with an invalid class index.
 
         Args:
             predictions: ``[B]`` class indices, or ``[B, C]`` scores, whose maximum is the predicted class.
             targets: ``[B]`` class indices.
 
         Raises:
-            InvalidArgumentError: for other shapes.
+            InvalidArgumentError: for arguments of other shapes.
         """
         if predictions.dim() == 2:  # noqa: PLR2004
             predictions = predictions.detach().argmax(dim=1)
@@ -84,7 +85,10 @@ class DeviceClassification(DeviceState):
         self._add(places.device, ones, places)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Set the gauges to the values since the epoch began. Reset the counts if ``epoch_end`` is given."""
+        """Add ``growth`` to the counts of the epoch and set the gauges.
+
+        If ``epoch_end`` is given, the epoch has ended, and the counts are reset afterwards.
+        """
         self._sums = [old + new for old, new in zip(self._sums, growth, strict=True)]
         if growth[-1]:
             self._rejected.add(round(growth[-1]) // 3)
@@ -96,7 +100,10 @@ class DeviceClassification(DeviceState):
                 gauge.cell().end_epoch(epoch_end)
 
     def figures(self) -> dict[str, float]:
-        """Return accuracy, precision, recall and F1 as of the newest reading; empty if there are no predictions."""
+        """Return accuracy, precision, recall and F1 by name, from the counts copied to the host in this epoch.
+
+        The result is empty if there are no predictions.
+        """
         size = self._num_classes
         right, predicted, actual = (self._sums[place * size : (place + 1) * size] for place in range(3))
         num_seen = sum(actual)

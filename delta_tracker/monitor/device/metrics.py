@@ -1,8 +1,8 @@
 """Stats that accumulate values on a device without waiting for it.
 
-A value may be a Python number or a tensor of any shape on any device. Values that are not finite are counted as
-rejected and ignored; the check runs on the device. Windows close when a copy of the sums to the host
-completes, so a window with ``Window(count=...)`` may have more records than ``count``.
+A value may be a Python number or a tensor of any shape on any device. Values that are not finite are ignored and
+counted as rejected; the check runs on the device. A window closes when a copy of the sums to the host completes. With
+``Window(count=...)``, a window may therefore have more records than ``count``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ZEROS, _REJECTED = 1 + 2 * _NUM_BUCKETS, 2 + 2 * _NUM_BUCKETS
 
 
 def reader_of(monitor: Monitor) -> DeviceReader:
-    """Return the monitor's reader of device states. Create it if missing."""
+    """Return the monitor's reader of device states. Create the reader if it is missing."""
     for source in monitor.registry.sources:
         if isinstance(source, DeviceReader):
             return source
@@ -39,11 +39,11 @@ def reader_of(monitor: Monitor) -> DeviceReader:
 
 
 class _DeviceStat(DeviceState):
-    """Device state whose values are recorded in one cell of a stat.
+    """Device state that records its values in a cell: the series of records of one stat with one set of labels.
 
     Args:
         stat: the stat.
-        num_sums: number of sums.
+        num_sums: number of running sums.
         monitor: monitor of the stat.
         labels: label values of the cell by name; None for no labels.
     """
@@ -60,29 +60,32 @@ class _DeviceStat(DeviceState):
         return self._cell.enabled
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate computed from ``num_sums`` sums, such as the growth between two readings."""
+        """Return the aggregate of the values whose ``num_sums`` sums are ``sums``."""
         raise NotImplementedError
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the growth in the cell. Close the window of the epoch if ``epoch_end`` is given."""
+        """Record the values whose sums are ``growth``.
+
+        If ``epoch_end`` is given, the epoch has ended, and its window is closed afterwards.
+        """
         self._cell.merge(self.figures(growth))
         if epoch_end is not None:
             self._cell.end_epoch(epoch_end)
 
 
 class DeviceMean(_DeviceStat):
-    """Weighted mean of values: sum(value * weight) / sum(weight).
+    """Stat of the weighted mean of values on a device: sum(value * weight) / sum(weight).
 
     Args:
-        name: unique; dots separate namespaces.
+        name: unique name; dots separate namespaces.
         help: description in one sentence.
-        monitor: monitor of the stat, by default the program's.
+        monitor: monitor of the stat, by default the program's default monitor.
         labels: label values by name; None for no labels.
         options: options of :meth:`~delta_tracker.monitor.monitor.Monitor.stat`. The default aggregations are ``mean``
             and ``count``.
 
     Raises:
-        InvalidArgumentError: for invalid names, a name with another definition, or unknown options.
+        InvalidArgumentError: for an invalid name, a name registered with another definition, or an unknown option.
 
     Example:
         >>> monitor = Monitor()
@@ -106,7 +109,7 @@ class DeviceMean(_DeviceStat):
         super().__init__(stat, 4, monitor, labels)
 
     def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Add values. No-op if the stat is disabled.
+        """Add values to the sums. No-op if the stat is disabled.
 
         Args:
             value: tensor of any shape and real dtype, or a number.
@@ -127,7 +130,10 @@ class DeviceMean(_DeviceStat):
             self._add(_HOST, _single(value, weight))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate. ``sums`` are total, weight, number of accepted values and number of all values."""
+        """Return the aggregate of the values whose sums are ``sums``.
+
+        The sums are the total, the weight, the number of accepted values, and the number of all values.
+        """
         return _figures(*sums)
 
     def _update(self, value: Tensor, weight: Tensor | float) -> None:
@@ -145,9 +151,9 @@ class DeviceMean(_DeviceStat):
 
 
 class DeviceSum(DeviceMean):
-    """Weighted sum of values: sum(value * weight). The arguments are those of :class:`DeviceMean`.
+    """Stat of the weighted sum of values on a device: sum(value * weight).
 
-    The default aggregations are ``sum`` and ``count``.
+    The arguments are those of :class:`DeviceMean`. The default aggregations are ``sum`` and ``count``.
     """
 
     def __init__(
@@ -164,17 +170,17 @@ class DeviceSum(DeviceMean):
 
 
 class DeviceCounter(_DeviceStat):
-    """Total that only grows. Values are increments; negative values are rejected.
+    """Counter on a device: a total that only grows. Values are increments; negative values are rejected.
 
     Args:
-        name: unique; dots separate namespaces.
+        name: unique name; dots separate namespaces.
         help: description in one sentence.
-        monitor: monitor of the counter, by default the program's.
+        monitor: monitor of the counter, by default the program's default monitor.
         labels: label values by name; None for no labels.
         options: options of :meth:`~delta_tracker.monitor.monitor.Monitor.counter`.
 
     Raises:
-        InvalidArgumentError: for invalid names, a name with another definition, or unknown options.
+        InvalidArgumentError: for an invalid name, a name registered with another definition, or an unknown option.
     """
 
     def __init__(
@@ -189,11 +195,11 @@ class DeviceCounter(_DeviceStat):
         super().__init__(monitor.counter(name, help, labels=tuple(labels or ()), **options), 4, monitor, labels)
 
     def update(self, value: Tensor | float = 1) -> None:
-        """Add increments. No-op if the counter is disabled.
+        """Add increments to the total. No-op if the counter is disabled.
 
         Args:
-            value: tensor of any shape and real dtype, or a number. Sums of integers are exact up to 2**53, on MPS up to
-                2**24.
+            value: tensor of any shape and real dtype, or a number. The total of integers is exact up to 2**53, or up to
+                2**24 on MPS.
 
         Raises:
             InvalidArgumentError: for complex values.
@@ -212,16 +218,20 @@ class DeviceCounter(_DeviceStat):
         self._add(value.device, torch.stack((total, num_good, num_good, num_values)))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate. ``sums`` are total, weight, number of accepted values and number of all values."""
+        """Return the aggregate of the values whose sums are ``sums``.
+
+        The sums are the total, the weight, the number of accepted values, and the number of all values.
+        """
         total, *rest = sums
         return _figures(int(total) if total.is_integer() else total, *rest)
 
 
 class DeviceHistogram(_DeviceStat):
-    """Histogram of values in the buckets of :mod:`delta_tracker.monitor.buckets`. Uses 51 kB on each device.
+    """Histogram of values on a device, with the buckets of :mod:`delta_tracker.monitor.buckets`.
 
-    Quantiles, minimum and maximum have the relative error of the buckets. The arguments are those of
-    :class:`DeviceMean`. The default aggregations are ``count``, ``mean``, ``p50``, ``p95``, ``p99`` and ``histogram``.
+    The histogram uses 51 kB of memory on each device. Quantiles, minimum and maximum have the relative error of the
+    buckets. The arguments are those of :class:`DeviceMean`. The default aggregations are ``count``, ``mean``, ``p50``,
+    ``p95``, ``p99`` and ``histogram``.
     """
 
     def __init__(
@@ -238,7 +248,7 @@ class DeviceHistogram(_DeviceStat):
         super().__init__(stat, _REJECTED + 1, monitor, labels)
 
     def update(self, value: Tensor | float) -> None:
-        """Add values. No-op if the histogram is disabled.
+        """Count values in their buckets. No-op if the histogram is disabled.
 
         Args:
             value: tensor of any shape and real dtype, or a number.
@@ -265,7 +275,7 @@ class DeviceHistogram(_DeviceStat):
         self._add(value.device, counts, places)
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate, with buckets, computed from the sums of a histogram."""
+        """Return the aggregate, with buckets, of the values whose sums are ``sums``."""
         result = Aggregate(with_buckets=True)
         buckets = LogBuckets()
         for place, count in enumerate(sums[1:_ZEROS]):
@@ -303,7 +313,7 @@ def _figures(total: float, weight: float, count: float, num_values: float) -> Ag
 
 
 def _single(value: float, weight: float = 1) -> Tensor:
-    """Return the ``[4]`` sums of one value: total, weight, number of accepted values and number of all values."""
+    """Return the ``[4]`` sums of one value: total, weight, number of accepted values, and number of all values."""
     weighted = float(value) * float(weight)
     sums = (weighted, float(weight), 1.0, 1.0) if math.isfinite(weighted) else (0.0, 0.0, 0.0, 1.0)
     return torch.tensor(sums, dtype=torch.float64)

@@ -2,9 +2,9 @@
 
 Notation: ``K`` is the number of sums of a state.
 
-The values on each device are added to the sums of the state on that device. A reading is an asynchronous copy of the
-sums, ordered with the other work on the device. The growth between two readings is their difference, so sums are never
-reset and readings are consistent.
+Values are added to the sums on the device that holds the values. A reading is an asynchronous copy of the sums to the
+host, ordered with the other work on the device. The values added between two readings are recorded as the difference of
+the readings, the growth. The sums therefore need no reset, and no value is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.polled_stats import Source
 
 EpochEnd = tuple[int | None, int | None]
-"""Step and epoch at the end of an epoch."""
+"""Step and epoch number at the end of an epoch. Each is None if it was never set."""
 
 _POLL_SECONDS, _NUM_POLLS = 0.001, 50
 
 
 class DeviceState(ABC):
-    """State of ``K`` running sums, with one vector of sums on each device from which values were added.
+    """Base class of metrics that accumulate ``K`` sums on each device from which values are added.
 
     Args:
         name: name of the state.
@@ -48,11 +48,11 @@ class DeviceState(ABC):
 
     @abstractmethod
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the growth of the sums of one device since its last reading. Called in threads of the library.
+        """Record the values that were added on one device between two readings. Called in threads of the library.
 
         Args:
-            growth: ``K`` differences.
-            epoch_end: step and epoch if the reading ends an epoch, otherwise None.
+            growth: differences of the ``K`` sums.
+            epoch_end: step and epoch if the second reading was started at the end of an epoch, otherwise None.
         """
 
     def sums(self, device: torch.device) -> Tensor:
@@ -66,7 +66,13 @@ class DeviceState(ABC):
             return total
 
     def merged_until(self, now: Tensor) -> Tensor:
-        """Store ``now``, the ``[K]`` current sums, and return those of the previous call; zeros at the first call."""
+        """Return the ``[K]`` sums of the last merge across ranks, and store ``now`` as those of this merge.
+
+        Returns zeros at the first merge.
+
+        Args:
+            now: ``[K]`` current sums.
+        """
         before, self._merged = self._merged, now
         return torch.zeros_like(now) if before is None else before
 
@@ -79,7 +85,7 @@ class DeviceState(ABC):
 
         Args:
             device: device of the numbers.
-            growth: ``[K]`` numbers, or ``[N]`` numbers if ``places`` is given.
+            growth: one number for each of the ``K`` sums, or ``[N]`` numbers if ``places`` is given.
             places: ``[N]`` indices of the sums to which the numbers are added.
         """
         with self._reader.lock:
@@ -112,14 +118,14 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(slots=True)
 class _Copy:
-    """Copy of the sums of several states from one device.
+    """Copy of the sums of several states on one device.
 
     Args:
         numbers: the concatenated sums of ``parts``, valid once ``event`` has completed.
-        event: CUDA event; None if the copy is complete.
+        event: CUDA event; None for other devices, where ``numbers`` is valid at once.
         device: device of the sums.
-        parts: the states.
-        epoch_end: step and epoch if the reading ends an epoch, otherwise None.
+        parts: states whose sums are copied.
+        epoch_end: step and epoch if the copy was started at the end of an epoch, otherwise None.
     """
 
     numbers: Tensor
@@ -131,7 +137,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class DeviceReader(Source):
-    """Source that reads all device states of a monitor, with one copy per device and stream.
+    """Source that reads all device states of a monitor, with one copy for each device and CUDA stream.
 
     Args:
         progress: the current step and epoch.
@@ -148,12 +154,15 @@ class DeviceReader(Source):
     _finishing: threading.RLock = field(default_factory=threading.RLock)
 
     def add(self, state: DeviceState) -> None:
-        """Add a state, which is read at every collection."""
+        """Add a state. Its sums are read at every collection."""
         with self.lock:
             self._states.append(state)
 
     def read(self, *, is_last: bool) -> None:
-        """Start copies and record completed ones. Wait for all copies if ``is_last``, else for about 50 ms."""
+        """Start to copy the sums of all states, and record the copies that complete.
+
+        If ``is_last`` is True, wait until all copies are complete; otherwise, wait for at most about 50 ms.
+        """
         self.begin()
         for _ in range(_NUM_POLLS):
             if self.finish(wait=is_last):
@@ -161,14 +170,14 @@ class DeviceReader(Source):
             time.sleep(_POLL_SECONDS)  # blocks only a thread of the library
 
     def end_epoch(self) -> None:
-        """Start copies of the sums at the end of the epoch. Does not wait for the device."""
+        """Start to copy the sums of all states at the end of an epoch. Does not wait for the device."""
         self.begin((self.progress.step, self.progress.epoch))
 
     def begin(self, epoch_end: EpochEnd | None = None) -> None:
-        """Start copies of all states, each on the CUDA stream that last updated the state.
+        """Start to copy the sums of all states, each on the CUDA stream that last updated the state.
 
         Args:
-            epoch_end: step and epoch if the reading ends an epoch, otherwise None.
+            epoch_end: step and epoch if the method is called at the end of an epoch, otherwise None.
         """
         with self.lock:
             groups: dict[tuple[torch.device, Any], list[DeviceState]] = {}
@@ -181,7 +190,7 @@ class DeviceReader(Source):
                 self._copies.append(_Copy(numbers, event, device, states, epoch_end))
 
     def finish(self, *, wait: bool) -> bool:
-        """Record the completed copies, oldest first.
+        """Record the completed copies, oldest first, up to the first one that is pending.
 
         Args:
             wait: True to wait until all copies are complete.
@@ -201,7 +210,7 @@ class DeviceReader(Source):
             return True
 
     def after_fork(self) -> None:
-        """Drop all sums and copies, because a child cannot use the devices of its parent."""
+        """Drop all sums and copies, because a forked child cannot use the devices of its parent."""
         self.lock, self._finishing = threading.RLock(), threading.RLock()
         self._copies, self._seen = [], {}
         for state in self._states:
@@ -223,7 +232,8 @@ def _start_copy(vectors: Sequence[Tensor], device: torch.device, stream: Any) ->
     """Concatenate vectors and, on CUDA, start to copy the result to the host.
 
     Returns:
-        The result, and the CUDA event after which its copy is complete. On other devices, the event is None.
+        On CUDA, the copy on the host and the event after which the copy is valid. On other devices, the concatenated
+        vectors on the device, and None.
     """
     if device.type != "cuda":
         # The copy stays on the device. The thread of the library that reads it may block.

@@ -3,8 +3,8 @@
 Tensors returned by :func:`on_device` report a simulated device but hold their data on the CPU. Inside
 :func:`find_syncs`, each operation on them that would synchronize is recorded: reading a number on the host, computing a
 result whose shape depends on data, creating a tensor from host data, and copying between host and device without
-``non_blocking``. An empty list is strong evidence but no proof. On a GPU, use
-``torch.cuda.set_sync_debug_mode("error")``.
+``non_blocking``. If nothing is recorded, this is strong evidence that the code does not wait for the device, but no
+proof. On a GPU, use ``torch.cuda.set_sync_debug_mode("error")``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FROM_HOST = frozenset({torch.tensor, torch.as_tensor, torch.from_numpy})
 
 
 class SyncError(AssertionError):
-    """Error for an operation that would wait for the device.
+    """Error for an operation that would wait for the device if the device were real.
 
     Args:
         call: name of the operation.
@@ -115,7 +115,7 @@ class _Claiming(Tensor):
         return f"on_device({self.held!r})"
 
     def tolist(self) -> Any:  # noqa: ANN401  nested as deep as the shape
-        """Copy the data to the host, which is a synchronization, and return it as a list."""
+        """Return the data as a nested list. The copy to the host counts as a synchronization."""
         return self.cpu().tolist()
 
     @classmethod
@@ -145,7 +145,7 @@ class _Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Calls(TorchFunctionMode):
     """Function mode that records the synchronizing calls that dispatch no operation.
 
-    These calls create tensors on a device from host data or, if ``everywhere``, read CPU tensors.
+    These calls create tensors on a device from host data or, if ``everywhere`` is True, read CPU tensors on the host.
 
     Args:
         found: list to which synchronizations are appended.
@@ -228,17 +228,17 @@ def _waits(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tenso
 
 
 def _check_same_device(name: str, tensors: Sequence[Tensor]) -> None:
-    """Check that all operands of ``name`` are simulated or zero-dimensional.
+    """Check that all operands of the operation ``name`` are simulated or zero-dimensional, as real devices require.
 
     Raises:
-        RuntimeError: if an operand is on the CPU and not zero-dimensional, as on real devices.
+        RuntimeError: if an operand is on the CPU and not zero-dimensional.
     """
     if any(not isinstance(each, _Claiming) and each.dim() for each in tensors):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {SIMULATED} and cpu")
 
 
 def _place() -> str:
-    """Return file, line and function of the innermost stack frame outside of torch and this file."""
+    """Return the file, line and function of the innermost stack frame that is neither in torch nor in this file."""
     for frame in reversed(traceback.extract_stack()):
         if "/torch/" not in frame.filename and frame.filename != __file__:
             return f"{frame.filename}:{frame.lineno} in {frame.name}"

@@ -1,4 +1,7 @@
-"""Monitoring of a ``torchmetrics.Metric``, with asynchronous copies of its states and ``compute()`` on the host."""
+"""Source that records the value of a ``torchmetrics.Metric``.
+
+The states of the metric are copied to the host asynchronously, and ``compute()`` runs on the host.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Dtype and shape of a state. ``shape`` has at most the first 8 of ``num_dims`` sizes."""
+    """Dtype, number of dimensions and shape of a metric's state. ``shape`` has at most the first 8 sizes."""
 
     dtype: torch.dtype
     num_dims: int
@@ -50,7 +53,7 @@ class _Layout:
 
 
 def _header(state: Tensor) -> list[int]:
-    """Return the index of the dtype, the number of dimensions and the first 8 sizes, padded with zeros."""
+    """Return the index of the state's dtype, the number of dimensions and the first 8 sizes, padded with zeros."""
     sizes = list(state.shape)[:_MAX_DIMS]
     return [_DTYPES.index(state.dtype), state.dim(), *sizes, *[0] * (_MAX_DIMS - len(sizes))]
 
@@ -74,20 +77,22 @@ def _unpacked(data: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
 class TorchMetric(Source):
     """Source that records the value of a torchmetrics metric in a gauge at each collection.
 
-    The value covers the updates of this rank. It is computed on a copy that never synchronizes ranks, regardless of the
-    metric's ``sync_on_compute``, ``dist_sync_fn`` and process group. Integers are exact. A metric whose ``compute``
-    itself calls a collective is not supported, because the collective would run in the collector's thread.
+    The value covers only the updates of this rank. It is computed on a copy of the metric that never synchronizes
+    ranks, regardless of the metric's ``sync_on_compute``, ``dist_sync_fn`` and process group. Integers are recorded
+    without rounding. A metric whose ``compute`` calls a collective by itself is not supported, because the collective
+    would run in a thread of the monitor.
 
-    Call :meth:`update` and :meth:`reset` of this object, not of the metric, so that readings are consistent. If the
-    metric's ``update`` waits for the device, so does :meth:`update`. To avoid the wait, use
+    Call :meth:`update` and :meth:`reset` of this object, not of the metric, so that the copied states are consistent.
+    If the metric's ``update`` waits for the device, :meth:`update` also waits. To avoid the wait, use
     :class:`~delta_tracker.monitor.device.metrics.DeviceMean` or
     :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
 
     Args:
         name: name of the gauge.
-        metric: a metric whose states reduce over ranks by sum, max, min or cat. Its ``compute`` returns one number, or
-            a dict of numbers. The gauge's label ``figure`` is the key of the dict, or ``value`` for one number.
-        monitor: monitor of the gauge, by default the program's.
+        metric: a metric whose states are reduced over ranks with sum, max, min or cat. Its ``compute`` must return one
+            number or a dict of numbers. The gauge's label ``figure`` is the key of the dict, or ``value`` for one
+            number.
+        monitor: monitor of the gauge, by default the program's default monitor.
 
     Raises:
         InvalidArgumentError: if ``metric`` is not a ``torchmetrics.Metric``, has no states, contains other metrics, or
@@ -110,7 +115,7 @@ class TorchMetric(Source):
         monitor.registry.add_source(self)
 
     def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  arguments of the metric
-        """Call the metric's ``update`` with the arguments."""
+        """Call the metric's ``update`` with the given arguments."""
         with self._lock:
             self.metric.update(*args, **kwargs)
             self._num_updates += 1
@@ -123,9 +128,10 @@ class TorchMetric(Source):
             self._pending = None
 
     def read(self, *, is_last: bool) -> None:
-        """Record the value if a copy of the states is complete. Start a copy if the states changed and none is pending.
+        """Record the value if a copy of the states is complete.
 
-        Waits for the device only if ``is_last``.
+        If no copy is pending and the states have changed, first start a copy. Waits for the device only if ``is_last``
+        is True.
         """
         with self._lock:
             pending, self._pending = self._pending, None
@@ -142,7 +148,10 @@ class TorchMetric(Source):
         self._record(self.value_of(states))
 
     def value_of(self, states: Mapping[str, Tensor | list[Tensor]]) -> Tensor | Mapping[str, Tensor]:
-        """Return the metric's value for ``states``, a dict of tensors on the host. Does not call a collective."""
+        """Return the metric's value for ``states``, a mapping from state name to tensors on the host.
+
+        Does not call a collective.
+        """
         with self._computing:
             for name, state in states.items():
                 setattr(self._host, name, state)
@@ -152,10 +161,10 @@ class TorchMetric(Source):
             return cast("Tensor | Mapping[str, Tensor]", self._host.compute())
 
     def merge_ranks(self, group: dist.ProcessGroup | None = None) -> Tensor | Mapping[str, Tensor]:
-        """Return the value over all ranks. Every rank must call it. Waits for the device and the other ranks.
+        """Return the metric's value over the updates of all ranks.
 
-        Runs two all-gathers: one of the shapes and dtypes of the states, one of their bytes. Unless the backend is
-        NCCL, they run on the host.
+        Every rank must call this method. It waits for the device and for the other ranks. It runs two all-gathers: one
+        of the shapes and dtypes of the states, and one of the states. Unless the backend is NCCL, both run on the host.
 
         Args:
             group: process group, by default all ranks.
@@ -191,10 +200,14 @@ class TorchMetric(Source):
         self._pending = None
 
     def _check(self, layouts: Sequence[Sequence[_Layout]]) -> None:
-        """Check that the states of the ranks can be reduced.
+        """Check that the states can be reduced over the ranks.
+
+        Args:
+            layouts: layouts of the states of each rank, in the order of ``_reductions``.
 
         Raises:
-            InvalidArgumentError: if shapes differ and the reduction is not cat, or for more than 8 dimensions.
+            InvalidArgumentError: if a state has more than 8 dimensions, or if its shapes differ between the ranks and
+                its reduction is not cat.
         """
         for place, (name, reduction) in enumerate(self._reductions.items()):
             shapes = {of_rank[place].shape for of_rank in layouts}
@@ -208,7 +221,7 @@ class TorchMetric(Source):
         """Return the states reduced over the ranks, by name.
 
         Args:
-            parts: the states of each rank, in the order of the reductions.
+            parts: the states of each rank, in the order of ``_reductions``.
         """
         result: _Copies = {}
         for place, (name, reduction) in enumerate(self._reductions.items()):
@@ -281,9 +294,10 @@ def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
 
 
 def _copy_without_sync(metric: Any) -> Any:  # noqa: ANN401
-    """Return a copy on the host whose ``compute`` returns this rank's value without a collective.
+    """Return a copy of ``metric`` on the host whose ``compute`` returns this rank's value without a collective.
 
-    torchmetrics copies ``sync_on_compute`` to ``_to_sync`` at construction and at resets, so both are set to False.
+    torchmetrics copies the attribute ``sync_on_compute`` to ``_to_sync`` in the constructor and in ``reset``.
+    Therefore, both attributes are set to False.
     """
     # Process groups cannot be copied.
     left_out = (metric.process_group, metric.dist_sync_fn, metric.distributed_available_fn)
@@ -299,7 +313,7 @@ def _is_not_distributed() -> bool:
 
 
 def _joined(state: Tensor | list[Tensor]) -> Tensor:
-    """Return a list state as one concatenated tensor. Return other states unchanged."""
+    """Return a state that is a list as one concatenated tensor. Return any other state unchanged."""
     if not isinstance(state, list):
         return state
     return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in state]) if state else torch.empty(0)
