@@ -26,7 +26,7 @@ class Call:
     Args:
         action: function to call.
         is_done: set when ``action`` has returned or raised.
-        error: exception raised by ``action``; None if it raised none.
+        error: exception raised by ``action``; None if it raised no exception.
     """
 
     action: Callable[[], None]
@@ -110,7 +110,9 @@ class Runner:
         self._calls: queue.SimpleQueue[Call | None] | None = None
 
     def start(self) -> None:
-        """Start the worker thread before the first call, because no thread can be started at interpreter shutdown.
+        """Start the worker thread now instead of at the first call.
+
+        Use it if the first call can come at interpreter shutdown, when no thread can be started.
 
         Raises:
             RuntimeError: if no thread can be started.
@@ -127,8 +129,8 @@ class Runner:
         Args:
             guard: state of the sink, handler or callback that is called.
             action: function to call.
-            even_if_muted: True to ignore the muting. The method then first waits for the previous call to return, up to
-                the deadline.
+            even_if_muted: True to ignore the muting. The method then first waits, at most for the deadline, until the
+                previous call has returned.
             here_if_refused: True to call ``action`` in the calling thread, without a deadline, if no worker thread can
                 be started. Since Python 3.12, no thread can be started at interpreter shutdown.
 

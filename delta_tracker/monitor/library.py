@@ -143,7 +143,7 @@ DEFINITIONS: dict[str, Definition] = {
 
 
 class LibraryMetrics:
-    """Collection of the built-in metrics. Each key of :data:`DEFINITIONS` is an attribute.
+    """Collection of the built-in metrics. The keys of :data:`DEFINITIONS` are the attributes.
 
     A metric is registered at the first access to its attribute.
 

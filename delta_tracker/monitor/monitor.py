@@ -38,8 +38,8 @@ class Monitor(Forkable):
     Args:
         clock: source of timestamps.
         capacity: maximum number of events that wait for the collector, for each sink and for each handler.
-        deadline: time limit of a call to a sink, handler or callback. One that exceeds the limit is not called for a
-            while.
+        deadline: time limit of a call to a sink, handler or callback. If a call exceeds the limit, no further calls
+            are made to the same sink, handler or callback for a while.
 
     Attributes:
         registry: registry of all stats and sources.
@@ -86,7 +86,7 @@ class Monitor(Forkable):
         is_logical: bool = False,
         **settings: Any,  # noqa: ANN401  the fields of Policy
     ) -> Counter:
-        """Define a counter, which is a total that only grows, and return it.
+        """Define and return a counter, a total that only grows.
 
         A second call with the same definition returns the same counter.
 
@@ -115,21 +115,15 @@ class Monitor(Forkable):
         return cast("Counter", self._define(definition, settings))
 
     def gauge(self, name: str, help: str = "", **options: Any) -> Gauge:  # noqa: A002, ANN401
-        """Define a gauge, which is a value that can go up and down, and return it.
-
-        The arguments are those of :meth:`stat`.
-        """
+        """Define and return a gauge, a value that can go up and down. The arguments are those of :meth:`stat`."""
         return cast("Gauge", self._of_kind(Kind.GAUGE, name, help, **options))
 
     def histogram(self, name: str, help: str = "", **options: Any) -> Histogram:  # noqa: A002, ANN401
-        """Define a histogram, which reports quantiles of samples, and return it.
-
-        The arguments are those of :meth:`stat`.
-        """
+        """Define and return a stat that reports quantiles of samples. The arguments are those of :meth:`stat`."""
         return cast("Histogram", self._of_kind(Kind.HISTOGRAM, name, help, **options))
 
     def stat(self, name: str, help: str = "", **options: Any) -> Stat:  # noqa: A002, ANN401
-        """Define a stat of samples, such as losses, and return it.
+        """Define and return a stat of samples, such as losses.
 
         Args:
             name: unique name; dots separate namespaces.
@@ -154,7 +148,7 @@ class Monitor(Forkable):
         labels: Sequence[str] = (),
         **settings: Any,  # noqa: ANN401
     ) -> Stat:
-        """Define a stat whose values are returned by a callback, and return the stat.
+        """Define and return a stat whose values come from a callback.
 
         The callback is called once per collection, in a thread of the library.
 

@@ -48,10 +48,11 @@ class Source(ABC):
 
 
 class Passive(Source):
-    """Source that records in a stat the readings that a callback returns.
+    """Source that calls a callback at each collection and records the returned readings in a stat.
 
     Args:
-        stat: stat that records the readings. For a counter, readings are totals; their increases are recorded.
+        stat: stat that records the readings. For a counter, the readings are totals, and their
+            increases are recorded.
         callback: returns the readings.
     """
 

@@ -58,7 +58,7 @@ class Recorder:
         self.monitor.add_source(self._life)
 
     def __getattr__(self, metric: str) -> BoundStat:
-        """Return a built-in metric whose label is fixed to the recorder's name.
+        """Return the built-in metric ``metric``, with the recorder's label set to the recorder's name.
 
         Raises:
             AttributeError: if no built-in metric has this name.
@@ -158,7 +158,7 @@ class BoundStat:
         self._label = {label: value}
 
     def cell(self, **labels: object) -> Cell:
-        """Return the cell of the fixed label and ``labels``, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""
+        """Return the cell with the fixed label and ``labels``, see :meth:`~delta_tracker.monitor.stat.Stat.cell`."""
         return self._stat.cell(**self._label, **labels)
 
     def timer(self, **labels: object) -> Callable[[], Timer]:

@@ -1,4 +1,4 @@
-"""Registry of all stats, to find and configure them by name pattern."""
+"""Registry in which stats are found and configured by name pattern."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Registry:
             return known
 
     def passive(self, definition: Definition, callback: Callable[[], Readings], **settings: Any) -> Stat:  # noqa: ANN401
-        """Register a stat whose values are returned by a callback, and return the stat.
+        """Register and return a stat whose values come from a callback.
 
         Args:
             definition: name, kind, unit and labels of the stat.
@@ -135,7 +135,7 @@ class Registry:
 
     @property
     def sources(self) -> list[Source]:
-        """Sources that every collection reads."""
+        """Sources that are read at every collection."""
         with self._lock:
             return list(self._sources.values())
 

@@ -27,7 +27,7 @@ class Span:
         data: data of both events.
         severity: severity of both events, unless the body raises.
         trace: id of a group of related spans. Ranks that pass the same number, such as the step, share a trace. None
-            for the trace of the parent, or for a new trace if there is no parent.
+            to use the trace of the parent, or a new trace if there is no parent.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Span:
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Emit the end event and make the parent the current span. A second call is a no-op.
+        """Emit the end event and make the parent, if any, the current span. A second call is a no-op.
 
         Must be called in the thread or task that called :meth:`start`.
 

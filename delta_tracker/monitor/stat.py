@@ -173,7 +173,7 @@ class Stat:
         return self.timer(**labels)()
 
     def timer(self, **labels: object) -> Callable[[], Timer]:
-        """Return a function that creates timers as :meth:`time` does, but looks up the cell only once."""
+        """Look up the cell once, and return a function that creates timers as :meth:`time` does."""
         return partial(Timer, self.cell(**labels).add, self._progress.clock)
 
     def configure(self, policy: Policy) -> None:
@@ -226,7 +226,7 @@ class Counter(Stat):
 
 
 class Histogram(Stat):
-    """Stat that reports quantiles of samples. Their error is bounded, see :mod:`delta_tracker.monitor.buckets`."""
+    """Stat that reports quantiles of samples with a bounded error, see :mod:`delta_tracker.monitor.buckets`."""
 
 
 class Gauge(Stat):

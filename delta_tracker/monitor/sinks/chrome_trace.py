@@ -1,4 +1,6 @@
-"""Trace file for chrome://tracing and Perfetto: spans as bars, events as marks, values of windows as curves.
+"""Export to a trace file for chrome://tracing and Perfetto.
+
+Spans are displayed as bars, events as marks, and values of windows as curves.
 
 The format is the JSON array of the Trace Event Format. Its closing bracket is optional, so the file of a program that
 was killed is readable. Timestamps are microseconds of the monotonic clock, like those of torch's profiler on Linux. No

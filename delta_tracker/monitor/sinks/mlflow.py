@@ -108,5 +108,5 @@ def _series(report: WindowReport | TotalReport) -> str:
 
 
 def _key(name: str) -> str:
-    """Return ``name`` with characters that MLflow does not accept replaced by underscores."""
+    """Return ``name`` with underscores in place of the characters that MLflow does not accept."""
     return "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)

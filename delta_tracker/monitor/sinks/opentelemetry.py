@@ -1,8 +1,9 @@
 """Export of metrics, spans and log records to an OTLP endpoint over HTTP.
 
 The sink uses the data model and exporters of the OpenTelemetry SDK. It does not use the instruments of the SDK, because
-they record many times slower. Histograms are exported as exponential histograms with the buckets of
-:mod:`delta_tracker.monitor.buckets`.
+recording a value with an instrument takes many times as long.
+
+Histograms are exported as exponential histograms with the buckets of :mod:`delta_tracker.monitor.buckets`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class OpenTelemetrySink(Sink):
     Totals are sent as metrics, ended spans as spans, and instant events as log records.
 
     Args:
-        endpoint: address of the collector, such as ``http://127.0.0.1:4318``. The sink posts to its paths
-            ``/v1/metrics``, ``/v1/traces`` and ``/v1/logs``.
+        endpoint: address of the collector, such as ``http://127.0.0.1:4318``. The sink posts to the
+            paths ``/v1/metrics``, ``/v1/traces`` and ``/v1/logs`` of this address.
         service: attribute ``service.name`` of the resource. The attributes of the process are added to the resource.
         headers: headers of each request.
         timeout_seconds: time limit of a request including retries. Keep it below the monitor's deadline.
@@ -211,5 +212,5 @@ def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
 
 
 def _trace_id(event: Event) -> int:
-    """Return the 128-bit trace id of an event; 0, which means no trace, if the event is outside of spans."""
+    """Return the 128-bit trace id of an event, or 0 for no trace if the event is outside of spans."""
     return event.trace % 2**128

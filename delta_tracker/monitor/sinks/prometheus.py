@@ -114,7 +114,7 @@ class PrometheusFileSink(Sink):
         self._write = client.write_to_textfile
 
     def deliver(self, batch: Batch) -> None:
-        """Replace the file by one with the totals of the batch."""
+        """Rewrite the file with the totals of the batch."""
         self._snapshot.batch = batch
         self._write(str(self._path), self._registry)
 

@@ -8,7 +8,7 @@ from delta_tracker.monitor.batch import Batch
 
 
 class Sink(ABC):
-    """Destination of metrics and events.
+    """Base class of destinations of metrics and events.
 
     The collector calls :meth:`deliver` with each batch, in order, one call at a time, in threads of the library.
     It calls :meth:`close` after the last batch, even if no batch was delivered. In a forked child it calls only
@@ -26,7 +26,7 @@ class Sink(ABC):
 
     @property
     def name(self) -> str:
-        """Name of the sink in logs and metrics."""
+        """Name of the sink in log messages and metrics."""
         return type(self).__name__
 
     @abstractmethod
@@ -37,4 +37,4 @@ class Sink(ABC):
         """Flush and release resources. Called once."""
 
     def forget(self) -> None:  # noqa: B027
-        """Release resources shared with the parent process without writing. Called in a forked child."""
+        """Release the resources shared with the parent process, but write nothing. Called in a forked child."""

@@ -8,7 +8,7 @@ from delta_tracker.monitor.batch import WindowReport
 
 
 class Steps:
-    """Lookup of the training step of each window.
+    """Mapping from windows to training steps.
 
     The step of a window is the training step, set by :meth:`~delta_tracker.monitor.monitor.Monitor.step`, at which the
     window closed. If no training step was set, the windows of each series are numbered from 1.
@@ -18,6 +18,6 @@ class Steps:
         self._num_windows: Counter[str] = Counter()
 
     def of(self, series: str, report: WindowReport) -> int:
-        """Return the step of ``report``, which must be the next window of ``series``."""
+        """Return the step of ``report``, which must be the next window of the series named ``series``."""
         self._num_windows[series] += 1
         return self._num_windows[series] if report.window.step is None else report.window.step

@@ -56,9 +56,10 @@ class TorchMonitorSink(Sink):
 class TorchMonitorSource(Source):
     """Source that emits each event of ``torch.monitor`` as an event named ``torch.monitor.<name>``.
 
-    This includes the events of torch's stats, but not those logged by :class:`TorchMonitorSink`. Add the source with
-    ``monitor.registry.add_source(TorchMonitorSource(monitor.events))``. The constructor registers a handler with
-    ``torch.monitor``, and :meth:`close` unregisters the handler.
+    The events of ``torch.monitor.Stat`` are included. Events logged by :class:`TorchMonitorSink` are ignored.
+
+    Add the source with ``monitor.registry.add_source(TorchMonitorSource(monitor.events))``. The constructor registers a
+    handler with ``torch.monitor``, and :meth:`close` unregisters the handler.
 
     Args:
         events: log that receives the events.
