@@ -1,7 +1,7 @@
-"""Heartbeats, which predictors write to the stream's store to show their version and their lag.
+"""Heartbeats: objects that predictors write to the stream's store to show their version and their lag.
 
 ``predictors/{name}.json`` is a JSON object with the fields of :class:`Heartbeat`. It is replaced every few seconds. The
-stream does not depend on it: it may be missing, old or forged.
+stream does not depend on heartbeats: one may be missing, old or forged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Heartbeat:
 
 
 def check_name(name: object) -> None:
-    """Reject an invalid name for a heartbeat.
+    """Check that ``name`` is a valid name of a predictor.
 
     Raises:
         InvalidArgumentError: if the name is invalid.
@@ -63,7 +63,7 @@ def check_name(name: object) -> None:
 
 
 def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
-    """Write a heartbeat, replacing the last one of the same name. The error text is truncated to 1,000 characters.
+    """Write a heartbeat, replacing an earlier one of the same name. Its error is truncated to 1,000 characters.
 
     Raises:
         StorageError: if the store cannot be written.
@@ -73,7 +73,9 @@ def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
 
 
 class Pulse:
-    """Writer of one predictor's heartbeats. A failed write is logged once and otherwise ignored.
+    """Writer of one predictor's heartbeats. It does not raise errors of the store.
+
+    Only the first of consecutive failures is logged. Failures before the first version are not logged.
 
     Args:
         storage: store of the stream.
@@ -116,7 +118,7 @@ class Pulse:
 
 
 def read_heartbeats(storage: Storage) -> list[Heartbeat]:
-    """Return the heartbeats of a stream's predictors, sorted by object name. Malformed ones are logged and skipped.
+    """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats.
 
     Raises:
         StorageError: if the store cannot be read.

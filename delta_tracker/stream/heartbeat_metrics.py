@@ -1,4 +1,4 @@
-"""Export of predictors' heartbeats as metrics of a program with a monitor, usually the publisher.
+"""Export of predictors' heartbeats as metrics of another program, usually the publisher's.
 
 To start the export, call ``show_heartbeats("s3://bucket/stream")``.
 """
@@ -17,15 +17,15 @@ _NS_PER_SECOND = 10**9
 
 
 def show_heartbeats(url: str | Storage, monitor: Monitor | None = None, *, gone_seconds: float = GONE_SECONDS) -> None:
-    """Export the heartbeats of a stream's predictors as the built-in ``heartbeat_`` gauges, read once per collection.
+    """Export the heartbeats of a stream's predictors as the built-in gauges ``heartbeat_*``.
 
-    A thread of the monitor lists and reads them, so training does not wait. A failed read is counted in the metric
-    ``outlet_errors``.
+    At each collection of metrics, a thread of the monitor reads the heartbeats, so training does not wait. A failed
+    read is counted in the metric ``outlet_errors``.
 
     Args:
         url: URL or storage of the stream.
         monitor: monitor whose gauges are set; None for ``delta_tracker.monitor.MONITOR``.
-        gone_seconds: age of a heartbeat, in seconds, above which its predictor is no longer exported.
+        gone_seconds: maximum age of a heartbeat in seconds. Older heartbeats are not exported.
 
     Raises:
         InvalidArgumentError: for an invalid URL.
@@ -36,7 +36,7 @@ def show_heartbeats(url: str | Storage, monitor: Monitor | None = None, *, gone_
 
 
 class _Heartbeats(Source):
-    """Source of the gauges of one stream's predictors."""
+    """Source that sets the gauges of one stream's predictors."""
 
     def __init__(self, storage: Storage, monitor: Monitor, gone_seconds: float) -> None:
         self.name = f"heartbeats of {storage.url}"
@@ -52,7 +52,11 @@ class _Heartbeats(Source):
         self._shown: set[tuple[str, str]] = set()
 
     def read(self, *, is_last: bool) -> None:
-        """Set the gauges, and remove those whose predictor is gone or does not report the value."""
+        """Set the gauges of each predictor from its heartbeat.
+
+        Removes values that the heartbeat does not contain, and all values of a predictor whose heartbeat is missing or
+        older than ``gone_seconds``.
+        """
         del is_last
         now = self._clock.time_ns() / _NS_PER_SECOND
         readings: dict[tuple[str, str], float] = {}

@@ -23,7 +23,7 @@ _CANCEL_SECONDS = 1.0
 class Interrupted(BaseException):
     """Raised when the stop flag of the thread is set.
 
-    Not an :class:`Exception`, so that code that handles failures does not catch it.
+    Not an :class:`Exception`, so that ``except Exception`` does not catch it.
     """
 
 
@@ -101,8 +101,9 @@ def answer(blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
     """Return the response to a request. Abandon the request if the stop flag is set before the response arrives.
 
     Args:
-        blocking: sends the request and waits; used by a thread without a stop flag.
-        request: sends the same request and returns an awaitable, which can be cancelled.
+        blocking: function that sends the request and waits; called in a thread without a stop flag.
+        request: function that sends the same request and returns an awaitable, which can be cancelled; called in a
+            thread with a stop flag.
 
     Raises:
         Interrupted: if the stop flag of this thread is set.

@@ -8,8 +8,8 @@ The protocol, for each publisher:
    is committed. If it is another attempt of the same publisher, that attempt succeeded: continue after it. If it is
    another publisher's, this publisher is fenced permanently.
 
-Publishers may therefore race, be killed or be suspended at any step, and the log has one history. Readers ignore
-objects that no entry names.
+The log therefore has a single history, even if publishers race, are killed or are suspended at any step. Readers
+ignore objects that no entry names.
 
 A compaction also creates merged entries, outside the log. They add no information: a reader may apply one instead of
 the versions that it replaces.
@@ -88,9 +88,9 @@ class StreamLog:
         return manifest
 
     def versions(self, *, after: int = -1) -> list[int]:
-        """Return the versions above ``after``, ascending. Lists the store, which is slow if it is remote.
+        """Return the versions above ``after``, ascending. Lists the log, which is slow in a remote store.
 
-        Ignores objects with other names.
+        Ignores objects whose names are not names of entries.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -113,7 +113,9 @@ class StreamLog:
         return None
 
     def merged(self, *, after: int = -1) -> list[Merged]:
-        """Return the merged entries with a last version above ``after``, sorted by last version. Lists the store.
+        """Return references to the merged entries with a last version above ``after``, sorted by last version.
+
+        Lists the merged entries, which is slow in a remote store.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -123,7 +125,7 @@ class StreamLog:
         return [Merged(int(match[1]), int(match[2]), match[3]) for match in matches]
 
     def read_merged(self, merged: Merged) -> Manifest | None:
-        """Return a merged entry, None if it does not exist.
+        """Return the merged entry that ``merged`` refers to, None if it does not exist.
 
         Raises:
             MalformedError: if the entry does not follow the format, or replaces other versions than its name states.
@@ -146,7 +148,7 @@ class StreamLog:
         return self._create(name, manifest.to_json())
 
     def newest_snapshot(self) -> Manifest | None:
-        """Return the newest snapshot that a reader can start from, in the log or merged, None if there is none.
+        """Return the newest snapshot that a reader can start from, None if there is none. It may be a merged entry.
 
         Raises:
             MalformedError: if an entry does not follow the format.
@@ -164,7 +166,9 @@ class StreamLog:
         return self.read(in_log) if in_log >= 0 else None
 
     def longest_merged(self, version: int) -> Manifest | None:
-        """Return the merged delta with the highest last version that applies to a reader at ``version``, else None.
+        """Return the merged delta that a reader at ``version`` can apply and that has the highest last version.
+
+        Returns None if there is no such delta.
 
         Raises:
             MalformedError: if an entry does not follow the format.
@@ -181,8 +185,8 @@ class StreamLog:
         """Return True if an entry that was read is part of the log. Lists the log.
 
         Use it for claims. A publisher that read the head long ago may have created its claim at a name that retention
-        has freed since. The log then continues above the claim, and no entry names the claim as its parent. Entries of
-        other kinds need no check: retention does not free the names at which they could be created late.
+        freed in the meantime. The log then continues above the claim, and no entry names the claim as its parent.
+        Entries of other kinds need no check: retention does not free the names at which they could be created late.
 
         Raises:
             MalformedError: if the next entry does not follow the format.
@@ -195,7 +199,7 @@ class StreamLog:
         return following is not None and following.parent == entry.link
 
     def precedes_claim(self, entry: Manifest) -> bool:
-        """Return True if the next entry is a claim. Retention then keeps ``entry``, but not its parts.
+        """Return True if the entry after ``entry`` is a claim. Retention then keeps ``entry``, but not its parts.
 
         Raises:
             MalformedError: if an entry does not follow the format.
@@ -205,7 +209,9 @@ class StreamLog:
         return following is not None and following.kind == "claim"
 
     def claim(self) -> Claim:
-        """Claim the stream with a generation above the head's; start the stream if the store is empty.
+        """Claim the stream with the generation after the head's, and return the claim.
+
+        If the store is empty, the claim starts a new stream.
 
         Raises:
             NameConflictError: if the store refuses the name of the next entry, but does not list such an entry.
@@ -240,10 +246,10 @@ class StreamLog:
     def _append(self, draft: Manifest) -> tuple[Manifest, bytes] | None:
         """Append ``draft`` to the log, and return the entry and its bytes.
 
-        Returns None if its version already has another entry, or had one that retention deleted.
+        Returns None if the version of ``draft`` already has another entry, or had one that retention deleted.
 
         Raises:
-            MalformedError: if the entry does not follow the format, and readers would reject it; nothing was created.
+            MalformedError: if the entry does not follow the format; nothing was created.
             StorageError: if the store fails; the entry may have been created.
         """
         name, data = entry_name(draft.version), draft.to_json()
@@ -253,13 +259,14 @@ class StreamLog:
         return (entry, data) if self._confirm(entry) else None
 
     def _confirm(self, entry: Manifest) -> bool:
-        """Return True if an entry that was created is part of the log; otherwise delete the entry.
+        """Return True if a newly created entry is part of the log; otherwise delete the entry and return False.
 
         The log may have continued beyond this version, and retention may have freed the entry's name before the entry
         was created. The head is never deleted, so an entry of the log is the head, or is the parent of the next entry.
-        For entries other than claims, check first that the parent exists, which needs no listing: the parent is the
-        publisher's own last entry, and retention deletes the parent before it frees the name of this entry. For a
-        claim this is no proof, because retention keeps the entry before a claim.
+
+        An entry that is not a claim is also part of the log if its parent exists, which is checked first because it
+        needs no listing. The parent is the publisher's own last entry, and retention deletes it before it frees the
+        name of this entry. The parent of a claim proves nothing, because retention keeps the entry before a claim.
         """
         if entry.kind != "claim" and entry.parent is not None:
             parent = self.storage.read(entry_name(entry.parent.version), max_bytes=_MAX_ENTRY_BYTES)
@@ -281,7 +288,10 @@ class StreamLog:
         return parsed[1]
 
     def _create(self, name: str, data: bytes) -> bool:
-        """Create an entry; return False if another one has its name. After a lost response, read the entry back."""
+        """Create an entry; return False if another one has its name.
+
+        If the store fails or refuses the name, the entry is read back, because an earlier request may have created it.
+        """
         try:
             if self.storage.create(name, data):
                 return True
@@ -297,7 +307,7 @@ class StreamLog:
 
 
 class Claim:
-    """Right to append to a stream, until a newer generation claims it.
+    """Right to append entries to a stream. It ends when another publisher claims the stream.
 
     Args:
         log: log of the stream.
@@ -335,8 +345,8 @@ class Claim:
             FencedError: if a newer generation has claimed the stream; nothing was committed, and no later call commits.
             NameConflictError: if the store refuses the name of the entry, but has no such entry; nothing was committed.
             MalformedError: if the entry does not follow the format; nothing was committed.
-            StorageError: if the store fails. If it failed after the entry was created, readers may have applied it, and
-                the next commit continues after it.
+            StorageError: if the store fails. The entry may have been created. Readers can then apply it, and the next
+                commit continues after it.
         """
         if self._fenced is not None:
             raise self._fenced

@@ -1,6 +1,7 @@
-"""The change log of one rank: a row store per table, all cut at the same positions, and the consumers that read them.
+"""Change log of one rank: one row store per table, and the consumers that read the stores.
 
-This log is in memory. For the log of a stream, which is in an object store, see ``stream/log.py``.
+A cut is a boundary in the log, at the same position in all stores. The rows that changed between two cuts are a segment
+of a store. This log is in memory. For the log of a stream, which is in an object store, see ``stream/log.py``.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Reading:
 
     Args:
         consumer: name of the consumer.
-        start: log position of the cursor.
-        stop: log position of the cut.
+        start: log position of the consumer's cursor.
+        stop: log position of the cut at which the read ends.
         batches: ``step()`` counts at the consumer's last committed read and at this one.
         rows: table FQN to changed rows, including carried rows (see
             :class:`~delta_tracker.tracker.consumer_positions.ConsumerPositions`).
@@ -70,15 +71,17 @@ class ChangeLog:
     All methods and properties may be called from any thread. They acquire :attr:`lock`, except :meth:`ended`, which
     is lock-free. The lock is reentrant: hold it around several calls that must see the same state.
 
+    The old state of a row is the data that the tracking mode keeps from before the row's change, for example its value.
+
     Args:
         stores: table FQN to its store.
         consumers: names of the consumers.
-        delete_on_read: drop rows that every consumer has committed.
-        auto_compact: compact in :meth:`output_launched`; otherwise after every read.
-        max_bytes: maximum size in bytes of the log and the carried rows. Above it the consumer that lags furthest is
-            dropped. None for no limit.
-        received: called with each committed read, while the lock is held. Not called for reads of the consumers that a
-            publisher adds while it copies a snapshot.
+        delete_on_read: True to drop rows that every consumer has committed.
+        auto_compact: True to compact the log in :meth:`output_launched`; False to compact it after every read.
+        max_bytes: maximum size in bytes of the log and the carried rows (see :class:`ConsumerPositions`). If it is
+            exceeded, the consumer that lags furthest is dropped. None for no limit.
+        received: function that is called with each committed read, while the lock is held. Not called for reads of the
+            consumers that a publisher adds while it copies a snapshot.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class ChangeLog:
 
     @property
     def num_batches(self) -> int:
-        """Number of :meth:`step` calls."""
+        """Number of :meth:`step` calls, including those before a restored checkpoint."""
         with self.lock:
             return self._num_batches
 
@@ -145,25 +148,25 @@ class ChangeLog:
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of the segments and open batches of all stores."""
+        """Bytes of the row sets, old states and open batches of all stores."""
         with self.lock:
             return sum(store.log_bytes for store in self._stores.values())
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the carried rows of all consumers."""
+        """Bytes of the carried rows of all consumers (see :class:`ConsumerPositions`)."""
         with self.lock:
             return self._consumers.num_bytes
 
     def memory(self) -> Memory:
-        """Return the bytes of the log, of the stores' copies of their shards, and of the carried rows."""
+        """Return the sizes in bytes of the log, of the stores' copies of their shards, and of the carried rows."""
         with self.lock:
             copies = sum(store.copy_bytes for store in self._stores.values())
             return Memory(self.log_bytes, copies, self.carried_bytes)
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
-        """Mapping from table FQN to the number of rows recorded as changed so far, repeats included.
+        """Mapping from table FQN to the number of rows recorded as changed so far. Repeated ids count.
 
         Does not wait for the device.
         """
@@ -171,10 +174,10 @@ class ChangeLog:
             return dict(self._num_recorded)
 
     def num_pending(self, consumer: str | None) -> dict[str, int]:
-        """Return the number of pending rows of a consumer by table FQN. Waits for the device.
+        """Return the number of pending rows of a consumer, by table FQN. Waits for the device.
 
         Args:
-            consumer: its name; None selects the only consumer.
+            consumer: name of the consumer; None selects the only consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -194,14 +197,14 @@ class ChangeLog:
             }
 
     def standings(self, *, counts: bool) -> dict[str, Standing]:
-        """Return the lag and the pending rows of each consumer, by name.
+        """Return the lag and the number of pending rows of each consumer, by name.
 
         Consumers that a publisher adds while it copies a snapshot are omitted. All rows are pending for a dropped
         consumer.
 
         Args:
-            counts: count the pending rows, which waits for the device. If False, ``pending`` is empty except for
-                dropped consumers.
+            counts: True to count the pending rows, which waits for the device. If False, :attr:`Standing.pending` is
+                empty, except for dropped consumers.
         """
         with self.lock:
             found: dict[str, Standing] = {}
@@ -223,7 +226,7 @@ class ChangeLog:
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
-            ReservedConsumerError: if it is reserved.
+            ReservedConsumerError: if the consumer is reserved.
         """
         with self.lock:
             name = self._consumers.resolve(consumer)
@@ -233,15 +236,15 @@ class ChangeLog:
     def reserve(self, consumer: str | None, holder: str) -> str:
         """Reserve a consumer for ``holder`` until :meth:`release`, and return its name.
 
-        While it is reserved, :meth:`resolve` raises an error that names ``holder``.
+        While the consumer is reserved, :meth:`resolve` raises an error that names ``holder``.
 
         Args:
-            consumer: its name; None selects the only consumer.
+            consumer: name of the consumer; None selects the only consumer.
             holder: description of the owner, for the error.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
-            ReservedConsumerError: if it is already reserved.
+            ReservedConsumerError: if the consumer is already reserved.
         """
         with self.lock:
             name = self.resolve(consumer)
@@ -268,7 +271,7 @@ class ChangeLog:
             return self._consumers.is_behind(self._consumers.resolve(consumer))
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
-        """Mark rows that were looked up.
+        """Mark rows as changed because they were looked up.
 
         Args:
             ids: table FQN to ``[N]`` integer local ids; None for all rows.
@@ -280,7 +283,9 @@ class ChangeLog:
                 self._stores[fqn].mark(table_ids)
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
-        """Open a batch of rows that are about to be written.
+        """Open a batch of rows that are about to be written, and mark the rows as changed.
+
+        While the batch is open, every cut marks its rows again.
 
         Args:
             key: key of the batch; no other open batch may have it.
@@ -295,23 +300,28 @@ class ChangeLog:
                 self._stores[fqn].open_batch(key, table_ids)
 
     def applied(self, key: int, tables: Iterable[str]) -> None:
-        """Close batch ``key`` in the tables with the FQNs ``tables``, because its rows have been written there."""
+        """Close batch ``key`` in ``tables``, because the batch's rows in these tables have been written.
+
+        Args:
+            key: key of the batch.
+            tables: FQNs of the tables.
+        """
         with self.lock:
             self._open.pop(key, None)
             for fqn in tables:
                 self._stores[fqn].close_batch(key)
 
     def ended(self, key: int) -> None:
-        """Close batch ``key`` at the next cut, :meth:`opened` or :meth:`step`, even if its rows were not written.
+        """Close batch ``key`` at the next cut or the next call of :meth:`opened` or :meth:`step`.
 
-        Lock-free, because a destructor may call it in any thread. Call it when nothing can write the rows any more. No
-        update is lost: every cut while the batch was open has marked its rows again, so that the next read returns
-        them.
+        Call it once nothing can write the rows of the batch any more, even if they were not written. Lock-free, because
+        a destructor may call it in any thread. No update is lost: every cut while the batch was open has marked its
+        rows again, so that the next read returns them.
         """
         self._ended.append(key)
 
     def mark(self, fqn: str, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
-        """Mark rows of table ``fqn``.
+        """Mark rows of table ``fqn`` as changed.
 
         The other arguments are those of :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`.
         """
@@ -322,7 +332,7 @@ class ChangeLog:
             self._stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of each table in ``fqns`` whose weights were written in place without a hook's report."""
+        """Mark all rows of those tables in ``fqns`` whose weights were written in place without a hook's report."""
         with self.lock:
             for fqn in fqns:
                 if self._stores[fqn].notice_writes():
@@ -353,9 +363,10 @@ class ChangeLog:
             self._reads_shards = any(store.reads_shard for store in self._stores.values())
 
     def state(self) -> LogState:
-        """Return the pending rows of every consumer, including those of uncommitted reads and open batches.
+        """Return the state for a checkpoint: the pending rows of every consumer, and the log's history if it is kept.
 
-        Consumers that a publisher adds while it copies a snapshot are omitted. Waits for the device. Moves no cursor.
+        The pending rows include those of uncommitted reads and open batches. Consumers that a publisher adds while it
+        copies a snapshot are omitted. Waits for the device. Moves no cursor.
         """
         with self.lock, one_cut():
             self.notice_writes(self._stores)
@@ -404,7 +415,7 @@ class ChangeLog:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
 
         Args:
-            consumer: consumer whose copy of the rows differs from what it last received.
+            consumer: name of the consumer, whose copy of the rows may be wrong.
             fqn: the table.
             ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
         """
@@ -473,7 +484,7 @@ class ChangeLog:
             return Reading(consumer, start, self._position, (first_batch, self._num_batches), rows, shared)
 
     def discard(self) -> None:
-        """Merge the segments that a failed :meth:`read` separated.
+        """End a failed :meth:`read`, and merge the segments that its cut separated.
 
         An earlier uncommitted read of the same consumer stays valid.
         """
@@ -519,9 +530,9 @@ class ChangeLog:
         """Add a consumer at the end of the log.
 
         Args:
-            consumer: its name.
-            holder: owner of a transient consumer, which is reserved for this owner and not saved in checkpoints. None
-                adds an ordinary consumer.
+            consumer: name of the consumer.
+            holder: description of the owner of a transient consumer, which is reserved for the owner and not saved in
+                checkpoints. None adds an ordinary consumer.
 
         Raises:
             InvalidArgumentError: if a consumer of this name exists.
@@ -552,7 +563,9 @@ class ChangeLog:
             self.compact()
 
     def rewind(self, consumer: str) -> None:
-        """Move a consumer back to the start of the log and abort its uncommitted read.
+        """Move a consumer back to the start of the log, so that all rows changed so far are pending.
+
+        Aborts its uncommitted read.
 
         Raises:
             InvalidArgumentError: if the log drops rows after reads (``delete_on_read``).
@@ -564,7 +577,10 @@ class ChangeLog:
             self._lag.placed(consumer, 0, has_rows=any(map(len, self._consumers.origin.values())))
 
     def compact(self) -> None:
-        """Drop rows that every consumer has committed and merge segments that no cursor separates."""
+        """Merge the segments that no cursor and no end of an uncommitted read separates.
+
+        If ``delete_on_read`` is True, first drop the rows that every consumer has committed.
+        """
         with self.lock, profiler_range("delta_tracker: compact"):
             self._num_compacted = self._num_batches
             oldest = self._consumers.oldest
@@ -610,7 +626,7 @@ class ChangeLog:
         self._tidy(*([self.compact] if compacts else []), self._shed)
 
     def _tidy(self, *tasks: Callable[[], None]) -> None:
-        """Run maintenance tasks. If one runs out of memory, log the error and skip the remaining tasks.
+        """Run maintenance tasks in order. If a task runs out of memory, log the error and skip the remaining tasks.
 
         No pending row is lost, the preceding read or commit stays valid, and the next call tries again.
         """
@@ -628,7 +644,7 @@ class ChangeLog:
                 self._stores[fqn].close_batch(key)
 
     def _notice_before_capture(self, fqns: Iterable[str]) -> None:
-        """Call :meth:`notice_writes` for the tables whose old states are captured next."""
+        """Call :meth:`notice_writes` for the tables in ``fqns`` that keep old states, before these are captured."""
         if self._reads_shards:
             self.notice_writes([fqn for fqn in fqns if self._stores[fqn].keeps_states])
 

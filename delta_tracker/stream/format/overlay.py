@@ -1,8 +1,8 @@
 """Overlay of listed rows on whole blocks.
 
 A whole block holds all rows of its range, and may be copied while training continues. Listed rows are stored with their
-ids, and are newer. Readers and compaction write the listed rows over the whole blocks, so that a row is never applied
-in an older state first.
+ids, and are newer. Readers and compaction first replace the rows of a whole block with the listed rows, so that no
+outdated row is applied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from delta_tracker.stream.format.manifest import Block
 
 
 class Overlay:
-    """Listed rows, indexed by table, columns and row range.
+    """Index of listed rows, to find those of a table that overlap a row range and a column range.
 
     The constructor sorts the blocks. A lookup costs two bisections per distinct column range of the table, for any
     number of blocks.
@@ -34,7 +34,8 @@ class Overlay:
     def over(self, whole: BlockRows) -> BlockRows:
         """Return the rows of a whole block with the listed rows written over them.
 
-        Ignores listed rows in another encoding. If the rows are quantized, also ignores listed rows of other columns.
+        Ignores listed rows whose encoding differs from that of the block. If the encoding is quantized, also ignores
+        listed rows whose column range differs from that of the block.
         """
         block = whole.block
         if not any(
@@ -68,7 +69,7 @@ class Overlay:
 
 
 class WholeBlocks:
-    """Index of whole blocks, to find the listed rows that have to be stored separately.
+    """Index of whole blocks, to find the listed rows that cannot be written over a whole block.
 
     Args:
         blocks: blocks that hold all rows of their ranges. They must not overlap.
@@ -78,9 +79,9 @@ class WholeBlocks:
         self._index = _Index((block, block) for block in blocks if block.num_rows)
 
     def outside(self, listed: BlockRows) -> Iterator[BlockRows]:
-        """Yield the rows of ``listed`` that have to be stored separately.
+        """Yield the rows of ``listed`` that must be stored as listed rows.
 
-        Other rows need not be, because :meth:`Overlay.over` writes all of their columns to one whole block.
+        The other rows are omitted, because :meth:`Overlay.over` writes all of their columns over one whole block.
         """
         block = listed.block
         holders = [
@@ -101,7 +102,7 @@ _T = TypeVar("_T")
 
 
 class _Index(Generic[_T]):
-    """Index from blocks that do not overlap to values, searchable by row and column range."""
+    """Index of values by block, searchable by table, row range and column range. The blocks must not overlap."""
 
     def __init__(self, entries: Iterable[tuple[Block, _T]]) -> None:
         columns: defaultdict[str, defaultdict[tuple[int, int], list[tuple[Block, _T]]]]
@@ -113,7 +114,7 @@ class _Index(Generic[_T]):
         }
 
     def overlapping(self, table: str, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[_T]:
-        """Yield the values of the blocks that have a row and a column in these ranges."""
+        """Yield the values of the table's blocks that overlap both the row range and the column range."""
         for each in self._columns.get(table, ()):
             if each.columns[0] < columns[1] and columns[0] < each.columns[1]:
                 yield from each.overlapping(rows)

@@ -1,4 +1,4 @@
-"""Parser of manifests from untrusted bytes. It rejects everything that ``FORMAT.md`` does not allow."""
+"""Parser of manifests, which are untrusted input. It rejects manifests that violate ``stream/FORMAT.md``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Dense(Struct):
 
 
 class _Entry(Struct):
-    """JSON object of an entry, without the field ``format``. Unknown fields are ignored."""
+    """Schema of an entry's JSON object, without the field ``format``. Unknown fields are ignored."""
 
     stream: Hex
     generation: Count
@@ -80,7 +80,7 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
-    """Parse JSON in UTF-8. Rejects duplicate keys, because JSON parsers differ in the value that they use.
+    """Parse JSON in UTF-8. Rejects duplicate keys, because some JSON parsers use the first value and some the last.
 
     Raises:
         ValueError: if the JSON is invalid.
@@ -90,15 +90,15 @@ def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
 
 
 def reason_of(error: Exception) -> str:
-    """Return the type and the text of an error, truncated because the text may quote whole files."""
+    """Return the type and the text of an error, truncated to 1,000 characters: the text may quote a whole file."""
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
 
 
 def parse_part(entry: object) -> Part:
-    """Parse the record of a part from its JSON object.
+    """Return the record of a part, parsed from its JSON object.
 
     Raises:
-        ValueError: if a field is missing or out of its range.
+        ValueError: if a field is missing or invalid.
     """
     return convert(entry, Part)
 
@@ -134,7 +134,7 @@ def _dense(spec: _Dense) -> DenseSpec:
 
 
 def _check_place(manifest: Manifest) -> None:
-    """Check the batches, kind, parent and newest snapshot of an entry, and the range of a merged entry."""
+    """Check that the batches, kind, parent, newest snapshot and merged versions of an entry are consistent."""
     version, parent, snapshot = manifest.version, manifest.parent, manifest.snapshot
     if manifest.batches[0] > manifest.batches[1]:
         raise ValueError(f"its batches are {manifest.batches}")
@@ -152,7 +152,7 @@ def _check_place(manifest: Manifest) -> None:
 
 
 def _check_blocks(manifest: Manifest) -> None:
-    """Check the ranges of the blocks.
+    """Check the ranges and the numbers of rows of the blocks.
 
     Blocks must be inside their tables. Two whole blocks must not overlap, and two listed blocks must not overlap. The
     whole blocks of a snapshot must cover the tables.
@@ -192,7 +192,8 @@ def _check_dense(manifest: Manifest) -> None:
 def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the number of blocks that cover each cell of a table, ``[row ranges, column ranges]``.
 
-    The cells are bounded by the row and column edges of the blocks and of the table.
+    The edges of all blocks divide the table into cells. A cell is a rectangle that each block covers fully or not at
+    all.
 
     Raises:
         ValueError: if there are too many cells.

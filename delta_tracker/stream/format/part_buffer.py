@@ -22,12 +22,16 @@ class PartSource(Protocol):
     """Protocol of a source of a part's bytes, which are read and checked lazily."""
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[begin, end)``. They may not have been checked before :meth:`finish` returns."""
+        """Return the bytes ``[begin, end)``. The bytes are unchecked until :meth:`finish` has returned."""
 
     def finish(self) -> None:
         """Read the remaining bytes and compare the part with its record.
 
-        After an error, another call resumes where the failed call stopped.
+        After a :class:`StorageError`, the method can be called again. An interrupted download is then continued.
+
+        Raises:
+            CorruptPartError: if the part does not match its record.
+            StorageError: if the store cannot be read.
         """
 
 
@@ -50,16 +54,16 @@ class PartBuffer:
         return self._pool.free_bytes
 
     def keep(self, parts: Sequence[Part], sources: list[PartSource]) -> None:
-        """Store the partly read sources of the version with ``parts``, so that the next attempt can resume."""
+        """Store the partly read sources of ``parts``, so that the next attempt to read these parts can resume."""
         self._begun = tuple(parts), sources
 
     def begun(self, parts: Sequence[Part]) -> list[PartSource] | None:
-        """Return the sources that :meth:`keep` stored for these parts, else None. Drops all stored sources."""
+        """Return the sources that :meth:`keep` stored for ``parts``, or None. Drops all stored sources."""
         kept, self._begun = self._begun, None
         return kept[1] if kept is not None and kept[0] == tuple(parts) else None
 
     def lend(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Return one uninitialised uint8 array for each of ``sizes``, in bytes. Each is aligned for every dtype."""
+        """Return one uninitialised uint8 array per size in ``sizes``. Each array is aligned for every dtype."""
         ends = [0, *itertools.accumulate([size + -size % _ALIGNMENT for size in sizes])]
         memory = self._pool.lend(ends[-1])
         return [memory[begin : begin + size] for begin, size in zip(ends, sizes, strict=False)]

@@ -1,4 +1,4 @@
-"""Reader of parts, which checks a whole part against its record before it returns any of its contents."""
+"""Reader of parts. It compares a whole part with the part's record before it returns any row or tensor."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class _Span:
 class PartReader:
     """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
 
-    Memory: the whole part if it has at most ``memory_bytes``; otherwise a few pieces of 8 MiB, and 8 bytes per listed
-    row for its id. Rows and tensors may be views of that memory.
+    A part of at most ``memory_bytes`` is held in memory as a whole. For a larger part, only a few pieces of 8 MiB and
+    the ids of its rows, 8 bytes each, are in memory. Rows and tensors may be views of that memory.
 
     Args:
         storage: store of the stream.
@@ -91,20 +91,20 @@ class PartReader:
 
     @property
     def rows(self) -> list[BlockRows]:
-        """Rows of each block, as they are stored. Reading them raises the errors of :meth:`stored`."""
+        """Rows of each block in their stored encoding, read lazily. A read may raise the errors of :meth:`stored`."""
         return [
             BlockRows(block, ids, partial(self.stored, index))
             for index, (block, ids) in enumerate(zip(self.part.blocks, self._ids, strict=True))
         ]
 
     def stored(self, index: int, begin: int, end: int) -> Tensor:
-        """Return the rows ``begin`` to ``end`` of the part's ``index``-th block as they are stored.
+        """Return the rows ``begin`` to ``end`` (exclusive) of the part's ``index``-th block as they are stored.
 
         Returns:
             ``[end - begin, width]`` in the dtype of the block's encoding, with ``width`` as in :class:`BlockRows`.
 
         Raises:
-            CorruptPartError: if a large part changed after it was checked.
+            CorruptPartError: if a part above ``memory_bytes`` changed after it was checked.
             StorageError: if the store cannot be read.
         """
         row_bytes = self.part.blocks[index].row_bytes
@@ -126,7 +126,7 @@ class PartReader:
         return torch.from_numpy(data).view(span.dtype).view(span.shape)
 
     def _layout(self) -> dict[str, _Span]:
-        """Read the header, and return the spans of the tensors by name.
+        """Read the header, and return the dtype, shape and byte range of each tensor, by name.
 
         Raises:
             ValueError: if the tensors do not have the expected names, dtypes and shapes, or do not fill the file.
@@ -161,7 +161,7 @@ class PartReader:
         return spans
 
     def _expected(self) -> dict[str, tuple[torch.dtype, tuple[int, ...] | None]]:
-        """Return the dtype and shape of every tensor by name; the shape is None if only the file defines it."""
+        """Return the dtype and shape of each tensor, by name. A shape is None if the manifest does not imply it."""
         expected: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
         for index, block in enumerate(self.part.blocks):
             if block.ids == "list":
@@ -208,7 +208,7 @@ def _source(storage: Storage, part: Part, memory_bytes: int, out: NDArray[np.uin
 
 
 class _InMemory:
-    """Part that is read into memory as a whole. After an error, reading resumes where it stopped."""
+    """Source that reads a part into memory as a whole. If a remote download fails, the next call continues it."""
 
     def __init__(self, storage: Storage, part: Part, out: NDArray[np.uint8] | None) -> None:
         self._storage = storage
@@ -239,10 +239,10 @@ class _InMemory:
 
 
 class _Pieces:
-    """Part that is read in pieces. All pieces are read once to hash the part, and single pieces again on demand.
+    """Source that reads a part in pieces of 8 MiB. It holds only the piece that was read last in memory.
 
-    A piece that is read again is compared with its hash of the first read. After an error, hashing resumes where it
-    stopped.
+    All pieces are read once to hash the part. If the store fails, the next call continues after the last hashed piece.
+    A piece that is needed later is read again, and compared with its hash of the first read.
     """
 
     def __init__(self, storage: Storage, part: Part) -> None:
@@ -262,7 +262,7 @@ class _Pieces:
         self._is_checked = True
 
     def _hash(self, end: int) -> None:
-        """Check the size, then hash the pieces up to the byte ``end``."""
+        """Hash the unhashed pieces up to the byte ``end``. The first call also checks the part's size."""
         if not self._digests:
             _check_size(self._part, self._storage.size(self._part.name))
         while len(self._digests) * _PIECE_BYTES < end:
@@ -313,10 +313,12 @@ def read_parts(
 ) -> list[PartReader]:
     """Read and check all parts of a version, and return a reader for each.
 
-    At most ``memory_bytes`` of the parts are held in memory. Other parts are read again when needed.
+    Parts of at most ``memory_bytes`` in total are held in memory. The other parts are read again when their rows are
+    needed.
 
-    If ``buffer`` is given, the parts are read into it. It also keeps the bytes that were read before a
-    :class:`StorageError` or an interruption, so that the next call for the same parts does not read them again.
+    If ``buffer`` is given, the parts are read into its memory. After a :class:`StorageError` or an interruption, the
+    buffer keeps what was read, and the next call for the same parts continues. Only a partly read local file is read
+    from its beginning again.
 
     Raises:
         CorruptPartError: if the bytes of a part do not match its record.
@@ -347,5 +349,5 @@ def _sources(storage: Storage, parts: Sequence[Part], memory_bytes: int, buffer:
 
 
 def dense_of(readers: Iterable[PartReader]) -> dict[str, Tensor]:
-    """Return the dense tensors of a version, by name."""
+    """Return the dense tensors of all parts in ``readers``, by name."""
     return {name: tensor for reader in readers for name, tensor in reader.dense().items()}

@@ -1,4 +1,4 @@
-"""Writer of parts: rows and dense tensors as the bytes of a safetensors file, as ``stream/FORMAT.md`` specifies.
+"""Writer of parts, which are safetensors files with rows and dense tensors. ``stream/FORMAT.md`` specifies them.
 
 The file is written directly from the tensors' memory, chunk by chunk, and can be read without a copy. The
 ``safetensors`` package cannot write to an object store without a copy: its ``save`` returns all bytes, which makes a
@@ -28,7 +28,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """Tensor in the file; its values are the concatenated ``chunks``."""
+    """Tensor in the file. Its values are the concatenation of ``chunks``."""
 
     key: str
     dtype: torch.dtype
@@ -37,12 +37,12 @@ class _Entry:
 
 
 class PartWriter:
-    """Single-pass writer of a part's bytes, which then provides the part's record.
+    """Writer that yields the bytes of one part in a single pass, and then provides the part's record.
 
     Args:
         name: name of the part in the store.
         rows: rows to write. Each chunk is read after the preceding one was written.
-        dense: dense tensors to write, by name; None for none.
+        dense: dense tensors to write, by name; None if there are none.
     """
 
     def __init__(self, name: str, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> None:

@@ -1,9 +1,9 @@
-"""Compaction: merging of versions into larger ones and into snapshots, so that readers have less to read.
+"""Compaction: several deltas are merged into one delta or into a snapshot, so that readers read fewer bytes.
 
-A merged entry is stored outside the log and adds no information. It is created if absent, after its parts, so any
-process may compact at any time, concurrently with publishers, readers, retention and other compactions. If two
-compactions merge the same versions, only one entry is created; either one is correct. A compaction that is killed
-leaves parts that no entry names.
+A merged entry is stored outside the log and adds no information. It is created after its parts, and only if no other
+entry has its name. Therefore any process may compact at any time, concurrently with publishers, readers, retention and
+other compactions. If two compactions merge the same versions, only one of the two correct entries is created. A
+compaction that is killed leaves parts that no entry names.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ def compact(
     the old snapshot and replaces their rows with newer ones. Rows with another encoding or other columns than these
     blocks are stored as additional blocks.
 
-    Memory: the stored rows of at most ``max_bytes`` of versions, and about 40 bytes per row while they are sorted. The
-    snapshot is read one part at a time: a part of up to 256 MiB as a whole, a larger one in pieces of 8 MiB, of which
-    a few are in memory. Versions that do not fit are left for a later call. A single version larger than ``max_bytes``
-    is never merged, nor is the snapshot before it. Deltas beyond ``max_bytes`` are folded into the snapshot in several
-    calls, each of which writes the whole snapshot: choose ``max_bytes`` around ``fold`` times the snapshot's size.
+    A call holds the stored rows of versions of at most ``max_bytes`` in memory, and about 40 bytes per row while it
+    sorts the rows. It reads the snapshot one part at a time: a part of up to 256 MiB as a whole, a larger one in pieces
+    of 8 MiB, of which a few are in memory. Versions that do not fit are left for a later call. A single version larger
+    than ``max_bytes`` is never merged, and prevents the fold of all later versions. If the deltas together are larger
+    than ``max_bytes``, several calls fold them, and each call writes the whole snapshot. Therefore choose a
+    ``max_bytes`` of about ``fold`` times the snapshot's size.
 
     Args:
         stream: storage of the stream, or its log.
@@ -59,16 +60,17 @@ def compact(
         max_bytes: maximum bytes of versions held in memory.
         min_versions: minimum number of deltas that are not merged yet. With fewer, no delta is created, and only merged
             deltas count towards ``fold``.
-        now: returns the Unix time in seconds.
+        now: function that returns the Unix time in seconds.
 
     Returns:
         The merged entry, even if another process created it first; None if there is nothing to merge, or if
-        retention deleted some of the versions during the call.
+        retention deleted some of the versions or the merged entry during the call.
 
     Raises:
         InvalidArgumentError: for an invalid bound.
         MalformedError, CorruptPartError: if an entry or a part is invalid; nothing was merged.
-        StorageError: if the store fails, or is so slow that retention may have deleted the new parts as orphans.
+        StorageError: if the store fails, or is so slow that retention may have deleted the new parts, which had no
+            entry yet.
     """
     check_bounds(fold, max_bytes, min_versions)
     log = stream if isinstance(stream, StreamLog) else StreamLog(stream)
@@ -106,10 +108,10 @@ class _Compaction:
         log: log of the stream.
         base: newest snapshot.
         max_bytes: maximum bytes of versions held in memory.
-        now: returns the Unix time in seconds.
+        now: function that returns the Unix time in seconds.
 
     Attributes:
-        base_bytes: size in bytes of the snapshot's listed rows and their ids, which a fold holds in memory.
+        base_bytes: memory in bytes that a fold needs for the snapshot's listed rows (rows stored with ids).
     """
 
     def __init__(self, log: StreamLog, base: Manifest, max_bytes: int, now: Callable[[], float]) -> None:
@@ -123,15 +125,16 @@ class _Compaction:
         self.base_bytes = sum(block.num_rows * (block.row_bytes + _ID_BYTES) for block in blocks if block.ids != "all")
 
     def fold(self, versions: Sequence[Manifest], least_bytes: float, *, is_due: bool) -> Manifest | None:
-        """Merge ``versions`` into the snapshot, or into one delta if that is small enough.
+        """Merge ``versions`` into the snapshot, or into one delta if the delta is small enough.
 
         Args:
             versions: entries to merge, oldest first.
-            least_bytes: size in bytes of the merged rows and tensors below which a delta is created, if ``is_due``.
+            least_bytes: minimum size in bytes of the merged rows and dense tensors for a snapshot. If they are smaller,
+                a delta is created, but only if ``is_due`` is True.
             is_due: True if ``versions`` has enough new deltas to create a merged delta.
 
         Returns:
-            The merged entry, even if another process created it first; None if it was deleted since.
+            The merged entry, even if another process created it first; None if the entry was deleted in the meantime.
         """
         rows, dense = self._read(versions)
         tables = _tables(versions)
@@ -150,7 +153,7 @@ class _Compaction:
         """Merge ``versions`` into a delta.
 
         Returns:
-            The merged entry, even if another process created it first; None if it was deleted since.
+            The merged entry, even if another process created it first; None if the entry was deleted in the meantime.
         """
         rows, dense = self._read(versions)
         return self._merge(versions, list(newest_rows(rows, _tables(versions))), dense)
@@ -170,14 +173,14 @@ class _Compaction:
         return rows, dense
 
     def _listed(self) -> Iterator[BlockRows]:
-        """Yield the snapshot's listed rows."""
+        """Yield the snapshot's listed rows, copied to memory."""
         for part in self._base.parts:
             if any(block.ids != "all" for block in part.blocks):
                 # Do not hold the part in memory: the yielded rows are copies.
                 yield from listed_rows(PartReader(self._log.storage, part, self._base, memory_bytes=0))
 
     def _write_over(self, overlay: Overlay, last: Manifest) -> tuple[list[Part], _Dense]:
-        """Rewrite the snapshot's whole blocks with newer rows, part by part.
+        """Write the snapshot's whole blocks to new parts, with newer rows in place of older ones.
 
         Args:
             overlay: newer rows.
@@ -228,12 +231,12 @@ class _Compaction:
 
 
 def _snapshot(base: Manifest, versions: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of a merged snapshot, without its parts."""
+    """Return the manifest, without parts, of the merged snapshot of ``base`` and ``versions``."""
     return replace(_delta([base, *versions]), kind="snapshot", parent=None, snapshot=versions[-1].version)
 
 
 def _delta(versions: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of a merged delta, without its parts.
+    """Return the manifest, without parts, of the merged delta of ``versions``.
 
     Claims have no cut, batches, pending rows or tables: these fields are taken from the other versions.
     """
@@ -254,7 +257,7 @@ def _delta(versions: Sequence[Manifest]) -> Manifest:
 def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
     """Return the entries after ``base``, up to the next snapshot (exclusive) or the head.
 
-    The longest merged delta is returned instead of the versions that it replaces.
+    If merged deltas start at a version, the longest one is returned instead of the versions that it replaces.
 
     Raises:
         MalformedError: if an entry does not follow its predecessor.
@@ -277,7 +280,10 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
 
 
 def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
-    """Return the longest prefix of ``pieces`` with equal tables that fits ``max_bytes``; empty if all are claims."""
+    """Return the longest prefix of ``pieces`` with equal tables that fits ``max_bytes``.
+
+    Returns an empty list if the prefix contains only claims.
+    """
     run: list[Manifest] = []
     num_bytes = 0
     for piece in pieces:
@@ -296,12 +302,12 @@ def _tables(versions: Sequence[Manifest]) -> Mapping[str, TableSpec]:
 
 
 def _num_new(versions: Sequence[Manifest]) -> int:
-    """Return the number of deltas that are not merged yet."""
+    """Return the number of deltas in ``versions`` that are not merged entries."""
     return sum(version.kind == "delta" and version.merges is None for version in versions)
 
 
 def _is_there(log: StreamLog, version: Manifest) -> bool:
-    """Return True if the entry still exists, unchanged."""
+    """Return True if the entry ``version`` still exists and is unchanged."""
     found = log.read(version.version) if version.merges is None else log.read_merged(Merged.of(version))
     # A deleted merged entry may have been created again with other parts.
     return found is not None and found.xxh3 == version.xxh3

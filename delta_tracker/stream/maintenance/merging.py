@@ -1,8 +1,8 @@
-"""Merge of the rows of several versions: the newest value of each row and column range is kept.
+"""Merge of the rows of several versions, which keeps the newest value of each row and column range.
 
-If all overlapping blocks of a table have the same encoding and columns, rows are copied as they are stored. Otherwise
-they are decoded to the table's dtype, split at every column edge, and stored in that dtype's encoding. Readers get the
-same values in both cases, bit for bit.
+If all blocks of a table that overlap have the same encoding and columns, their rows are copied as they are stored.
+Otherwise the rows are decoded to the table's dtype, split at every column edge, and stored in that dtype's encoding.
+Readers get the same values in both cases, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shape = tuple[tuple[int, int], Encoding]  # columns and encoding of a block
 
 
 def listed_rows(part: PartReader) -> list[BlockRows]:
-    """Read the listed rows of a part and return them in memory."""
+    """Read the listed rows of a part, which are stored with their ids, and return them in memory."""
     return [rows.loaded() for rows in part.rows if rows.ids is not None and rows.block.num_rows]
 
 
@@ -54,8 +54,8 @@ class _Winners:
 
     Args:
         sources: rows of the same columns in the same encoding, oldest first.
-        source: ``[N]`` index in ``sources``.
-        place: ``[N]`` index of the row in that source.
+        source: ``[N]`` indices into ``sources``, one for each id.
+        place: ``[N]`` indices of the rows in these sources.
     """
 
     sources: Sequence[BlockRows]
@@ -63,7 +63,7 @@ class _Winners:
     place: Tensor
 
     def read(self, begin: int, end: int) -> Tensor:
-        """Return the newest rows of the ids ``begin`` to ``end`` as they are stored."""
+        """Return the newest rows, as they are stored, of the ids with the indices ``begin`` to ``end`` (exclusive)."""
         source, place = self.source[begin:end], self.place[begin:end]
         block = self.sources[0].block
         out = torch.empty(end - begin, block.encoding.width(block.num_columns), dtype=block.encoding.dtype)
@@ -90,7 +90,10 @@ def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
 
 
 def _cut(group: Sequence[Shape], own: Encoding) -> Iterator[Shape]:
-    """Yield a single shape unchanged; split several overlapping shapes at every edge and yield them in ``own``."""
+    """Yield the column ranges between all column edges of overlapping shapes, with the encoding ``own``.
+
+    A group of one shape is yielded unchanged, with its own encoding.
+    """
     if len(group) == 1:
         yield group[0]
     else:

@@ -1,19 +1,20 @@
 """Retention: deletion of versions and objects that no reader needs.
 
 The entries that readers use stay a contiguous range: versions are deleted oldest first, each entry before its parts.
-Retention keeps the head and its parent, and everything from the newest snapshot that is older than the grace period. A
-reader that started at the preceding snapshot therefore has the grace period to finish. A reader that lags further finds
-its next version missing and resyncs.
+Retention keeps the head and the head's parent. It also keeps the newest snapshot that is older than the grace period,
+and all later versions. A reader that started at the preceding snapshot therefore has the grace period to finish. A
+reader that lags further finds its next version missing and resyncs.
 
-Each claim and the entry before it are kept forever, without parts: at most two entries per generation. A publisher
-that was fenced by a claim and has not noticed this yet tries to create one of these two entries. The attempt must
-fail, so the names must stay taken.
+Each claim and the entry before it are kept forever, without their parts: at most two entries per generation. A
+publisher that was fenced by a claim and has not detected this yet tries to create one of these two entries. The attempt
+must fail, so the names must stay taken.
 
 Any process may run retention at any time, concurrently with publishers, readers, compactions and other retention
-passes: all of them delete only objects that no reader will need.
+passes. Retention and compactions delete only objects that no reader will need.
 
-The age of a version is the time since its ``created``, by the clocks of its publisher and of this process. The age of
-an object that no entry names uses only the store's clock: the time from its modification to that of the newest object.
+The age of a version is the time since the creation time in its entry, by the clocks of its publisher and of this
+process. An *orphan* is an object that no entry names. The age of an orphan uses only the store's clock: it is the time
+from the modification of the orphan to that of the newest object.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from delta_tracker.stream.format.manifest import Manifest, Part
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage, StoredObject
 
-# Minimum age of an orphan. Parts at or below the head must get their entry within this time.
+# Minimum age of a deleted orphan. A part with a version up to the head's must get its entry within this time.
 ORPHAN_SECONDS = 3600.0
 _PART_NAME = re.compile(r"parts/([0-9]{20})-g[0-9]+-[0-9a-z]+-[0-9a-f]{16}\.safetensors")
 _DRAFT_NAME = re.compile(r"drafts/[0-9a-f]{16}")
@@ -44,10 +45,11 @@ class Retention:
     Args:
         versions: maximum number of versions; None for no bound.
         seconds: maximum age of a version; None for no bound.
-        num_bytes: maximum bytes of parts, counted from the newest version down; None for no bound.
+        num_bytes: maximum size in bytes of all parts, summed from the newest version down; None for no bound.
         grace_seconds: time for which a superseded snapshot and the versions after it are kept, for readers that
             started at the snapshot.
-        orphan_seconds: time for which an object that no entry names is kept; at least 3600 for compactions.
+        orphan_seconds: time for which an object that no entry names is kept; at least 3600, because a compaction writes
+            parts before their entry.
 
     Raises:
         InvalidArgumentError: for an invalid bound, or an ``orphan_seconds`` below 3600.
@@ -77,9 +79,9 @@ class Retained:
     """Result of a retention pass: counts of the deleted objects.
 
     Args:
-        versions: number of log entries.
-        merged: number of merged entries.
-        orphans: number of objects that no entry named.
+        versions: number of deleted log entries.
+        merged: number of deleted merged entries.
+        orphans: number of deleted objects that no entry named.
         num_bytes: size in bytes of the deleted parts and orphans.
     """
 
@@ -92,13 +94,14 @@ class Retained:
 def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], float] = time.time) -> Retained:
     """Delete the versions, merged entries and orphans that ``retention`` does not keep.
 
-    Every entry is read first, and nothing is deleted if one cannot be read. An interrupted pass leaves a valid stream
-    and orphans, which a later pass deletes. Objects with other names than the library's are never deleted.
+    An orphan is an object that no entry names. Every entry is read first, and nothing is deleted if one cannot be read.
+    An interrupted pass leaves a valid stream and orphans, which a later pass deletes. Objects whose names this library
+    does not create are never deleted.
 
     Args:
         stream: storage of the stream, or its log.
         retention: bounds to apply.
-        now: returns the Unix time in seconds.
+        now: function that returns the Unix time in seconds.
 
     Returns:
         Counts of the deleted objects.
@@ -158,7 +161,7 @@ class _Held:
     Attributes:
         head: newest entry.
         entries: version to entry, from the head down to the first gap.
-        below: version to entry below the gap: the guards (claims and the entries before them), and entries that a
+        below: version to entry below this gap: the guards (claims and the entries before them), and entries that a
             publisher created late and could not delete because it was killed.
         merged: merged entries by reference.
     """
@@ -217,7 +220,7 @@ class _Held:
         return found
 
     def of_stream(self) -> dict[Merged, Manifest]:
-        """Return the merged entries that readers of this stream may use."""
+        """Return the merged entries that readers of this stream may use, by reference."""
         return {
             merged: manifest
             for merged, manifest in self.merged.items()
@@ -225,7 +228,7 @@ class _Held:
         }
 
     def without(self, versions: Collection[int], merged: Collection[Merged]) -> list[Manifest]:
-        """Return the entries above the gap and the merged entries, except the given ones."""
+        """Return the manifests in :attr:`entries` and :attr:`merged`, except those of ``versions`` and ``merged``."""
         return [
             *(self.entries[version] for version in self.entries.keys() - set(versions)),
             *(self.merged[each] for each in self.merged.keys() - set(merged)),
@@ -238,7 +241,7 @@ class _Leftovers:
 
     Attributes:
         parts: objects below ``parts/``.
-        drafts: objects below ``drafts/``.
+        drafts: objects below ``drafts/``, which are temporary files of writes to a directory.
         newest: latest modification time of these objects and of the log's entries, in Unix seconds; 0 if
             there are none.
     """
@@ -261,11 +264,11 @@ class _Leftovers:
         return cls(parts, drafts, max(times, default=0.0))
 
     def orphans(self, named: set[str], head: int, age: float) -> Iterator[StoredObject]:
-        """Yield parts that no entry lists, and drafts, if they are older than ``age`` seconds.
+        """Yield the parts that no entry lists, and the drafts. Skips objects that are not older than ``age`` seconds.
 
         Args:
             named: names of the parts that entries list.
-            head: newest version. Parts with a higher version are not orphans.
+            head: newest version. Parts with a higher version in their name are not orphans.
             age: minimum age in seconds.
         """
         for part in self.parts:
@@ -281,7 +284,10 @@ class _Leftovers:
 
 
 def _start(held: _Held, before: float) -> int:
-    """Return the version of the newest snapshot, in the log or merged, created at or before ``before``; else -1."""
+    """Return the version of the newest snapshot that was created at or before the Unix time ``before``, else -1.
+
+    Includes merged snapshots.
+    """
     in_log = [version for version, each in held.entries.items() if each.kind == "snapshot" and each.created <= before]
     merged = [
         merged.last for merged, each in held.of_stream().items() if merged.kind == "snapshot" and each.created <= before
@@ -290,7 +296,7 @@ def _start(held: _Held, before: float) -> int:
 
 
 def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
-    """Return the versions that exceed a bound at the Unix time ``now``."""
+    """Return the versions that exceed a bound of ``retention`` at the Unix time ``now``."""
     expired, num_bytes = set(), 0
     for number, (version, manifest) in enumerate(sorted(held.entries.items(), reverse=True)):
         num_bytes += manifest.num_bytes

@@ -16,10 +16,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """Compaction and retention in a background thread, one pass at a time. Not thread-safe.
+    """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
-    A pass compacts before it deletes. A failure is logged once and kept in :attr:`error`, and does not raise in the
-    caller. The next pass retries.
+    A pass compacts before it deletes. A failure is not raised in the caller, but kept in :attr:`error`, and logged
+    unless the preceding pass failed with the same text. The next pass retries.
 
     Args:
         storage: store of the stream.
@@ -92,10 +92,10 @@ class Upkeep:
             self._thread = thread
 
     def close(self) -> None:
-        """Wait ``close_seconds`` for a running pass, then interrupt it. No other pass starts.
+        """Wait up to ``close_seconds`` for a running pass, then interrupt it. No pass starts after this call.
 
-        A pass stops between two requests or pieces of a part. A pending read request is abandoned. An
-        interrupted pass leaves a valid stream, and at most some parts that no entry names, which a later retention pass
+        An interrupted pass stops between two requests or pieces of a part. It does not wait for the response to a read
+        request. It leaves a valid stream, and at most some parts that no entry names, which a later retention pass
         deletes.
         """
         self._is_closed = True

@@ -84,10 +84,10 @@ class LocalNotifier(Forkable):
 
 
 class Hints:
-    """Wrapper of a :class:`Notifier` for publishers and predictors that catches all errors of the broker.
+    """Wrapper of a :class:`Notifier` that catches all errors of the broker, for publishers and predictors.
 
     After a failure, the notifier is not called for one second. The pause doubles with each further failure, up to
-    thirty seconds. The first failure and the recovery are logged.
+    thirty seconds. The first of consecutive failures and the recovery are logged.
 
     Args:
         notifier: notifier to call; None to poll only.
@@ -123,7 +123,7 @@ class Hints:
             self._worked()
 
     def wait(self, stream: str | None, after: int, timeout_seconds: float) -> None:
-        """Wait for a hint of a version above ``after``, until the timeout or the stop flag. Never raises.
+        """Wait for a hint of a version above ``after``, the timeout, or the stop flag. Never raises.
 
         Returns early only once per version: if the caller still has the same version after a hint, the hint was wrong,
         and the next call waits for the full timeout. Forged hints therefore cannot cause a busy loop.
@@ -164,7 +164,7 @@ class Hints:
         return heard
 
     def _is_due(self) -> bool:
-        """Return True if there is a notifier and it is not paused after a failure."""
+        """Return True if there is a notifier and no pause after a failure."""
         return self._notifier is not None and time.monotonic() >= self._try_again
 
     def _failed(self, error: Exception) -> None:

@@ -12,14 +12,14 @@ from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 class RedisNotifier:
     """:class:`~delta_tracker.stream.notify.notifier.Notifier` that keeps a stream's newest hint in a Redis stream.
 
-    The version is the id of the Redis entry, so Redis rejects an old or repeated version. Consumer groups are not
-    suitable: every predictor must receive every version, and starts from its own version.
+    The version is the id of the Redis entry, so Redis rejects an old or repeated version. Consumer groups of Redis are
+    not suitable: every predictor must receive every version, and starts from its own version.
 
     Args:
         url: ``redis://host:port/db``, ``rediss://...`` or ``unix://...``.
         key: prefix of the keys. The stream's id follows it, so that a new stream gets a new key.
-        timeout_seconds: timeout for a connection and for a response. A failed call is retried once immediately, on a
-            new connection.
+        timeout_seconds: timeout for a connection. The timeout for a response is twice as long. A failed call is retried
+            once immediately, on a new connection.
 
     Raises:
         InvalidArgumentError: for an invalid URL, or a timeout that is not positive.

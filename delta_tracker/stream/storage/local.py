@@ -1,7 +1,7 @@
 """Atomic and durable writes to local files.
 
-This module does not use obstore: it refers to a buffer while it requests the next one, so buffers would have to be
-copied. It is also no faster.
+This module does not use obstore, because obstore refers to a buffer while it requests the next one, and is no faster.
+With obstore, the buffers would have to be copied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EARLY_BYTES = 16 << 20
 
 
 def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, overwrite: bool, fsync: bool) -> bool:
-    """Write a file through a temporary one, so that its name is visible only after its bytes are on disk.
+    """Write a file under a temporary name and rename it once it is complete, so that no partial file is visible.
 
     A process that is killed may leave its temporary file in the subdirectory ``drafts``.
 
@@ -26,8 +26,9 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
         directory: directory of the store.
         name: path of the file, relative to ``directory``. Missing parent directories are created.
         buffers: contents of the file.
-        overwrite: replace an existing file of this name.
-        fsync: if False, the system decides when the file reaches the disk.
+        overwrite: True to replace an existing file of this name.
+        fsync: True to wait until the bytes are on disk before the file gets its name, and then until the name is on
+            disk. If False, the system decides when the file reaches the disk.
 
     Returns:
         True if the file was written; False if the name exists and ``overwrite`` is False.
@@ -73,7 +74,7 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 
     Args:
         directory: directory to create.
-        fsync: wait until the names of the new directories are on disk.
+        fsync: True to wait until the names of the new directories are on disk.
 
     Raises:
         OSError: if the directory cannot be created.
@@ -87,7 +88,7 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
     """Yield the bytes of ``buffers`` as views that end at multiples of ``CHUNK_BYTES`` and at the end of each buffer.
 
-    The alignment lets a file system use large pages.
+    Multiples are counted from the start of the first buffer. This alignment lets a file system use large pages.
     """
     position = 0
     for buffer in buffers:
@@ -100,7 +101,7 @@ def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def _link(draft: Path, target: Path) -> bool:
-    """Create a hard link to ``draft``; return False if ``target`` is an existing file."""
+    """Create ``target`` as a hard link to ``draft``; return False if ``target`` is an existing file."""
     try:
         target.hardlink_to(draft)
     except FileExistsError:

@@ -80,19 +80,21 @@ class Transfer:
 class Storage:
     """Store of the objects below one URL. Thread-safe.
 
-    Names are relative, use forward slashes and stay below the root. An absolute name and a name with an empty, ``.`` or
-    ``..`` component, a backslash, a ``#`` or a control character raise :class:`InvalidArgumentError`. Writes are
-    durable: a local object is on disk (fsync) before the call that wrote it returns. Remote stores guarantee the same.
+    Names of objects are relative to the URL and use forward slashes. A name is invalid if it has an empty, ``.`` or
+    ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods reject it with
+    :class:`InvalidArgumentError`. Writes are durable: a local object is on disk (fsync) before the call that wrote it
+    returns. Remote stores guarantee the same.
 
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...`` or ``memory://``.
-            Every ``memory://`` is a separate store: share the ``Storage`` object instead of the URL.
-        create: create a missing local directory. If False, a missing directory is an empty store until it is created,
-            so that a reader may start before the writer.
+            Every ``Storage`` of ``memory://`` is a separate store: share the object instead of the URL.
+        create: True to create a missing local directory. If False, a missing directory is read as an empty store until
+            it is created, so that a reader may start before the writer.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
-        options: options of a remote store by obstore's names, such as ``endpoint``, ``region``, ``access_key_id``,
-            ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A request fails if no
-            byte arrives for ``read_timeout``, 30s by default. ``timeout`` limits the whole request; default: no limit.
+        options: options of a remote store under the names that obstore uses, such as ``endpoint``, ``region``,
+            ``access_key_id``, ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A
+            request fails if no byte arrives for ``read_timeout``, 30s by default. ``timeout`` limits the whole request;
+            default: no limit.
 
     Raises:
         InvalidArgumentError: for an unsupported scheme, or options that the store does not have.
@@ -121,9 +123,9 @@ class Storage:
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write the concatenated ``buffers`` as an object, replacing one of the same name.
 
-        The buffers are streamed. Each is written or copied before the next one is requested, so the caller may then
-        reuse its memory. Needs no memory for a local directory and up to 100 MB for a remote store, for any object
-        size. A remote object may have up to 80 GB.
+        The buffers are streamed. Each buffer is written or copied before the next one is requested, so the caller may
+        then reuse the buffer's memory. For any object size, the call needs up to 100 MB of memory for a remote store,
+        and none for a local directory. A remote object may have up to 80 GB.
 
         Raises:
             StorageError: if the object cannot be written; no partial object is visible then.
@@ -136,14 +138,14 @@ class Storage:
                 self._write_file(name, checked(buffers), overwrite=True)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write an object unless one of that name exists; return False if it does. Only one racing writer succeeds.
+        """Write an object; return False if one of that name exists. If several writers race, only one succeeds.
 
-        A store may also refuse the write because of a concurrent request for the name (409 on AWS). A refusal is
-        therefore accepted only if the object exists. Otherwise the write is retried with growing pauses, for about a
-        second in total.
+        A store may also refuse the write because of a concurrent request for the name (409 on AWS). Therefore False is
+        returned only if the object exists. Otherwise the write is retried with growing pauses, for about a second in
+        total.
 
         Raises:
-            NameConflictError: if the store still refuses, and no object of that name exists.
+            NameConflictError: if the store refused every attempt, and no object of that name exists.
             StorageError: if the object cannot be written. If the response was lost, the object may exist.
         """
         check_name("name", name)
@@ -194,12 +196,12 @@ class Storage:
             name: name of the object.
             max_bytes: maximum size of the object.
             out: memory of at least ``max_bytes``; the result is its beginning. None allocates new memory.
-            transfer: keeps the bytes received before a :class:`StorageError`. A call with the transfer of a failed call
-                requests only the rest. Local files are always read from the beginning.
+            transfer: object that keeps the bytes received before a :class:`StorageError`. A call with the transfer of a
+                failed call requests only the remaining bytes. Local files are always read from the beginning.
 
         Raises:
-            InvalidArgumentError: if ``out`` has less than ``max_bytes``.
-            MalformedError: if the object has more than ``max_bytes``; no memory was allocated.
+            InvalidArgumentError: if ``out`` has fewer than ``max_bytes`` bytes.
+            MalformedError: if the object has more than ``max_bytes`` bytes; no memory was allocated.
             StorageError: if the object cannot be read, or has changed since the failed call. After a change, the next
                 call starts from the beginning.
         """
@@ -215,7 +217,7 @@ class Storage:
         """Return the bytes ``[begin, end)`` of an object, None if it does not exist.
 
         Raises:
-            InvalidArgumentError: unless ``0 <= begin <= end``.
+            InvalidArgumentError: if ``begin`` is negative or above ``end``.
             StorageError: if the object is too short (checked before memory is allocated), or cannot be read.
         """
         check_name("name", name)
@@ -286,7 +288,7 @@ class Storage:
             return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in metas]
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Return the sorted names of the objects below the directory ``prefix``, only those above ``after``.
+        """Return the names above ``after`` of the objects below the directory ``prefix``, sorted.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -297,7 +299,7 @@ class Storage:
         """Check that the store rejects the second of two requests to create the same object. Deletes the test object.
 
         Raises:
-            UnsafeStoreError: if the store accepts both, or does not support exclusive creation.
+            UnsafeStoreError: if the store accepts both requests, or does not support exclusive creation.
             StorageError: if the store cannot be written.
         """
         name = f"probe/{secrets.token_hex(16)}"
@@ -334,12 +336,12 @@ class Storage:
         return store
 
     def _refuse_after_fork(self) -> None:
-        """Record the first process that uses obstore, and reject remote requests in forked children of it.
+        """Record the first process that uses obstore, and reject remote requests in its forked children.
 
-        Such a request would hang or crash, because a forked child lacks obstore's threads.
+        Such a request can hang or crash, because a forked child lacks obstore's threads.
 
         Raises:
-            StorageError: if the store is remote and this is another process than the first one.
+            StorageError: if the store is remote, and this process is not the recorded one.
         """
         if not _processes:
             _processes.append(os.getpid())
@@ -348,7 +350,7 @@ class Storage:
             raise StorageError(self.url, f"{reason} do not use a store before the fork")
 
     def _upload(self, name: str, chunks: Iterator[bytes]) -> None:
-        """Write to a remote store, with one request for a small object and a multipart upload otherwise."""
+        """Write an object to a remote store: a single chunk with one request, several with a multipart upload."""
         store = self._open_store()
         first = next(chunks, b"")
         second = next(chunks, None)
@@ -367,7 +369,7 @@ class Storage:
         )
 
     def _ask(self, blocking: Callable[[], T], request: Callable[[], Awaitable[T]]) -> T:
-        """Send a request and return the response; see :func:`answer`. Only remote requests can be interrupted."""
+        """Send a request and return the response. Only requests to a remote store can be interrupted."""
         return answer(blocking, request) if self._is_remote else blocking()
 
     def _download(
@@ -382,8 +384,8 @@ class Storage:
     ) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of a remote object, None if it does not exist.
 
-        If a request ends early, the rest is requested. Retries as long as each request returns some bytes, so that a
-        slow store does not cause a failure.
+        If a request fails before all bytes arrived, the remaining bytes are requested again, as long as each request
+        returns at least one byte.
         """
         transfer = Transfer() if transfer is None else transfer
         while transfer.out is None or transfer.num_bytes < len(transfer.out):
@@ -407,7 +409,7 @@ class Storage:
         return transfer.out
 
     def _request(self, name: str, begin: int, end: int | None) -> GetResult:
-        """Request the bytes ``[begin, end)`` of a remote object; those from ``begin`` on if ``end`` is None."""
+        """Request the bytes ``[begin, end)`` of a remote object. An ``end`` of None means the end of the object."""
         store = self._open_store()
         options: GetOptions = {}
         if end is not None:
@@ -497,7 +499,7 @@ class Storage:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Convert errors of obstore and the file system to :class:`StorageError`."""
+        """Context manager that converts errors of obstore and of the file system to :class:`StorageError`."""
         try:
             yield
         except (StorageError, MalformedError):
@@ -512,7 +514,7 @@ class Storage:
 
 
 def back_off(attempt: int) -> None:
-    """Sleep before a retry: 10 ms for ``attempt`` 1, doubled for each further one, times a factor in [0.5, 1.5]."""
+    """Sleep before a retry: 10 ms for ``attempt`` 1, doubled for each further one, times a random 0.5 to 1.5."""
     time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
 
 
@@ -522,7 +524,7 @@ def open_storage(url: str | Storage, *, create: bool = False) -> Storage:
 
 
 def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
-    """Yield the bytes of ``buffers`` in chunks of equal size, except the last one.
+    """Yield the bytes of ``buffers`` in chunks of 8 MiB. The last chunk may be smaller.
 
     The chunks are copies, because obstore refers to a chunk while it requests the next one.
     """

@@ -64,10 +64,11 @@ def is_remote(url: str) -> bool:
 
 
 def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the keyword arguments for obstore's ``from_url``. Errors never show an option's value: it may be secret.
+    """Return the keyword arguments for obstore's ``from_url``.
 
     Raises:
-        InvalidArgumentError: if the store has no options, or a name or value is not a string.
+        InvalidArgumentError: if the URL is invalid, if the kind of store has no options, or if the name or value of an
+            option is not a string. The error never shows a value, which may be secret.
     """
     scheme = _split(url).scheme
     if scheme in ("file", "memory"):
@@ -89,10 +90,14 @@ def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def check_name(argument: str, name: object) -> None:
-    """Reject a name that is outside the root, or that some store does not support.
+    """Reject an object name that is not below the store's URL, or that some store does not support.
+
+    Args:
+        argument: name of the argument that has the object name, for the error.
+        name: the object name.
 
     Raises:
-        InvalidArgumentError: if the name is invalid; the error names ``argument``.
+        InvalidArgumentError: if the object name is invalid.
     """
     if (
         not isinstance(name, str)
