@@ -45,9 +45,9 @@ class EmbdUpdateMode(Enum):
     NONE = "none"
     """No state; only ids are returned."""
     FIRST = "first"
-    """State of the first recorded lookup of the id."""
+    """State of the id in the first lookup that the read covers."""
     LAST = "last"
-    """State of the last recorded lookup of the id."""
+    """State of the id in the last lookup that the read covers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,8 @@ class TableSpec:
     """Name, size and dtype of a whole embedding table, the same on every rank.
 
     Args:
-        fqn: fully qualified name: the key of the table's weight in the model's ``state_dict``, without ``.weight``.
+        fqn: fully qualified name, which is the key of the table's weight in the model's ``state_dict`` without
+            ``.weight``.
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
         dtype: dtype of the weight.
@@ -158,7 +159,7 @@ class DeltaRows:
         ids: ``[N]`` int64, local to the shard, ascending and unique.
         states: ``[N, ...]`` states of the rows, see :class:`TrackingMode`; None if the mode has no states or the read
             had ``with_states=False``.
-        values: ``[N, D]`` values of the rows at the read, in the table's dtype, columns in the order of
+        values: ``[N, D]`` values of the rows at the time of the read, in the table's dtype, columns in the order of
             ``shard.columns``; None unless the read had ``with_values=True``.
         shard: the block that ``ids`` refer to; None if they are not ids of a shard.
         known: ``[N]`` bool, True where the old state is known; elsewhere the row in ``states`` is NaN. None if the
@@ -209,8 +210,8 @@ class Delta(Mapping[str, DeltaRows]):
     Args:
         rows: table FQN to the changed rows.
         consumer: name of the consumer.
-        start: position in the change log where the read starts, which is the consumer's cursor.
-        stop: position in the change log where the read ends; a commit moves the cursor to it.
+        start: position of the consumer's cursor in the change log, at which the read starts.
+        stop: position in the change log at which the read ends. A commit moves the cursor to this position.
         batches: half-open range of ``step()`` counts that the read covers.
         left_out: table FQN to the changed rows that top-k left out; a commit keeps them pending.
     """

@@ -114,7 +114,7 @@ class AllRanks:
         group: the ranks. None creates a group of all ranks of the default process group, which is a collective.
 
     Raises:
-        RankLostError: if a rank dies or does not call the constructor in time.
+        RankLostError: in the constructor and in each collective, if a rank dies or does not make the same call in time.
     """
 
     def __init__(self, group: RankGroup | None = None) -> None:
@@ -122,7 +122,7 @@ class AllRanks:
         self.rank = self._group.rank
 
     def total(self, counts: Tensor) -> Tensor:
-        """Replace ``counts`` in place with the sum over all ranks, and return it."""
+        """Replace ``counts`` in place with the elementwise sum over all ranks. Return ``counts``."""
         self._group.add(counts)
         return counts
 
@@ -134,7 +134,7 @@ class AllRanks:
         self._group.leave("this rank was interrupted while it selected rows")
 
     def before(self, counts: Tensor) -> Tensor:
-        """Return the sum of ``counts`` over all ranks lower than this one."""
+        """Return the elementwise sum of ``counts`` over all ranks lower than this one."""
         every = self._group.all_gather(counts)
         return torch.stack([torch.zeros_like(counts), *every]).cumsum(0)[self.rank]
 
@@ -147,7 +147,7 @@ def choose(
     Args:
         top_k: the budget.
         tables: FQN to candidates, for some or all of ``fqns``; or the error that prevented this rank from computing
-            the candidates. All ranks are told that this rank failed.
+            the candidates. The failure is reported to all ranks.
         fqns: FQNs of all tables, in the same order on every rank.
         ranks: ranks that share the budget.
 
@@ -190,7 +190,7 @@ def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
 
 
 class _Rounds:
-    """Sequence of the collectives of one selection.
+    """Sequence of the collectives that one selection takes.
 
     A rank that fails calls :meth:`finish` to take part in the remaining collectives, because other ranks wait for it.
 
@@ -251,10 +251,10 @@ class _Search:
         self._takes_all = torch.zeros(len(groups), dtype=torch.bool)
 
     def header(self) -> Tensor:
-        """Return the header of each budget on this rank, ``[G, 3]`` int64.
+        """Return the header that precedes the first histogram of each budget, ``[G, 3]`` int64.
 
-        The columns are the number of changed rows, the cost of the due rows, and the failure flag, which is 0 here.
-        Costs are in the budget's unit: bytes for ``TopK.num_bytes``, otherwise rows.
+        The columns are the number of this rank's changed rows, the cost of its due rows, and the failure flag, which is
+        0 here. Costs are in the budget's unit: bytes for ``TopK.num_bytes``, otherwise rows.
         """
         return torch.tensor(
             [

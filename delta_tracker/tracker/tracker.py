@@ -1,4 +1,4 @@
-"""ModelDeltaTracker, the public interface of the tracker."""
+"""Public interface of the tracker: :class:`ModelDeltaTracker`."""
 
 from __future__ import annotations
 
@@ -63,14 +63,15 @@ class ModelDeltaTracker:
     the training thread; no update is lost. Each rank tracks its own shards. Only reads with ``top_k`` and
     ``state_dict(strategy="gather")`` are collectives.
 
-    Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL) are compared with a second copy at each read.
-    This is exact for momentum, Adam, weight decay and other ranks' gradients, and takes the memory of the copy.
+    Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL) are compared with a second copy of their rows at
+    each read. This is exact for momentum, Adam, weight decay and other ranks' gradients, and takes the memory of the
+    copy.
 
-    For all other tables, ``load_state_dict`` marks all rows. In-place writes to their weights, such as
+    For all other tables, ``load_state_dict`` marks all rows. In-place writes to the weights of these tables, such as
     ``dcp.load({"model": model.state_dict()}, ...)`` or an edit under ``no_grad``, mark all rows of every table of the
     same kernel, with unknown old states. Some writes cannot be detected: collectives that write to the weights
     (``broadcast``, ``all_reduce``) and writes through ``.data``, ``untyped_storage()``, DLPack, numpy and raw pointers.
-    Call :meth:`mark_changed` after them.
+    Call :meth:`mark_changed` after such writes.
 
     On each rank, create a tracker after the model is sharded, call :meth:`step` after each batch, and call
     :meth:`get_delta` at any time.
@@ -82,9 +83,10 @@ class ModelDeltaTracker:
         delete_on_read: drop rows once every consumer has committed a read of them. False keeps them, so that
             :meth:`rewind` can make them pending again. This takes at most one more row set for each table, with old
             states in the modes that keep them.
-        auto_compact: compact the log in the post-odist hook, after a collection has launched its output distribution,
-            so that compaction overlaps with communication. False compacts after each read. Trackers that keep old
-            states on a GPU always compact after reads, because merging old states waits for the device.
+        auto_compact: compact the log in TorchRec's post-odist hook, which runs after a collection has launched its
+            output distribution, so that compaction overlaps with communication. False compacts after each read.
+            Trackers that keep old states on a GPU always compact after reads, because merging old states waits for the
+            device.
         mode: the data that is kept for each changed row.
         fqns_to_skip: tables not to track, each by its FQN, the FQN of a module above it, or one component of its FQN.
         record: ``"updates"`` to record rows whose update is written, or ``"lookups"`` to also record all rows that are
@@ -243,7 +245,7 @@ class ModelDeltaTracker:
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
         """Mark rows as changed, with unknown old states.
 
-        Needed only after writes that cannot be detected: collectives that write to the weights, and writes through
+        Call it only after writes that cannot be detected: collectives that write to the weights, and writes through
         ``.data``, ``untyped_storage()``, DLPack, numpy or raw pointers.
 
         Args:
@@ -251,7 +253,8 @@ class ModelDeltaTracker:
             ids: ``[N]`` integer local ids, in any order; None for all rows.
 
         Raises:
-            InvalidArgumentError: if the table is not tracked or an id is outside the shard; no row is marked.
+            InvalidArgumentError: if the table is not tracked or an id is outside the shard. In this case no row is
+                marked.
         """
         spec = self._model.shard(fqn).spec
         if ids is not None:
@@ -326,7 +329,7 @@ class ModelDeltaTracker:
 
         Args:
             consumer: its name; optional if there is only one.
-            holder: description of the owner of the handle, for the message of that error.
+            holder: description of the handle's owner, for the error message.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -340,7 +343,7 @@ class ModelDeltaTracker:
         )
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
-        """Return True if a consumer was dropped because the log exceeded ``max_bytes``, so that it needs all rows.
+        """Return True if a consumer was dropped because the log exceeded ``max_bytes``. It then needs all rows.
 
         Args:
             consumer: its name; optional if there is only one.
@@ -353,7 +356,7 @@ class ModelDeltaTracker:
     def clear(self, consumer: str | None = None) -> None:
         """Discard the pending rows of a consumer, or of all consumers if no name is given.
 
-        To recover a dropped consumer, clear it, then copy all rows to it (:meth:`read_rows`).
+        To recover a dropped consumer, call this method, then send all rows (:meth:`read_rows`) to the consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer.
@@ -471,8 +474,8 @@ class ModelDeltaTracker:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
             ReservedConsumerError: if it is reserved; read it with its :class:`ConsumerHandle`.
             NeedsSnapshotError: if the consumer was dropped because the log exceeded ``max_bytes``.
-            InvalidArgumentError: if ``top_k`` is invalid, has no score in a mode without scores, or its score returns
-                NaN or a wrong shape; also if another rank reports such an error.
+            InvalidArgumentError: if ``top_k`` is invalid, if it has no ``score`` in a mode without a default score, or
+                if its ``score`` returns NaN or a wrong shape. Also if another rank fails in a read with ``top_k``.
             RankLostError: if ``top_k`` is given and a rank died or did not make the call in time.
             UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
             DetachedError: after :meth:`detach`.

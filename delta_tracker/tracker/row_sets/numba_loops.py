@@ -6,8 +6,8 @@ Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids, ``B
 Ids outside ``[0, R)`` count as row 0. Shapes:
 
 - ``words`` is ``[2 * B]`` int64, with one bit per row, which is set if the row is marked.
-- ``octets`` is the same memory as ``[16 * B]`` uint8. Octet 0 has the bits of rows 0 to 7 and so on, which requires a
-  little-endian machine.
+- ``octets`` is the same memory as ``[16 * B]`` uint8. ``octets[i]`` has the bits of rows ``8 * i`` to ``8 * i + 7``.
+  This requires a little-endian machine.
 - ``summary`` is ``[ceil(B / 64)]`` int64, with one bit per block, which is set if a row of the block is marked.
 - ``ids`` is ``[N]`` int64.
 
@@ -94,7 +94,7 @@ def _loop(signature: str | None = None) -> Callable[[Callable[..., Any]], Callab
 def _within(row: int, num_rows: int) -> np.uint64:
     """Return the row, or 0 if it is out of range.
 
-    The result is unsigned, because numba checks signed indices for negative values.
+    The result is unsigned, because numba adds a check for negative values to each signed index.
     """
     unsigned = np.uint64(row)  # negative rows become larger than any row
     return unsigned if unsigned < np.uint64(num_rows) else np.uint64(0)

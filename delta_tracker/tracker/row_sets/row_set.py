@@ -22,7 +22,7 @@ class RowSet(ABC):
        to them. An id outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched embedding updates row 0 for it.
        If ``R`` is 0, all ids are accepted and the set stays empty.
     2. Results are new tensors on the set's device. Later calls do not change them.
-    3. Rows are only added, until :meth:`clear` empties the set.
+    3. Only :meth:`clear` removes rows.
     4. The same sequence of calls always returns the same results, in the same order.
     5. :meth:`scan`, :meth:`mark_new` and :meth:`count` wait for the device, because the size or value of their result
        depends on the set's content. :meth:`rank` may wait. No other method waits.
@@ -53,7 +53,7 @@ class RowSet(ABC):
         """Size of the set's memory in bytes."""
 
     def mark(self, ids: Tensor) -> None:
-        """Add rows.
+        """Add the rows with the given ids.
 
         Args:
             ids: ``[N]`` int64 local ids.
@@ -72,7 +72,7 @@ class RowSet(ABC):
             self._clear()
 
     def mark_new(self, ids: Tensor) -> Tensor:
-        """Add rows and return those that were not in the set before.
+        """Add the rows with the given ids. Return the ids of the rows that were not in the set before.
 
         Args:
             ids: ``[N]`` int64 local ids.
@@ -85,7 +85,7 @@ class RowSet(ABC):
         return ids.new_empty(0)
 
     def mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows and return those that were not in the set before, padded to a fixed size.
+        """Add the rows with the given ids. Return the result of :meth:`mark_new`, padded to a fixed size.
 
         Because the size is fixed, the call does not wait for the device.
 
@@ -93,8 +93,8 @@ class RowSet(ABC):
             ids: ``[N]`` int64 local ids.
 
         Returns:
-            ``[N]`` int64: the ``M`` ids that were added, as in :meth:`mark_new`, then -1 as padding; and ``[1]`` int64:
-            the number ``M``.
+            ``[N]`` int64, the ``M`` ids of the added rows followed by -1 as padding; and ``[1]`` int64, the number
+            ``M``.
         """
         if self.num_rows and ids.numel():
             return self._mark_new_padded(ids)
@@ -124,10 +124,10 @@ class RowSet(ABC):
             self._absorb(other)
 
     def scan(self) -> Tensor:
-        """Return the marked rows.
+        """Return the ids of all marked rows.
 
         Returns:
-            ``[K]`` int64 ids, ascending and unique.
+            ``[K]`` int64, ascending and unique.
         """
         if self.num_rows:
             return self._scan()

@@ -1,4 +1,4 @@
-"""Row sets in plain torch for any device: the reference engine."""
+"""Reference implementation of the row sets in plain torch, for any device."""
 
 from __future__ import annotations
 

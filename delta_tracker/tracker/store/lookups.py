@@ -18,12 +18,12 @@ from delta_tracker.types import DeltaRows, EmbdUpdateMode, IndexedLookup
 
 @dataclass(slots=True)
 class _Table:
-    """List of the lookups of one table, in ascending order of batches.
+    """Record of the lookups of one table.
 
     Args:
         empty: a lookup without ids, which has the dtypes, the device and the state shape of all lookups of the table.
         newest_batch: index of the latest batch that was appended. Compaction and deletion do not change it.
-        lookups: the stored lookups.
+        lookups: the stored lookups, in ascending order of batches.
     """
 
     empty: IndexedLookup
@@ -47,9 +47,9 @@ class DeltaStore:
     shard. Its memory grows with the number of stored ids, not with the size of the tables.
 
     Call :meth:`append` for each batch, in ascending order of batches. To read, call :meth:`get_delta` with the first
-    batch that the reader has not read. Call :meth:`delete` with the first batch that any reader still has to read. Call
-    :meth:`compact` only for a range of batches that no later read splits: each later read must start at the first batch
-    of the range or outside the range. Not thread-safe.
+    batch that the reader has not read. Call :meth:`delete` with the first batch that some reader has not read. Call
+    :meth:`compact` only for a range of batches such that each later read starts at the first batch of the range or
+    outside the range. Not thread-safe.
 
     Args:
         update_mode: the state to return for each id: no state, the first state or the last state.

@@ -25,7 +25,7 @@ from delta_tracker.rows import ChangedRows, put_rows
 from delta_tracker.tracker.row_sets.engines import choose_engine
 from delta_tracker.tracker.row_sets.row_set import RowSet
 
-# Normally few batches are open. More stay open only if backward passes raise and their end is not reported.
+# Normally few batches are open. More stay open only if backward passes raise and their batches are not closed.
 _MAX_OPEN = 256
 _STUCK = -2  # key of the open batch that _fold_oldest() creates
 # Sets of at least this size are cleared and reused, because page faults in new memory take longer than a small read.
@@ -129,7 +129,7 @@ class SegmentStore:
             self._fold_oldest()
 
     def close_batch(self, batch: int) -> None:
-        """Close a batch whose update has been written. Does nothing if the batch is not open."""
+        """Close a batch whose update has been written or will not be written. Does nothing if the batch is not open."""
         self._open.pop(batch, None)
 
     def mark(self, ids: Tensor | None, *, states: Tensor | None = None, is_written: bool = False) -> None:
@@ -164,12 +164,12 @@ class SegmentStore:
 
     @property
     def has_open(self) -> bool:
-        """True if a batch is open."""
+        """True if any batch is open."""
         return bool(self._open)
 
     @property
     def keeps_states(self) -> bool:
-        """True if old states are kept."""
+        """True if the store keeps old states."""
         return self._old_states is not None
 
     @property
@@ -181,11 +181,13 @@ class SegmentStore:
         """Mark the rows that a comparison of the shard with a copy finds. No-op in this class, which has no copy."""
 
     def notice_writes(self) -> bool:
-        """Mark all rows if the shard was written without a hook's report. Return True if it was.
+        """Mark all rows, with unknown old states, if the shard was written without a hook's report.
 
-        The old states of these rows are unknown. Call it before every :meth:`cut`. If old states are kept, also call it
-        before each :meth:`open_batch` or :meth:`mark` that captures them, because states that are captured after such
-        a write are not the old ones.
+        Call it before every :meth:`cut`. If old states are kept, also call it before each :meth:`open_batch` or
+        :meth:`mark` that captures them, because states that are captured after such a write are not the old ones.
+
+        Returns:
+            True if the rows were marked.
         """
         if self._was_written is None or self.num_rows == 0:
             return False
@@ -250,9 +252,10 @@ class SegmentStore:
         Waits for the device.
 
         Args:
-            start: a position that has been pinned since its cut. Otherwise :meth:`compact` may have merged the segments
-                before and after it.
-            stop: a position as for ``start``, the position of the last cut, or a higher position.
+            start: a position that has been pinned since it was cut. Otherwise :meth:`compact` may have merged the
+                segments before and after the position.
+            stop: another position that has been pinned since it was cut, the position of the last cut, or a higher
+                position.
             with_states: return a copy of the old states too, if the store keeps them.
         """
         self._trim()
