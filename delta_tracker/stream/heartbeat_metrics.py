@@ -1,4 +1,4 @@
-"""Export of predictors' heartbeats as metrics of another program, usually the publisher's.
+"""Export of predictors' heartbeats as metrics of the calling program, usually a trainer.
 
 To start the export, call ``show_heartbeats("s3://bucket/stream")``.
 """

@@ -148,7 +148,7 @@ class StreamLog:
         return self._create(name, manifest.to_json())
 
     def newest_snapshot(self) -> Manifest | None:
-        """Return the newest snapshot that a reader can start from, None if there is none. It may be a merged entry.
+        """Return the newest snapshot that a reader can start from, in the log or merged; None if there is none.
 
         Raises:
             MalformedError: if an entry does not follow the format.

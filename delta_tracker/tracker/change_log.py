@@ -166,7 +166,7 @@ class ChangeLog:
 
     @property
     def num_recorded(self) -> Mapping[str, int]:
-        """Mapping from table FQN to the number of rows recorded as changed so far. Repeated ids count.
+        """Mapping from table FQN to the number of rows recorded as changed so far. Repeated rows count each time.
 
         Does not wait for the device.
         """
@@ -415,7 +415,7 @@ class ChangeLog:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
 
         Args:
-            consumer: name of the consumer, whose copy of the rows may be wrong.
+            consumer: name of the consumer whose copy of the rows may be wrong.
             fqn: the table.
             ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
         """
@@ -545,7 +545,7 @@ class ChangeLog:
                 self._consumers.reserve(consumer, holder, is_transient=True)
 
     def remove(self, consumer: str) -> None:
-        """Remove a consumer, and drop the rows that were pending only for this consumer.
+        """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer.
@@ -637,7 +637,7 @@ class ChangeLog:
             _logger.exception("could not compact the change log; the next read retries")
 
     def _close_ended(self) -> None:
-        """Close the batches queued by :meth:`ended`. Usually only those of failed backward passes are still open."""
+        """Close the batches queued by :meth:`ended`. Usually only batches of failed backward passes are still open."""
         while self._ended:
             key = self._ended.popleft()
             for fqn in self._open.pop(key, ()):

@@ -19,7 +19,7 @@ _MAX_FREE_BYTES = 320 << 20
 
 
 class PartSource(Protocol):
-    """Protocol of a source of a part's bytes, which are read and checked lazily."""
+    """Protocol for objects that read and check the bytes of one part lazily."""
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Return the bytes ``[begin, end)``. The bytes are unchecked until :meth:`finish` has returned."""
@@ -50,7 +50,7 @@ class PartBuffer:
 
     @property
     def free_bytes(self) -> int:
-        """Number of free bytes kept for the next version."""
+        """Size in bytes of the free memory that is kept for the next version."""
         return self._pool.free_bytes
 
     def keep(self, parts: Sequence[Part], sources: list[PartSource]) -> None:

@@ -47,8 +47,8 @@ class _Span:
 class PartReader:
     """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
 
-    A part of at most ``memory_bytes`` is held in memory as a whole. For a larger part, only a few pieces of 8 MiB and
-    the ids of its rows, 8 bytes each, are in memory. Rows and tensors may be views of that memory.
+    A part of at most ``memory_bytes`` is held in memory as a whole. For a larger part, only a few pieces of 8 MiB are
+    in memory, and 8 bytes for each row that is stored with its id. Rows and tensors may be views of that memory.
 
     Args:
         storage: store of the stream.
@@ -208,7 +208,7 @@ def _source(storage: Storage, part: Part, memory_bytes: int, out: NDArray[np.uin
 
 
 class _InMemory:
-    """Source that reads a part into memory as a whole. If a remote download fails, the next call continues it."""
+    """Source that reads a part into memory as a whole. A call after a failed download continues the download."""
 
     def __init__(self, storage: Storage, part: Part, out: NDArray[np.uint8] | None) -> None:
         self._storage = storage
@@ -317,8 +317,8 @@ def read_parts(
     needed.
 
     If ``buffer`` is given, the parts are read into its memory. After a :class:`StorageError` or an interruption, the
-    buffer keeps what was read, and the next call for the same parts continues. Only a partly read local file is read
-    from its beginning again.
+    buffer keeps what was read, and the next call for the same parts continues. However, a partly read local file is
+    read from its beginning again.
 
     Raises:
         CorruptPartError: if the bytes of a part do not match its record.

@@ -58,7 +58,7 @@ class PartWriter:
 
     @property
     def part(self) -> Part:
-        """Record of the part; available once :meth:`buffers` is exhausted."""
+        """Record of the part for the manifest; available once :meth:`buffers` is exhausted."""
         assert self._part is not None, "buffers() is not exhausted"
         return self._part
 

@@ -1,4 +1,4 @@
-"""Compaction: several deltas are merged into one delta or into a snapshot, so that readers read fewer bytes.
+"""Compaction, which merges several deltas into one delta or into a snapshot, so that readers read fewer bytes.
 
 A merged entry is stored outside the log and adds no information. It is created after its parts, and only if no other
 entry has its name. Therefore any process may compact at any time, concurrently with publishers, readers, retention and

@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 class Upkeep:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
-    A pass compacts before it deletes. A failure is not raised in the caller, but kept in :attr:`error`, and logged
+    A pass compacts before it deletes. A failure is kept in :attr:`error` and not raised in the caller. It is logged,
     unless the preceding pass failed with the same text. The next pass retries.
 
     Args:
@@ -71,7 +71,7 @@ class Upkeep:
         return self._error
 
     def after(self, version: int) -> None:
-        """Start a pass if one is due after ``version`` and none is running. Never blocks, never raises."""
+        """Start a pass if one is due after the committed ``version`` and none is running. Never blocks or raises."""
         if self._is_closed or (self._thread is not None and self._thread.is_alive()):
             return
         if self._compacted is None or self._retained is None:

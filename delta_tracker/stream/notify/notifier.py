@@ -22,7 +22,7 @@ _LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Notifier(Protocol):
-    """Protocol for sending and receiving hints, with three methods that any broker can implement.
+    """Protocol for objects that send and receive hints, usually through a message broker.
 
     1. The publisher calls :meth:`announce` after each committed version, from the thread that publishes. The call
        must return within two seconds, even if the broker hangs.
@@ -123,7 +123,7 @@ class Hints:
             self._worked()
 
     def wait(self, stream: str | None, after: int, timeout_seconds: float) -> None:
-        """Wait for a hint of a version above ``after``, the timeout, or the stop flag. Never raises.
+        """Wait until a version above ``after`` is announced, the timeout expires or the stop flag is set. Never raises.
 
         Returns early only once per version: if the caller still has the same version after a hint, the hint was wrong,
         and the next call waits for the full timeout. Forged hints therefore cannot cause a busy loop.

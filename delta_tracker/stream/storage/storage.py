@@ -69,7 +69,7 @@ class Transfer:
     Attributes:
         out: memory for all requested bytes; None until the object's size is known.
         num_bytes: number of bytes received so far.
-        source: size, ETag and modification time of the object.
+        source: size, ETag and modification time of the object; None before the first response.
     """
 
     out: NDArray[np.uint8] | None = None
@@ -384,8 +384,8 @@ class Storage:
     ) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of a remote object, None if it does not exist.
 
-        If a request fails before all bytes arrived, the remaining bytes are requested again, as long as each request
-        returns at least one byte.
+        If a request ends before all bytes arrived, the remaining bytes are requested, as long as each request returns
+        at least one byte.
         """
         transfer = Transfer() if transfer is None else transfer
         while transfer.out is None or transfer.num_bytes < len(transfer.out):
@@ -514,7 +514,7 @@ class Storage:
 
 
 def back_off(attempt: int) -> None:
-    """Sleep before a retry: 10 ms for ``attempt`` 1, doubled for each further one, times a random 0.5 to 1.5."""
+    """Sleep before a retry: 10 ms for ``attempt`` 1, then doubled each time, times a random factor of 0.5 to 1.5."""
     time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
 
 

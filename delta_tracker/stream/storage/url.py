@@ -52,7 +52,7 @@ def local_directory(url: object) -> Path | None:
     """Return the directory of a ``file://`` URL, None for a remote or in-memory store.
 
     Raises:
-        InvalidArgumentError: if ``url`` is not a URL with a supported scheme.
+        InvalidArgumentError: if ``url`` is not a valid URL of a store.
     """
     parts = _split(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
