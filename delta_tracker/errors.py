@@ -51,7 +51,10 @@ class InvalidArgumentError(DeltaTrackerError, ValueError):
 
 
 class MissingExtraError(DeltaTrackerError, ImportError):
-    """The package ``package`` is required but not installed. The extra ``extra`` of this library installs it."""
+    """A required package is not installed.
+
+    ``package`` is its name, and ``extra`` the extra of this library that installs the package.
+    """
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
@@ -76,7 +79,7 @@ class NoShardedModuleError(DeltaTrackerError, ValueError):
 
 
 class UnsupportedTableError(DeltaTrackerError, ValueError):
-    """A table has an unsupported sharding or kernel; see ``table`` and ``reason``."""
+    """A table has an unsupported sharding type or kernel; see ``table`` and ``reason``."""
 
     def __init__(self, table: str, reason: str) -> None:
         super().__init__(
@@ -159,7 +162,10 @@ class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
 
 
 class StaleDeltaError(DeltaTrackerError, RuntimeError):
-    """A delta is no longer its consumer's uncommitted read: it was committed, aborted, or replaced by a newer read."""
+    """A delta is no longer the uncommitted read of its consumer.
+
+    The delta was committed or aborted, or the consumer has made a newer read.
+    """
 
     def __init__(self, consumer: str) -> None:
         super().__init__(
@@ -239,7 +245,7 @@ class MalformedStateError(CheckpointError):
 
 
 class StreamError(DeltaTrackerError):
-    """Base class of the errors of streams: of their storage, log and parts, and of publishers and predictors."""
+    """Base class of the errors of streams, which include those of storage, publishers and predictors."""
 
 
 class StorageError(StreamError, OSError):
@@ -330,7 +336,7 @@ class MalformedError(StreamError, ValueError):
 
 
 class CorruptPartError(StreamError, ValueError):
-    """A part is missing, truncated, or differs from its manifest; see ``path`` and ``reason``.
+    """A part is missing or truncated, or does not match its manifest; see ``path`` and ``reason``.
 
     No row of the version was applied, with one exception. A part that is too large for memory is read twice, first to
     check it and then to apply it. If the part changed in between, some of its rows may have been applied.
@@ -409,7 +415,7 @@ class FollowEndedError(StreamError, RuntimeError):
 
 
 class PanicError(StreamError, RuntimeError):
-    """Rust code that a predictor called panicked, for example in a ``RowTarget``. ``__cause__`` is the panic."""
+    """A predictor called Rust code that panicked, for example in a ``RowTarget``. ``__cause__`` is the panic."""
 
     def __init__(self, panic: BaseException) -> None:
         super().__init__(

@@ -1,8 +1,8 @@
-"""Load a tracker's state from a checkpoint of ``torch.distributed.checkpoint`` (DCP), at any world size.
+"""Adapter that loads a tracker's state from a checkpoint of ``torch.distributed.checkpoint`` (DCP), at any world size.
 
 To save, pass the tracker itself: ``dcp.save({"model": model, "tracker": tracker}, checkpoint_id=path)``, or
-``dcp.async_save``. DCP needs the keys and sizes of the tensors to load, which differ between saves.
-:class:`SavedTracker` therefore reads them from the checkpoint first.
+``dcp.async_save``. To load tensors, DCP needs their keys and sizes, which depend on the changed rows and the world size
+of the save. :class:`SavedTracker` therefore reads the keys and sizes from the checkpoint first.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class _Wanted(dict[str, Tensor]):
 class SavedTracker:
     """``Stateful`` object for ``dcp.load`` that loads a tracker's state from a checkpoint.
 
-    Each rank reads the headers of all parts, then only those parts that have rows of its shards. ``dcp.load`` calls
-    :meth:`state_dict`, fills the tensors, and calls :meth:`load_state_dict`. DCP restores in alphabetical order of the
-    keys and the model must be restored first, so use a key after the model's, such as ``"tracker"`` after ``"model"``.
-    If a header is incompatible or a tensor is missing, every rank raises an error before any state, including the
-    model's, is loaded.
+    A saved state has one part for each rank that saved it. Each rank that loads reads the headers of all parts, then
+    only those parts that have rows of its shards. ``dcp.load`` calls :meth:`state_dict`, fills the tensors, and calls
+    :meth:`load_state_dict`. DCP restores in alphabetical order of the keys and the model must be restored first, so use
+    a key after the model's, such as ``"tracker"`` after ``"model"``. If a header is incompatible or a tensor is
+    missing, every rank raises an error before any state, including the model's, is loaded.
 
     Args:
         tracker: tracker to load the state into.
-        source: path of the checkpoint, or a reader of it.
+        source: path of the checkpoint, or a storage reader for the checkpoint.
         key: key under which the tracker was saved; None if the checkpoint has one tracker.
 
     Example:

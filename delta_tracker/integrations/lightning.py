@@ -99,12 +99,12 @@ class TrackerCallback(Callback):
             self._publisher.step()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Gather the tracker state on rank 0 and add it to ``checkpoint``. Lightning calls this on every rank."""
+        """Gather the tracker state on rank 0 and add it to ``checkpoint``. Called by Lightning on every rank."""
         del trainer, pl_module
         checkpoint[_KEY] = self.tracker.state_dict(strategy="gather")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the publisher and detach the tracker, even after an error in ``fit``."""
+        """Close the publisher and detach the tracker, even if ``fit`` raised an error."""
         del trainer, pl_module, stage
         if self._publisher is not None:
             self._publisher.close()
