@@ -41,7 +41,7 @@ def check_aggregations(aggregations: Iterable[str]) -> tuple[str, ...]:
 
 
 def needs_buckets(aggregations: Iterable[str]) -> bool:
-    """Return whether any of the aggregations is computed from :class:`LogBuckets`."""
+    """Return True if any of the aggregations is computed from :class:`LogBuckets`."""
     return any(name == "histogram" or quantile_of(name) is not None for name in aggregations)
 
 
@@ -136,7 +136,7 @@ class Aggregate:
         return numbers
 
     def merge(self, newer: Aggregate) -> None:
-        """Add the numbers of ``newer``, which is not changed. ``last`` becomes ``newer.last``, unless that is NaN."""
+        """Add the numbers of ``newer``, which is not changed. A ``newer.last`` that is not NaN replaces ``last``."""
         self.num_rejected += newer.num_rejected
         if newer.count == 0:
             return

@@ -16,7 +16,9 @@ from delta_tracker.monitor.stat import Definition
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """Report of the aggregates of one window of a cell, the series of records of one stat with one set of labels.
+    """Report with the aggregates of one window.
+
+    The window belongs to a cell, which is the series of a stat's records with one set of labels.
 
     Args:
         definition: definition of the stat.
@@ -51,7 +53,7 @@ class WindowReport:
 
 @dataclass(frozen=True, slots=True)
 class TotalReport:
-    """Report of the aggregate of all records of a cell since the process started, for sinks that export totals.
+    """Report with the aggregate of all records of a cell since the process started, for sinks that export totals.
 
     Args:
         definition: definition of the stat.

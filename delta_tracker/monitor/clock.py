@@ -1,4 +1,4 @@
-"""Sources of the timestamps of windows and events, and of the steps and epochs of windows."""
+"""Clock and training progress, which provide the times, steps and epochs that windows report."""
 
 from __future__ import annotations
 

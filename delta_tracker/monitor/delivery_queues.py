@@ -59,7 +59,7 @@ class SinkQueue:
         """Call the sink with a copy of ``batch`` that contains all queued windows and events.
 
         When the sink returns, even if it exceeded the deadline, the delivered windows and events are removed from the
-        queue. If the sink raises, they stay queued.
+        queue. If the sink raises, all windows and events stay queued.
         """
         with self._lock:
             windows, events = tuple(self._windows), tuple(self._events)

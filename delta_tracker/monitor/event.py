@@ -23,7 +23,7 @@ _RANK_BITS, _COUNT_BITS = 16, 48
 
 
 class Severity(IntEnum):
-    """Severity of an event, with the numbers of :mod:`logging`."""
+    """Severity of an event. The numbers are those of the levels of :mod:`logging`."""
 
     DEBUG = 10
     INFO = 20

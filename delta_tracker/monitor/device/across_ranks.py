@@ -16,7 +16,7 @@ Mergeable = DeviceMean | DeviceCounter | DeviceHistogram
 
 
 def merge_ranks(stats: Sequence[Mergeable], group: dist.ProcessGroup | None = None) -> dict[str, Aggregate]:
-    """Return the aggregate of the values that all ranks recorded for each stat since the stat was last merged.
+    """Return the aggregate of each stat over all ranks, for the values recorded since the stat was last merged.
 
     Runs one all-reduce. Every rank must call this function with the same stats in the same order. Waits for the device
     and for the other ranks.

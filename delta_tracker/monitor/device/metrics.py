@@ -1,4 +1,4 @@
-"""Stats that accumulate values on a device without waiting for it.
+"""Stats that accumulate values on a device without waiting for the device.
 
 A value may be a Python number or a tensor of any shape on any device. Values that are not finite are ignored and
 counted as rejected; the check runs on the device. A window closes when a copy of the sums to the host completes. With
@@ -39,7 +39,7 @@ def reader_of(monitor: Monitor) -> DeviceReader:
 
 
 class _DeviceStat(DeviceState):
-    """Device state that records its values in a cell: the series of records of one stat with one set of labels.
+    """Device state that records its values in a cell, the series of a stat's records with one set of labels.
 
     Args:
         stat: the stat.
@@ -60,11 +60,11 @@ class _DeviceStat(DeviceState):
         return self._cell.enabled
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate of the values whose ``num_sums`` sums are ``sums``."""
+        """Return the aggregate of values from their ``num_sums`` sums."""
         raise NotImplementedError
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the values whose sums are ``growth``.
+        """Record the values that increased the sums by ``growth``.
 
         If ``epoch_end`` is given, the epoch has ended, and its window is closed afterwards.
         """
@@ -74,7 +74,7 @@ class _DeviceStat(DeviceState):
 
 
 class DeviceMean(_DeviceStat):
-    """Stat of the weighted mean of values on a device: sum(value * weight) / sum(weight).
+    """Stat that computes the weighted mean of values on a device: sum(value * weight) / sum(weight).
 
     Args:
         name: unique name; dots separate namespaces.
@@ -117,8 +117,9 @@ class DeviceMean(_DeviceStat):
                 each element of ``weight``.
 
         Raises:
-            InvalidArgumentError: for complex values, a weight whose shape does not broadcast to that of ``value``, or a
-                weight on another device, unless it is a zero-dimensional tensor on the CPU.
+            InvalidArgumentError: for complex values, if the shape of ``weight`` does not broadcast to ``value``, or if
+                ``value`` and ``weight`` are on different devices. A zero-dimensional ``weight`` may always be on the
+                CPU.
         """
         if not self.enabled:
             return
@@ -130,7 +131,7 @@ class DeviceMean(_DeviceStat):
             self._add(_HOST, _single(value, weight))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate of the values whose sums are ``sums``.
+        """Return the aggregate of values from their sums.
 
         The sums are the total, the weight, the number of accepted values, and the number of all values.
         """
@@ -151,7 +152,7 @@ class DeviceMean(_DeviceStat):
 
 
 class DeviceSum(DeviceMean):
-    """Stat of the weighted sum of values on a device: sum(value * weight).
+    """Stat that computes the weighted sum of values on a device: sum(value * weight).
 
     The arguments are those of :class:`DeviceMean`. The default aggregations are ``sum`` and ``count``.
     """
@@ -218,7 +219,7 @@ class DeviceCounter(_DeviceStat):
         self._add(value.device, torch.stack((total, num_good, num_good, num_values)))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate of the values whose sums are ``sums``.
+        """Return the aggregate of values from their sums.
 
         The sums are the total, the weight, the number of accepted values, and the number of all values.
         """
@@ -275,7 +276,7 @@ class DeviceHistogram(_DeviceStat):
         self._add(value.device, counts, places)
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate, with buckets, of the values whose sums are ``sums``."""
+        """Return the aggregate of values, including buckets, from the sums of a histogram."""
         result = Aggregate(with_buckets=True)
         buckets = LogBuckets()
         for place, count in enumerate(sums[1:_ZEROS]):

@@ -3,8 +3,8 @@
 Notation: ``K`` is the number of sums of a state.
 
 Values are added to the sums on the device that holds the values. A reading is an asynchronous copy of the sums to the
-host, ordered with the other work on the device. The values added between two readings are recorded as the difference of
-the readings, the growth. The sums therefore need no reset, and no value is lost or counted twice.
+host, ordered with the other work on the device. The difference of two readings, called the growth, covers the values
+added between them. The sums therefore need no reset, and no value is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DeviceState(ABC):
             return total
 
     def merged_until(self, now: Tensor) -> Tensor:
-        """Return the ``[K]`` sums of the last merge across ranks, and store ``now`` as those of this merge.
+        """Return the ``[K]`` sums at the last merge across ranks, and store ``now`` for the next merge.
 
         Returns zeros at the first merge.
 

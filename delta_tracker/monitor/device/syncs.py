@@ -1,10 +1,10 @@
-"""Detection of device synchronization on machines without a device.
+"""Functions that find synchronizations with a device on machines without a device.
 
-Tensors returned by :func:`on_device` report a simulated device but hold their data on the CPU. Inside
-:func:`find_syncs`, each operation on them that would synchronize is recorded: reading a number on the host, computing a
-result whose shape depends on data, creating a tensor from host data, and copying between host and device without
-``non_blocking``. If nothing is recorded, this is strong evidence that the code does not wait for the device, but no
-proof. On a GPU, use ``torch.cuda.set_sync_debug_mode("error")``.
+Tensors returned by :func:`on_device` report a simulated device but hold their data on the CPU. In its block,
+:func:`find_syncs` records each operation on these tensors that would wait for a real device: reading a number on the
+host, computing a result whose shape depends on data, creating a tensor from host data, and copying between host and
+device without ``non_blocking``. If nothing is recorded, this is strong evidence that the code does not wait for the
+device, but no proof. On a GPU, use ``torch.cuda.set_sync_debug_mode("error")``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def held(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def find_syncs(*, everywhere: bool = False) -> Iterator[list[SyncError]]:
-    """Context manager that records, without raising, each operation that would wait for the device.
+    """Context manager that records, without raising, each operation that would wait for a real device.
 
     Args:
         everywhere: True to treat all CPU tensors as if they were on the device, to check code that only runs on the
@@ -82,7 +82,7 @@ def find_syncs(*, everywhere: bool = False) -> Iterator[list[SyncError]]:
 
 @contextmanager
 def assert_no_sync(*, everywhere: bool = False) -> Iterator[None]:
-    """Context manager that raises the first :class:`SyncError` found in its body when the body ends.
+    """Context manager that raises the first :class:`SyncError` found in its block when the block ends.
 
     Args:
         everywhere: True to treat all CPU tensors as if they were on the device, see :func:`find_syncs`.

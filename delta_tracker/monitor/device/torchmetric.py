@@ -121,7 +121,7 @@ class TorchMetric(Source):
             self._num_updates += 1
 
     def reset(self) -> None:
-        """Reset the metric, for example at the end of an epoch."""
+        """Reset the metric and drop the pending copy, for example at the end of an epoch."""
         with self._lock:
             self.metric.reset()
             self._num_updates = self._num_read = 0
@@ -218,7 +218,7 @@ class TorchMetric(Source):
                 raise InvalidArgumentError("metric", f"{self.name}: {name} has shapes {shapes}", remedy)
 
     def _reduced(self, parts: Sequence[Sequence[Tensor]]) -> _Copies:
-        """Return the states reduced over the ranks, by name.
+        """Reduce each state over the ranks, and return the results by name.
 
         Args:
             parts: the states of each rank, in the order of ``_reductions``.
@@ -259,7 +259,7 @@ class TorchMetric(Source):
 
 
 def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
-    """Return the reduction of each state (sum, max, min or cat) by its name.
+    """Return a mapping from the name of each state to its reduction: sum, max, min or cat.
 
     Raises:
         InvalidArgumentError: for an unsupported metric or reduction.
