@@ -44,7 +44,7 @@ class Case:
 def ours() -> list[Case]:
     """Return cases of the monitor's stats."""
     monitor = Monitor()
-    labelled = monitor.counter("labelled", labels=["table"])
+    labeled = monitor.counter("labeled", labels=["table"])
     plain = monitor.counter("plain")
     stat = monitor.stat("stat")
     spread = monitor.stat("spread", aggregations=("mean", "std"))
@@ -61,7 +61,7 @@ def ours() -> list[Case]:
 
     timer = monitor.stat("timed").time()
     return [
-        Case("monitor: cached counter cell", labelled.cell(table="user").add, lambda n: total("labelled") == n),
+        Case("monitor: cached counter cell", labeled.cell(table="user").add, lambda n: total("labeled") == n),
         Case("monitor: counter without labels", plain.add, lambda n: total("plain") == n),
         Case("monitor: counter, disabled", disabled.cell().add, lambda n: n > 0 and total("disabled") == 0),
         Case("monitor: stat (mean, min, max)", stat.add, lambda n: total("stat") == n),

@@ -68,7 +68,7 @@ def tables(count: int, num_rows: int, dim: int = 64) -> tuple[Table, ...]:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Initialise a gloo process group of one rank, without a port."""
+    """Initialize a gloo process group of one rank, without a port."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -457,7 +457,7 @@ class PartialRowsError(StreamError, ValueError):
         self.needed = needed
         super().__init__(
             f"{num_rows} rows of table {table!r} have the columns {_listed(self.found)} only, "
-            f"and the predictor's model quantises the columns {needed!r} together",
+            f"and the predictor's model quantizes the columns {needed!r} together",
             "Wait for the next snapshot, which has whole rows; publish column-wise tables without top-k and with fused "
             "kernels, or do not shard this one by columns",
         )

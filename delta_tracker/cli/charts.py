@@ -18,7 +18,7 @@ Labels = Callable[[float], str]
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Labelled position on an axis.
+    """Labeled position on an axis.
 
     Args:
         place: position on the axis, in percent from the left or the bottom.
@@ -37,7 +37,7 @@ class Shape:
 
     Args:
         path: SVG path data.
-        series: CSS class of the data series, which sets the colour.
+        series: CSS class of the data series, which sets the color.
         is_line: True to stroke the path, False to fill it.
     """
 

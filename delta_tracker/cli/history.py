@@ -84,7 +84,7 @@ class History:
     Memory: one :class:`Amount` per table and bin, with at most ``2 * max_bins`` bins.
 
     Args:
-        max_bins: half the maximum number of bins. Neighbouring bins are merged when the maximum is exceeded.
+        max_bins: half the maximum number of bins. Neighboring bins are merged when the maximum is exceeded.
 
     Attributes:
         bins: bins in ascending order of versions.

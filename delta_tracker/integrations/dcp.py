@@ -68,7 +68,7 @@ class SavedTracker:
         self._headers: dict[str, Tensor] = {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return uninitialised tensors by name, for ``dcp.load`` to fill with the parts that this rank needs.
+        """Return uninitialized tensors by name, for ``dcp.load`` to fill with the parts that this rank needs.
 
         The result is empty if the checkpoint has no tracker state.
 

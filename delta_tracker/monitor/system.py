@@ -85,9 +85,9 @@ def cuda_memory_bytes() -> Readings:
     """Return the memory of torch's CUDA allocator in bytes.
 
     The keys are pairs of a device index and ``allocated``, ``reserved`` or ``peak``. Returns None until the program has
-    initialised CUDA.
+    initialized CUDA.
     """
-    torch = _initialised_torch()
+    torch = _initialized_torch()
     if torch is None:
         return None
     found: dict[str | tuple[str, ...], float] = {}
@@ -151,7 +151,7 @@ def _read(name: str) -> str | None:
         return None
 
 
-def _initialised_torch() -> ModuleType | None:
-    """Return the module ``torch`` if the program has initialised CUDA, else None. Does not import the module."""
+def _initialized_torch() -> ModuleType | None:
+    """Return the module ``torch`` if the program has initialized CUDA, else None. Does not import the module."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None

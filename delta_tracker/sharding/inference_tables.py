@@ -1,8 +1,8 @@
-"""Row targets for the tables of a serving model that TorchRec has sharded or quantised.
+"""Row targets for the tables of a serving model that TorchRec has sharded or quantized.
 
-A row quantised to integers consists of a scale and a bias of two bytes each, the codes of its columns, and padding. The
+A row quantized to integers consists of a scale and a bias of two bytes each, the codes of its columns, and padding. The
 scale and bias are computed from the whole row. If the codes of a row are stored in several column shards, every shard
-has the same scale and bias. This is also true when torchrec shards a table after quantising it.
+has the same scale and bias. This is also true when torchrec shards a table after quantizing it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget, write_rows
 from delta_tracker.sharding.discover import LocalShard, discover
 from delta_tracker.sharding.kernel_memory import one_cut
-from delta_tracker.sharding.torchrec_api import Quantised, Torchrec, load_quantised, load_torchrec
+from delta_tracker.sharding.torchrec_api import Quantized, Torchrec, load_quantized, load_torchrec
 from delta_tracker.sharding.weights import column_views
 
 _SCALE_BIAS_BYTES = 4
 _FLOATS = {"fp16": torch.float16, "fp32": torch.float32}
 _BITS = {"int8": 8, "int4": 4, "int2": 2}
-# dtypes that the quantiser accepts; others are converted to float32 first.
+# dtypes that the quantizer accepts; others are converted to float32 first.
 _QUANTISED_FROM = (torch.float32, torch.float16)
 
 
@@ -40,15 +40,15 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
         InvalidArgumentError: if the kernel, data type or geometry of a sharded table is not supported.
         MissingExtraError: if torchrec is not installed.
     """
-    torchrec, quantised = load_torchrec(), load_quantised()
-    for fqn, module in _walk(model, "", torchrec, (*quantised.sharded, *quantised.collections)):
+    torchrec, quantized = load_torchrec(), load_quantized()
+    for fqn, module in _walk(model, "", torchrec, (*quantized.sharded, *quantized.collections)):
         prefix = f"{fqn}." if fqn else ""
         if torchrec.holder(module):
             tables = _sharded(module)
-        elif holder := _holder(module, quantised.sharded):
-            tables = _quantised(module, holder, _sharded_blocks(module), quantised)
-        elif holder := _holder(module, quantised.collections):
-            tables = _quantised(module, holder, _unsharded_blocks(module), quantised)
+        elif holder := _holder(module, quantized.sharded):
+            tables = _quantized(module, holder, _sharded_blocks(module), quantized)
+        elif holder := _holder(module, quantized.collections):
+            tables = _quantized(module, holder, _unsharded_blocks(module), quantized)
         else:
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 yield prefix + name, tensor
@@ -58,29 +58,29 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 
 
 def _walk(
-    module: nn.Module, fqn: str, torchrec: Torchrec, quantised: tuple[type[nn.Module], ...]
+    module: nn.Module, fqn: str, torchrec: Torchrec, quantized: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``(FQN, module)`` for ``module`` and each module below it, once for each FQN that a module has.
 
     FQNs are those of ``state_dict``, in which wrappers have no component; the wrappers themselves are not yielded. Does
-    not descend into sharded and quantised collections.
+    not descend into sharded and quantized collections.
 
     Args:
         module: the root.
         fqn: FQN of ``module``.
         torchrec: classes of the installed torchrec.
-        quantised: classes of the quantised collections.
+        quantized: classes of the quantized collections.
     """
     if isinstance(module, torchrec.wrapper):
-        yield from _walk(module._dmp_wrapped_module, fqn, torchrec, quantised)  # type: ignore[arg-type]  # noqa: SLF001
+        yield from _walk(module._dmp_wrapped_module, fqn, torchrec, quantized)  # type: ignore[arg-type]  # noqa: SLF001
     elif isinstance(module, DistributedDataParallel):
-        yield from _walk(module.module, fqn, torchrec, quantised)
+        yield from _walk(module.module, fqn, torchrec, quantized)
     else:
         yield fqn, module
-        if torchrec.holder(module) is None and not isinstance(module, quantised):
+        if torchrec.holder(module) is None and not isinstance(module, quantized):
             for name, child in module._modules.items():  # noqa: SLF001  named_children() omits repeated modules
                 if child is not None:
-                    yield from _walk(child, f"{fqn}.{name}" if fqn else name, torchrec, quantised)
+                    yield from _walk(child, f"{fqn}.{name}" if fqn else name, torchrec, quantized)
 
 
 def _holder(module: nn.Module, collections: dict[type[nn.Module], str]) -> str | None:
@@ -119,7 +119,7 @@ def _forget_cached(shard: LocalShard) -> Any:  # noqa: ANN401  a callable withou
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Location of a table's block: the slot of a quantised kernel, and the block's first row and column.
+    """Location of a table's block: the slot of a quantized kernel, and the block's first row and column.
 
     Args:
         table: name of the table.
@@ -149,11 +149,11 @@ def _sharded_blocks(module: Any) -> Iterator[_Block]:  # noqa: ANN401  a torchre
             yield _Block(table.name, kernel, slot, row, column)
 
 
-def _quantised(
+def _quantized(
     module: Any,  # noqa: ANN401  a torchrec module
     holder: str,
     blocks: Iterable[_Block],
-    quantised: Quantised,
+    quantized: Quantized,
 ) -> Iterator[tuple[str, RowTarget]]:
     by_table: dict[str, list[_Block]] = {}
     for block in blocks:
@@ -161,22 +161,22 @@ def _quantised(
     configs = module.embedding_configs() if holder == "embeddings" else module.embedding_bag_configs()
     for config in configs:
         held = by_table.get(config.name, [])
-        obstacle = next((found for block in held if (found := _obstacle(block, quantised))), "")
-        packed = [] if obstacle else [_packed(block, quantised) for block in held]
+        obstacle = next((found for block in held if (found := _obstacle(block, quantized))), "")
+        packed = [] if obstacle else [_packed(block, quantized) for block in held]
         yield (
             f"{holder}.{config.name}",
-            QuantisedTarget(config.num_embeddings, config.embedding_dim, packed, obstacle=obstacle),
+            QuantizedTarget(config.num_embeddings, config.embedding_dim, packed, obstacle=obstacle),
         )
 
 
-def _obstacle(block: _Block, quantised: Quantised) -> str:
+def _obstacle(block: _Block, quantized: Quantized) -> str:
     """Return the reason why rows of a block cannot be written; an empty string if they can."""
     kernel = block.kernel
-    if type(kernel) not in quantised.kernels:
+    if type(kernel) not in quantized.kernels:
         return f"in a {type(kernel).__name__}, which does not store rows contiguously"
     _, _, dim, kind, _ = kernel.embedding_specs[block.slot]
     if kind.value not in {*_FLOATS, *_BITS} or kernel.scale_bias_size_in_bytes != _SCALE_BIAS_BYTES:
-        return f"quantised to {kind.value} with {kernel.scale_bias_size_in_bytes} bytes of scale and bias"
+        return f"quantized to {kind.value} with {kernel.scale_bias_size_in_bytes} bytes of scale and bias"
     if not kernel.weight_initialized:
         return "without memory, because its weights are not initialized"
     if (
@@ -186,13 +186,13 @@ def _obstacle(block: _Block, quantised: Quantised) -> str:
     ):
         return "pruned, so that its ids are remapped"
     if dim * _BITS.get(kind.value, 16) % 16:
-        return f"quantised to {kind.value} with {dim} columns, whose codes do not fill a multiple of two bytes"
+        return f"quantized to {kind.value} with {dim} columns, whose codes do not fill a multiple of two bytes"
     return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Block of quantised rows that forms a rectangle of a table.
+    """Block of quantized rows that forms a rectangle of a table.
 
     Args:
         region: the rectangle; its ``memory`` is two-dimensional uint8, one row with padding per table row.
@@ -209,19 +209,19 @@ class Packed:
     kernel: Any
 
 
-def _packed(block: _Block, quantised: Quantised) -> Packed:
+def _packed(block: _Block, quantized: Quantized) -> Packed:
     kernel = block.kernel
     _, num_rows, dim, kind, _ = kernel.embedding_specs[block.slot]
     memory = kernel.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)[block.slot][0]
     region = Region((block.row, block.row + num_rows), (block.column, block.column + dim), memory)
-    return Packed(region, kind.value, quantised.row_bytes(dim, kind), kernel.reverse_qparam, kernel)
+    return Packed(region, kind.value, quantized.row_bytes(dim, kind), kernel.reverse_qparam, kernel)
 
 
-class QuantisedTarget(TensorTarget):
-    """Target for a quantised table. Receives rows in the trainer's dtype and quantises them as torchrec does.
+class QuantizedTarget(TensorTarget):
+    """Target for a quantized table. Receives rows in the trainer's dtype and quantizes them as torchrec does.
 
-    The result equals torchrec's byte for byte. Rows arrive on the CPU and are quantised there. The trainer's table may
-    be float32, float16 or bfloat16. torchrec cannot quantise bfloat16, so bfloat16 rows are converted to float32 first.
+    The result equals torchrec's byte for byte. Rows arrive on the CPU and are quantized there. The trainer's table may
+    be float32, float16 or bfloat16. torchrec cannot quantize bfloat16, so bfloat16 rows are converted to float32 first.
 
     Args:
         num_rows: number of rows of the whole table.
@@ -236,7 +236,7 @@ class QuantisedTarget(TensorTarget):
         self.needs_whole_rows = True
         ranges = self.columns
         if ranges and not obstacle and ([0, *(end for _, end in ranges)] != [*(first for first, _ in ranges), dim]):
-            self._obstacle = f"limited to the columns {ranges}, but quantisation needs whole rows"
+            self._obstacle = f"limited to the columns {ranges}, but quantization needs whole rows"
         self.columns = ((0, dim),) if ranges else ()
         # Blocks with the same layout share one result of prepare(). Values: block, first byte of its row in the result.
         self._layouts: dict[tuple[object, ...], tuple[Packed, int]] = {}
@@ -248,30 +248,30 @@ class QuantisedTarget(TensorTarget):
                 self._row_bytes += each.region.memory.shape[1]
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:
-        """Quantise rows.
+        """Quantize rows.
 
         Args:
             values: ``[N, dim]`` rows on the CPU, with all columns of the table.
             columns: column range of ``values``.
 
         Returns:
-            ``[N, bytes]`` uint8. Each row contains the quantised row in every distinct layout of the blocks, one layout
+            ``[N, bytes]`` uint8. Each row contains the quantized row in every distinct layout of the blocks, one layout
             after the other.
         """
         if values.dtype not in _QUANTISED_FROM:
             values = values.float()
-        values = values.contiguous()  # the quantiser ignores strides
+        values = values.contiguous()  # the quantizer ignores strides
         rows = torch.zeros(len(values), self._row_bytes, dtype=torch.uint8)
-        quantised: dict[str, Tensor] = {}
+        quantized: dict[str, Tensor] = {}
         for each, at in self._layouts.values():
-            if each.kind not in quantised:
-                quantised[each.kind] = _quantise(values, each.kind)
-            _pack(rows[:, at : at + each.row_bytes], quantised[each.kind], each)
+            if each.kind not in quantized:
+                quantized[each.kind] = _quantize(values, each.kind)
+            _pack(rows[:, at : at + each.row_bytes], quantized[each.kind], each)
         return super().prepare(rows, columns)
 
     @torch.no_grad()
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:  # noqa: ARG002
-        """Write quantised rows in place and reset the cache states of the kernels.
+        """Write quantized rows in place and reset the cache states of the kernels.
 
         Args:
             ids: ``[N]`` int64 global row ids on the CPU, ascending; or a slice with start and stop.
@@ -290,8 +290,8 @@ def _layout(block: Packed) -> tuple[object, ...]:
     return block.region.columns, block.kind, block.row_bytes, block.region.memory.shape[1], block.is_scale_last
 
 
-def _quantise(values: Tensor, kind: str) -> Tensor:
-    """Return the quantised rows as ``[N, bytes]`` uint8: the codes of all columns, then scale and bias for int kinds.
+def _quantize(values: Tensor, kind: str) -> Tensor:
+    """Return the quantized rows as ``[N, bytes]`` uint8: the codes of all columns, then scale and bias for int kinds.
 
     The bytes equal those of torchrec's ``quantize_state_dict``.
 
@@ -301,25 +301,25 @@ def _quantise(values: Tensor, kind: str) -> Tensor:
     """
     if kind in _FLOATS:
         return values.to(_FLOATS[kind]).view(torch.uint8)
-    quantised: Tensor = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(values, _BITS[kind])
-    return quantised
+    quantized: Tensor = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(values, _BITS[kind])
+    return quantized
 
 
-def _pack(rows: Tensor, quantised: Tensor, block: Packed) -> None:
+def _pack(rows: Tensor, quantized: Tensor, block: Packed) -> None:
     """Write the codes, scale and bias of a block's columns to the packed rows of the block.
 
     Args:
         rows: ``[N, row_bytes]`` uint8, written in place.
-        quantised: rows of the whole table, as returned by :func:`_quantise`.
+        quantized: rows of the whole table, as returned by :func:`_quantize`.
         block: the block.
     """
     bits = _BITS.get(block.kind) or 8 * _FLOATS[block.kind].itemsize
     first, end = (edge * bits // 8 for edge in block.region.columns)
-    codes = quantised[:, first:end]
+    codes = quantized[:, first:end]
     if block.kind in _FLOATS:
         rows.copy_(codes)
         return
-    scale_bias = quantised[:, -_SCALE_BIAS_BYTES:]
+    scale_bias = quantized[:, -_SCALE_BIAS_BYTES:]
     num_codes = end - first
     if block.is_scale_last:
         rows[:, :num_codes] = codes

@@ -15,7 +15,7 @@ def has_sharded(model: nn.Module) -> bool:
 
 
 def has_fbgemm_tables(model: nn.Module) -> bool:
-    """Return True if a module of the model is sharded or quantised by TorchRec, so that FBGEMM holds its tables."""
+    """Return True if a module of the model is sharded or quantized by TorchRec, so that FBGEMM holds its tables."""
     return _has(model, (_SHARDED, _QUANTISED))
 
 

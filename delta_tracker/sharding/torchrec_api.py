@@ -96,8 +96,8 @@ def _imported(module: str, *names: str) -> tuple[type, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
-    """Container for the classes of the installed torchrec that quantised inference uses.
+class Quantized:
+    """Container for the classes of the installed torchrec that quantized inference uses.
 
     Args:
         collections: module class to the name of the attribute that holds its tables.
@@ -114,8 +114,8 @@ class Quantised:
     row_bytes: Callable[[int, Any], int]
 
 
-def load_quantised() -> Quantised:
-    """Import torchrec's quantised modules and return the classes that the package uses.
+def load_quantized() -> Quantized:
+    """Import torchrec's quantized modules and return the classes that the package uses.
 
     Raises:
         MissingExtraError: if torchrec or fbgemm is not installed.
@@ -128,7 +128,7 @@ def load_quantised() -> Quantised:
         inference = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_inference")
     except ModuleNotFoundError as missing:
         raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
-    return Quantised(
+    return Quantized(
         collections={modules.EmbeddingCollection: "embeddings", modules.EmbeddingBagCollection: "embedding_bags"},
         sharded={
             embedding.ShardedQuantEmbeddingCollection: "embeddings",

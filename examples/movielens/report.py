@@ -22,7 +22,7 @@ READERS = {
     "fresh": ("predictor, fresh", "#1b7f5c"),
     "frozen": ("predictor, frozen at the snapshot", "#c2452d"),
 }
-"""Label and colour of each compared model."""
+"""Label and color of each compared model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class TablesDifferError(Exception):
 
 
 def verify_run(work: Path) -> str:
-    """Compare the tables in a work folder. Return a line that summarises the comparison.
+    """Compare the tables in a work folder. Return a line that summarizes the comparison.
 
     Raises:
         TablesDifferError: if tables differ; it names each table and the difference.

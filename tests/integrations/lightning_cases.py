@@ -21,7 +21,7 @@ from tests.tracker.checkpointing_cases import dump
 
 
 class _Sharded(DDPStrategy):
-    """TorchRec synchronises its model itself; the module below restores it."""
+    """TorchRec synchronizes its model itself; the module below restores it."""
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None: ...
 

@@ -68,7 +68,7 @@ class Schedule:
         self._marks.add(next(each.id for each in reversed(self._monitor.events.recent) if each.name == "mark"))
 
     def script(self) -> None:
-        """Choose the behaviour of a sink at its next deliveries."""
+        """Choose the behavior of a sink at its next deliveries."""
         sink = self._choose.choice(self._sinks)
         sink.script = self._choose.choices(["take", "fail", "block", "block and fail"], k=3)
         if any("block" in each for each in sink.script):

@@ -145,7 +145,7 @@ def test_ranks_save_together(two_ranks, tmp_path) -> None:
 
 
 def test_a_trackers_checkpoint_can_carry_them() -> None:
-    """In the required form: JSON-serialisable parts that are merged before they are loaded."""
+    """In the required form: JSON-serializable parts that are merged before they are loaded."""
     ranks = [_rank({"user": 10}, 0.5), _rank({"user": 20, "item": 7}), _rank({})]
     counters = [LogicalCounters(monitor) for monitor in ranks]
     assert all(isinstance(each, Mergeable) for each in counters)

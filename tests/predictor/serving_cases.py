@@ -1,4 +1,4 @@
-"""Cases for predictors of sharded and quantised models, which must equal trainers with other shardings."""
+"""Cases for predictors of sharded and quantized models, which must equal trainers with other shardings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from delta_tracker.row_target import TensorTarget
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.weights import column_views
 from tests.models import Spec, Table, batch, shard
-from tests.sharding.quantised import memory, quantise, shard_quantised
+from tests.sharding.quantized import memory, quantize, shard_quantized
 from tests.tracker.conformance_cases import hosts
 
 
@@ -95,15 +95,15 @@ def sharded(
     return {"rows": num_rows, "held": len(held), "tables": len(pairs)}
 
 
-def quantised(rank: int, world_size: int, url: str, bag: bool, kind: str, server: str | None) -> list[int]:
-    """Train a sharded model; on each rank a quantised model must equal the trainer's tables, quantised again."""
+def quantized(rank: int, world_size: int, url: str, bag: bool, kind: str, server: str | None) -> list[int]:
+    """Train a sharded model; on each rank a quantized model must equal the trainer's tables, quantized again."""
     spec = _spec({"row": "row", "column": "column:0,1", "stacked": "column:1,1", "first": "table:0"},
                  bag=bag, kernel="fused", dim=16)  # fmt: skip
 
     def model_of(tables: dict[str, Tensor]) -> nn.Module:
         named = {fqn.rsplit(".", 1)[1]: table for fqn, table in tables.items()}
-        model = quantise(named, kind, bag=bag, split=server is not None)
-        return model if server is None else shard_quantised(model, server)
+        model = quantize(named, kind, bag=bag, split=server is not None)
+        return model if server is None else shard_quantized(model, server)
 
     trainer = shard(spec)
     generator = torch.Generator().manual_seed(rank)
@@ -128,7 +128,7 @@ def partial(rank: int, world_size: int, url: str) -> str:
     """Without fused kernels a row may change in one column shard only; such rows need a snapshot."""
     spec = _spec({"column": "column:0,1"}, bag=True, kernel="dense", dim=8)
     trainer = shard(spec)
-    model = quantise({"column": torch.zeros(9, 8)}, "int8", bag=True)
+    model = quantize({"column": torch.zeros(9, 8)}, "int8", bag=True)
     with ModelDeltaTracker(trainer, ["stream"]) as tracker:
         publisher = Publisher(tracker, url, "stream")
         predictor = Predictor(model, url)
@@ -148,7 +148,7 @@ def partial(rank: int, world_size: int, url: str) -> str:
         publisher.snapshot()
         Predictor(model, url).sync()
         (table,) = whole_tables(trainer).values()
-        wanted = quantise({"column": table}, "int8", bag=True)
+        wanted = quantize({"column": table}, "int8", bag=True)
         assert all(torch.equal(held, new) for held, new in zip(memory(model), memory(wanted), strict=True))
         publisher.close()
     return message

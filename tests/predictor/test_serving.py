@@ -1,4 +1,4 @@
-"""Predictors of sharded and quantised models that follow real trainers with other shardings."""
+"""Predictors of sharded and quantized models that follow real trainers with other shardings."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_grids_serve_grids_and_others(four_ranks: RankPool, url: str) -> None:
         (True, "int8", "table"),
     ],
 )
-def test_every_sharding_serves_quantised_models(
+def test_every_sharding_serves_quantized_models(
     two_ranks: RankPool, url: str, bag: bool, kind: str, server: str | None
 ) -> None:
-    for rows in two_ranks.run(f"{_CASES}:quantised", url=url, bag=bag, kind=kind, server=server):
+    for rows in two_ranks.run(f"{_CASES}:quantized", url=url, bag=bag, kind=kind, server=server):
         assert all(rows)
 
 

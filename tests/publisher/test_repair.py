@@ -75,7 +75,7 @@ def test_every_row_is_sent_if_the_changed_rows_are_unknown(writer: Writer) -> No
     assert _repair(again, note) is None
 
 
-def test_a_quantised_stream_is_repaired_by_its_ids() -> None:
+def test_a_quantized_stream_is_repaired_by_its_ids() -> None:
     writer = Writer(Storage("memory://"), encoding=Encoding.INT8)
     writer.snapshot()
     note = _place(writer)

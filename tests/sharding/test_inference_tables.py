@@ -1,4 +1,4 @@
-"""Quantised targets equal torchrec's quantisation of the trainer's table byte for byte."""
+"""Quantized targets equal torchrec's quantization of the trainer's table byte for byte."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
-from tests.sharding.quantised import KINDS, memory, quantise, shard_quantised
+from tests.sharding.quantized import KINDS, memory, quantize, shard_quantized
 from tests.stream.streams import FQN, Writer
 
 _WITH_SCALE = ("int8", "int4", "int2")
@@ -39,8 +39,8 @@ _BUILDS = [
 
 
 def _build(tables: dict[str, Tensor], kind: str, bag: bool, sharding: str | None, split: bool, **kwargs: Any) -> Any:
-    model = quantise(tables, kind, bag=bag, split=split, **kwargs)
-    return model if sharding is None else shard_quantised(model, sharding)
+    model = quantize(tables, kind, bag=bag, split=split, **kwargs)
+    return model if sharding is None else shard_quantized(model, sharding)
 
 
 def _prefix(bag: bool) -> str:
@@ -77,7 +77,7 @@ def _equal(model: nn.Module, other: nn.Module) -> bool:
 @pytest.mark.parametrize(("kind", "bag", "sharding", "split"), _BUILDS)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_deltas_give_the_bytes_of_quantising_anew(
+def test_deltas_give_the_bytes_of_quantizing_anew(
     data: Any, kind: str, bag: bool, sharding: str | None, split: bool
 ) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
@@ -103,30 +103,30 @@ def test_deltas_give_the_bytes_of_quantising_anew(
 @pytest.mark.parametrize("bag", [False, True])
 def test_tables_that_are_sharded_whole_without_their_rows(kind: str, bag: bool) -> None:
     tables = {"t": torch.randn(11, 16), "u": torch.randn(5, 16)}
-    model = shard_quantised(quantise(tables, kind, bag=bag), "table")
+    model = shard_quantized(quantize(tables, kind, bag=bag), "table")
     _apply(model, [_snapshot(_prefix(bag) + name, table) for name, table in tables.items()])
     (held,) = memory(model)
-    (wanted,) = memory(quantise(tables, kind, bag=bag, alignment=1))  # what the shards have
+    (wanted,) = memory(quantize(tables, kind, bag=bag, alignment=1))  # what the shards have
     assert torch.equal(held, wanted)
 
 
 @pytest.mark.parametrize("sharding", ["table", "row", "column"])
-def test_lookups_of_a_sharded_model_equal_those_of_the_quantised_one(sharding: str) -> None:
+def test_lookups_of_a_sharded_model_equal_those_of_the_quantized_one(sharding: str) -> None:
     tables = {"t": torch.randn(11, 16), "u": torch.randn(5, 16)}
-    model = shard_quantised(
-        quantise({name: -table for name, table in tables.items()}, "int8", bag=True, split=True), sharding
+    model = shard_quantized(
+        quantize({name: -table for name, table in tables.items()}, "int8", bag=True, split=True), sharding
     )
     _apply(model, [_snapshot(_prefix(True) + name, table) for name, table in tables.items()])
     features = KeyedJaggedTensor(
         keys=["t", "u"], values=torch.tensor([10, 3, 0, 4, 1]), lengths=torch.tensor([2, 1, 1, 1])
     )
-    assert torch.equal(model(features).values(), quantise(tables, "int8", bag=True)(features).values())
+    assert torch.equal(model(features).values(), quantize(tables, "int8", bag=True)(features).values())
 
 
-def test_wider_rows_of_bfloat16_are_quantised_from_float() -> None:
+def test_wider_rows_of_bfloat16_are_quantized_from_float() -> None:
     table = torch.randn(11, 16).bfloat16()
     for kind in KINDS:
-        model = quantise({"t": torch.zeros(11, 16)}, kind)
+        model = quantize({"t": torch.zeros(11, 16)}, kind)
         targets = find_targets(model)
         spec = TableSpec("ec.embeddings.t", 11, 16, torch.bfloat16)
         tables = {spec.fqn: spec}
@@ -134,7 +134,7 @@ def test_wider_rows_of_bfloat16_are_quantised_from_float() -> None:
             Manifest(stream="", generation=0, writer="", version=0, kind="delta", created=0.0, tables=tables), targets
         )
         _apply(model, [_snapshot(spec.fqn, table)])
-        assert _equal(model, quantise({"t": table.float()}, kind))
+        assert _equal(model, quantize({"t": table.float()}, kind))
 
 
 @pytest.mark.parametrize("bag", [False, True])
@@ -142,26 +142,26 @@ def test_each_table_may_have_its_own_kind(bag: bool) -> None:
     kinds = {"b": "int4", "c": "fp16"}
     zeros = {name: torch.zeros(7, 8) for name in "abc"}
     tables = {name: torch.randn(7, 8) for name in "abc"}
-    model = quantise(zeros, "int8", bag=bag, kinds=kinds)
+    model = quantize(zeros, "int8", bag=bag, kinds=kinds)
     _apply(model, [_snapshot(_prefix(bag) + name, table) for name, table in tables.items()])
-    assert _equal(model, quantise(tables, "int8", bag=bag, kinds=kinds))
+    assert _equal(model, quantize(tables, "int8", bag=bag, kinds=kinds))
 
 
-def test_a_predictor_follows_with_a_quantised_table(tmp_path: Any) -> None:
+def test_a_predictor_follows_with_a_quantized_table(tmp_path: Any) -> None:
     writer = Writer(Storage(f"file://{tmp_path}", create=True), num_rows=20, dim=8)
-    model = quantise({"t": torch.zeros(20, 8)}, "int8")
+    model = quantize({"t": torch.zeros(20, 8)}, "int8")
     predictor = Predictor(model, writer.storage)
     writer.table.normal_()
     writer.snapshot()
     for ids in ([0], [3, 19], list(range(20)), []):
         writer.delta(ids)
         predictor.sync()
-        assert _equal(model, quantise({"t": writer.table}, "int8"))
+        assert _equal(model, quantize({"t": writer.table}, "int8"))
 
 
 def test_a_part_of_a_rows_columns_is_refused_and_changes_nothing(tmp_path: Any) -> None:
     writer = Writer(Storage(f"file://{tmp_path}", create=True), num_rows=20, dim=8)
-    model = quantise({"t": torch.zeros(20, 8)}, "int8")
+    model = quantize({"t": torch.zeros(20, 8)}, "int8")
     predictor = Predictor(model, writer.storage)
     writer.table.normal_()
     writer.snapshot()
@@ -205,7 +205,7 @@ def _break(kernel: Any, how: str) -> None:
     ],
 )
 def test_rows_without_a_place_are_refused_before_any_is_written(how: str, found: str) -> None:
-    model = quantise({"t": torch.zeros(20, 8)}, "int8")
+    model = quantize({"t": torch.zeros(20, 8)}, "int8")
     _break(model.ec._emb_modules[0], how)
     spec = TableSpec("ec.embeddings.t", 20, 8, torch.float32)
     manifest = Manifest(
@@ -217,11 +217,11 @@ def test_rows_without_a_place_are_refused_before_any_is_written(how: str, found:
 
 def test_scale_and_bias_may_stand_last() -> None:
     table = torch.randn(20, 8)
-    model = quantise({"t": torch.zeros(20, 8)}, "int8")
+    model = quantize({"t": torch.zeros(20, 8)}, "int8")
     (kernel,) = model.ec._emb_modules
     kernel.reverse_qparam = True
     _apply(model, [_snapshot("ec.embeddings.t", table)])
-    (wanted,) = quantise({"t": table}, "int8").ec._emb_modules
+    (wanted,) = quantize({"t": table}, "int8").ec._emb_modules
     ((codes, scale_bias),) = kernel.split_embedding_weights()
     ((wanted_codes, wanted_scale_bias),) = wanted.split_embedding_weights()
     assert torch.equal(codes, wanted_codes)
@@ -229,9 +229,9 @@ def test_scale_and_bias_may_stand_last() -> None:
 
 
 def test_cached_rows_are_forgotten_after_every_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = quantise({"t": torch.zeros(20, 8)}, "int8")
+    model = quantize({"t": torch.zeros(20, 8)}, "int8")
     (kernel,) = model.ec._emb_modules
-    wanted = memory(quantise({"t": torch.ones(20, 8)}, "int8"))[0]
+    wanted = memory(quantize({"t": torch.ones(20, 8)}, "int8"))[0]
     seen = []
     monkeypatch.setattr(kernel, "reset_cache_states", lambda: seen.append(int((kernel.weights_host == wanted).sum())))
     _apply(model, [_snapshot("ec.embeddings.t", torch.ones(20, 8))], chunk_rows=10)
@@ -241,17 +241,17 @@ def test_cached_rows_are_forgotten_after_every_write(monkeypatch: pytest.MonkeyP
 
 def test_post_pruning_rows_are_those_that_are_left() -> None:
     table = torch.randn(20, 8)
-    model = quantise({"t": torch.zeros(20, 8)}, "int8", bag=True, attributes={_NUM_ROWS_LEFT: {"t": 12}})
+    model = quantize({"t": torch.zeros(20, 8)}, "int8", bag=True, attributes={_NUM_ROWS_LEFT: {"t": 12}})
     target = find_targets(model)["ec.embedding_bags.t"]
     assert (target.num_rows, target.rows) == (20, (0, 12))
     _apply(model, [_snapshot("ec.embedding_bags.t", table)])
-    assert _equal(model, quantise({"t": table}, "int8", bag=True, attributes={_NUM_ROWS_LEFT: {"t": 12}}))
+    assert _equal(model, quantize({"t": table}, "int8", bag=True, attributes={_NUM_ROWS_LEFT: {"t": 12}}))
 
 
-def test_rows_with_gaps_in_memory_are_quantised_like_others() -> None:
+def test_rows_with_gaps_in_memory_are_quantized_like_others() -> None:
     wide = torch.randn(20, 12)
-    table = wide[:, 2:10]  # fbgemm's quantiser would read the gaps
+    table = wide[:, 2:10]  # fbgemm's quantizer would read the gaps
     for kind in KINDS:
-        model = quantise({"t": torch.zeros(20, 8)}, kind)
+        model = quantize({"t": torch.zeros(20, 8)}, kind)
         _apply(model, [_snapshot("ec.embeddings.t", table)])
-        assert _equal(model, quantise({"t": table.contiguous()}, kind))
+        assert _equal(model, quantize({"t": table.contiguous()}, kind))

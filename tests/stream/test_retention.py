@@ -310,7 +310,7 @@ def test_a_sleeper_past_retention_is_fenced_and_leaves_nothing(clock: Clock, num
     assert_follows(history)
 
 
-def test_two_sleepers_of_neighbouring_versions_are_both_fenced(clock: Clock) -> None:
+def test_two_sleepers_of_neighboring_versions_are_both_fenced(clock: Clock) -> None:
     """For a moment the entry of one has the name of the other's parent, but not its bytes."""
     history = History(ClockedStorage(clock), 4)
     first = history.held

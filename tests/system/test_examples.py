@@ -74,7 +74,7 @@ def torchrun(folder: Path, num_ranks: int, *command: str) -> subprocess.Complete
     [
         ("one_process", "'stream' has received them; 3 rows are pending for 'audit'"),
         ("top_k", "without training, bit for bit"),
-        ("quantised", "bytes equal those of the trainer's table, newly quantised"),
+        ("quantized", "bytes equal those of the trainer's table, newly quantized"),
         ("extensions", "the store equals the trainer bit for bit"),
         ("publish_and_predict", "equal the trainer's bit for bit"),
     ],

@@ -97,7 +97,7 @@ def test_a_rank_that_dies_or_hangs_affects_no_other_case(cases: str, tmp_path: P
     assert verdict in done.stdout
 
 
-def test_errors_are_summarised_in_a_few_words() -> None:
+def test_errors_are_summarized_in_a_few_words() -> None:
     assert ranks.describe(KeyError("t")) == "KeyError: 't'"
     assert ranks.describe(ValueError()) == "ValueError"
     assert ranks.describe(ValueError("x" * 100)) == f"ValueError: {'x' * 70}…"

@@ -125,7 +125,7 @@ def test_forks_while_threads_record_and_fold() -> None:
     """A child inherits locks that are never released; it must not wait for them."""
     monitor = Monitor()
     stat = monitor.histogram("s")
-    cells = monitor.counter("labelled", labels=["k"], max_cells=16)
+    cells = monitor.counter("labeled", labels=["k"], max_cells=16)
     monitor.start([Kept()], interval=timedelta(milliseconds=1), system=False)
     stop = threading.Event()
     counts = [0] * 4
@@ -149,7 +149,7 @@ def test_forks_while_threads_record_and_fold() -> None:
         monitor.log("b")
         monitor.configure("s", raw=1)
         assert total(monitor, "s") == 3000
-        assert total(monitor, "labelled") == 3000
+        assert total(monitor, "labeled") == 3000
 
     try:
         for _ in range(12):

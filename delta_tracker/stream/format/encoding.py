@@ -23,7 +23,7 @@ FBGEMM's implementations differ from this one as follows:
 - Row of infinities only: scale and bias depend on the loop. The row reads as NaN with every loop.
 - Reading ``INT8``: the AVX2 loop uses a fused multiply-add, the scalar loop rounds twice. Here the sum is computed in
   float64 and is the same on every device. It equals the fused result, except that a tie may round to the other
-  neighbouring float32 if ``bias`` is less than 2^-28 of the product.
+  neighboring float32 if ``bias`` is less than 2^-28 of the product.
 - ``INT4``: FBGEMM needs a multiple of four columns, this implementation needs an even number of columns.
 """
 

@@ -63,7 +63,7 @@ class PartBuffer:
         return kept[1] if kept is not None and kept[0] == tuple(parts) else None
 
     def lend(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Return one uninitialised uint8 array per size in ``sizes``. Each array is aligned for every dtype."""
+        """Return one uninitialized uint8 array per size in ``sizes``. Each array is aligned for every dtype."""
         ends = [0, *itertools.accumulate([size + -size % _ALIGNMENT for size in sizes])]
         memory = self._pool.lend(ends[-1])
         return [memory[begin : begin + size] for begin, size in zip(ends, sizes, strict=False)]

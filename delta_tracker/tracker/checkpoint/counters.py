@@ -1,7 +1,7 @@
 """Per-rank counters that are saved with the tracker: torchmetrics metrics and other mergeable objects.
 
 The state that one rank saved is loaded by exactly one rank, so that the total over all ranks is the same at any world
-size. Loading the synchronised total on every rank would multiply the total. Loading only rank 0's state would lose the
+size. Loading the synchronized total on every rank would multiply the total. Loading only rank 0's state would lose the
 counts of the other ranks.
 """
 

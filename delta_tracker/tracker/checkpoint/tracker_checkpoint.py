@@ -198,7 +198,7 @@ def _counted(name: str, parts: Sequence[RankHeader], tensors: Mapping[str, Tenso
 
 
 def _place() -> tuple[int, int]:
-    """Return the rank and the world size; ``(0, 1)`` if no process group is initialised."""
+    """Return the rank and the world size; ``(0, 1)`` if no process group is initialized."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

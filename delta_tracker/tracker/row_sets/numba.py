@@ -29,7 +29,7 @@ _MAX_LISTS = 128
 # If the words fit into a core's cache, they are marked without their summary, which halves the time per id. This pays
 # off only for calls with many ids, because the summary is then rebuilt from all words.
 _MAX_CACHED_WORDS = 2**18
-_WORDS_PER_ID = 4  # number of words that can be summarised in the time that is saved for one id
+_WORDS_PER_ID = 4  # number of words that can be summarized in the time that is saved for one id
 
 
 class NumbaRows(RowSet):

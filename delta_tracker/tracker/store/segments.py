@@ -71,7 +71,7 @@ class SegmentStore:
     each row in the set. After :meth:`compact`, there is at most one segment more than there are distinct pinned
     positions. The store also holds the ids of open batches and, if row sets are large, one empty set for reuse.
 
-    Callers must serialise the calls. For each batch, call :meth:`open_batch` before its update is written, and
+    Callers must serialize the calls. For each batch, call :meth:`open_batch` before its update is written, and
     :meth:`close_batch` once the update is known to be written. For each read, call :meth:`cut` while the shard has the
     values that the read must return, then :meth:`changed`.
 
@@ -278,7 +278,7 @@ class SegmentStore:
         return self._pads and self.keeps_states
 
     def compact(self, pinned: Collection[int]) -> None:
-        """Merge neighbouring segments that no position in ``pinned`` separates."""
+        """Merge neighboring segments that no position in ``pinned`` separates."""
         if len(self._segments) > 1:
             self._trim()
         place = 1

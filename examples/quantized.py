@@ -1,7 +1,7 @@
-"""Update TorchRec's quantised inference module while it serves; each received row is quantised.
+"""Update TorchRec's quantized inference module while it serves; each received row is quantized.
 
-Shows that the bytes of the served int8 table equal those of the trainer's table, newly quantised. Run it:
-``python -m examples.quantised``
+Shows that the bytes of the served int8 table equal those of the trainer's table, newly quantized. Run it:
+``python -m examples.quantized``
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ NUM_ROWS, COLUMNS = 10_000, 32
 
 
 def main() -> None:
-    """Quantise an untrained model, train another one, and let a predictor update the quantised one."""
+    """Quantize an untrained model, train another one, and let a predictor update the quantized one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trained = build()
     apply_optimizer_in_backward(RowWiseAdagrad, trained.parameters(), {"lr": 0.1})
-    served = quantise(build())
+    served = quantize(build())
     model = DistributedModelParallel(trained, device=torch.device("cpu"))
     tracker = ModelDeltaTracker(model)
 
     url = f"file://{tempfile.mkdtemp()}"
     publisher = Publisher(tracker, url)
     publisher.snapshot()
-    # torchrec quantises the children of a module, so the served table's name is longer than the trainer's
+    # torchrec quantizes the children of a module, so the served table's name is longer than the trainer's
     predictor = Predictor(served, url, names={"embedding_bags.item": "0.embedding_bags.item"})
     predictor.sync()
 
@@ -48,12 +48,12 @@ def main() -> None:
         manifest = publisher.publish()
         predictor.sync()
         error = (served(features)["item"] - model(features)["item"]).abs().max().item()
-        print(f"version {manifest.version}: {manifest.num_rows} rows quantised, off by {error:.0e} at most")
+        print(f"version {manifest.version}: {manifest.num_rows} rows quantized, off by {error:.0e} at most")
 
     anew = build()
     anew.embedding_bags["item"].weight = nn.Parameter(tracker.read_rows("embedding_bags.item"))
-    assert memory(served).equal(memory(quantise(anew)))
-    print(f"all {memory(served).numel():,} bytes equal those of the trainer's table, newly quantised")
+    assert memory(served).equal(memory(quantize(anew)))
+    print(f"all {memory(served).numel():,} bytes equal those of the trainer's table, newly quantized")
     publisher.close()
     dist.destroy_process_group()
 
@@ -64,7 +64,7 @@ def build() -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=[config])
 
 
-def quantise(collection: EmbeddingBagCollection) -> nn.Module:
+def quantize(collection: EmbeddingBagCollection) -> nn.Module:
     """Return the int8 inference module of a float collection."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.ao.quantization is deprecated", DeprecationWarning)
@@ -72,7 +72,7 @@ def quantise(collection: EmbeddingBagCollection) -> nn.Module:
 
 
 def memory(model: nn.Module) -> Tensor:
-    """Return the bytes of the only quantised table: codes, scales and biases."""
+    """Return the bytes of the only quantized table: codes, scales and biases."""
     weights: Tensor = model.state_dict()["0.embedding_bags.item.weight"]
     return weights
 

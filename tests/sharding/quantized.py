@@ -1,4 +1,4 @@
-"""TorchRec's quantised inference modules for the tests: made from float tables, sharded over this process or not."""
+"""TorchRec's quantized inference modules for the tests: made from float tables, sharded over this process or not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Model(nn.Module):
         return self.ec(features)
 
 
-def quantise(
+def quantize(
     tables: Mapping[str, Tensor],
     kind: str,
     *,
@@ -56,7 +56,7 @@ def quantise(
     kinds: Mapping[str, str] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A model whose ``ec`` is the quantised collection of float tables, ``[rows, columns]`` by name.
+    """A model whose ``ec`` is the quantized collection of float tables, ``[rows, columns]`` by name.
 
     ``kinds`` are those of single tables; ``attributes`` are set on the collection before.
     """
@@ -81,8 +81,8 @@ def quantise(
         return quantize_inference_model(model, quantization_dtype=KINDS[kind], per_table_weight_dtype=per_table)
 
 
-def shard_quantised(model: nn.Module, sharding: str) -> nn.Module:
-    """The quantised model over two shards in this process: "table", "row" or "column".
+def shard_quantized(model: nn.Module, sharding: str) -> nn.Module:
+    """The quantized model over two shards in this process: "table", "row" or "column".
 
     It has the model's rows if that splits scale and bias; otherwise torchrec shards it by tables only, without rows.
     """
@@ -123,6 +123,6 @@ def shard_quantised(model: nn.Module, sharding: str) -> nn.Module:
 
 
 def memory(model: nn.Module) -> list[Tensor]:
-    """Return every byte of the quantised tables in order."""
+    """Return every byte of the quantized tables in order."""
     kernels = model.ec.tbes_configs() if hasattr(model.ec, "tbes_configs") else model.ec._emb_modules
     return [kernel.weights_host for kernel in kernels]
