@@ -51,7 +51,7 @@ Examples:
     help="Merge only if at least this many deltas are not merged yet.",
 )
 def command(stream: Stream, fold: float, max_bytes: int, min_versions: int) -> int:
-    """Merge until all versions that existed at the start are merged or nothing is left to merge; print the results."""
+    """Merge all versions that exist at the start of the command, if they can be merged, and print the results."""
     head = stream.head()
     made: list[Manifest] = []
     with stream.out.progress("merging", None):

@@ -28,8 +28,8 @@ class RowCounts:
     id that occurs more than :attr:`error` times is kept.
 
     Args:
-        capacity: maximum number of ids to keep. Added ids are counted in batches; until then, memory holds up to four
-            times as many ids.
+        capacity: maximum number of ids to keep. Added ids wait in memory and are counted in batches, so memory can
+            hold up to four times as many ids.
 
     Attributes:
         error: upper bound of the amount by which a count is too low.
@@ -130,8 +130,8 @@ class TableMovement:
         """Compare a block's sampled rows with the stored values, then store the new values.
 
         Yields:
-            Indices of the rows in the sample, and the squared L2 distances between new and previous values in the
-            columns of the block. The distance of a row without a previous value is NaN.
+            The positions of the block's rows in the sample, and for each of these rows the squared L2 distance between
+            its new and previous values, in the columns of the block. The distance of a row without a previous value is NaN.
         """
         left, right = rows.block.columns
         for begin in range(0, rows.block.num_rows, _CHUNK_ROWS):
@@ -150,7 +150,7 @@ class TableMovement:
             yield slots, squares
 
     def _count(self, distances: NDArray[np.float64]) -> None:
-        """Add positive distances to ``moves``. Equivalent to ``moves.extend``, but vectorised."""
+        """Add positive distances to ``moves``. Equivalent to ``moves.extend``, but vectorized."""
         places = np.clip(np.ceil(np.log2(distances) * PER_OCTAVE) - 1, LOWEST, HIGHEST).astype(np.int64)
         found, counts = np.unique(places, return_counts=True)
         self.moves.positive.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))

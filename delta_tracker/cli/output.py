@@ -41,11 +41,11 @@ class Output:
         sys.stdout.flush()
 
     def line(self, text: object = "", style: str = "") -> None:
-        """Print a line of text. ``style`` is a style of the rich library."""
+        """Print a line of text. ``style`` is a style name of the library ``rich``, such as ``bold``."""
         self.console.print(cell(text, style), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
-        """Print a rich renderable. Its text must be escaped with :func:`cell`."""
+        """Print a renderable of the library ``rich``. Escape its text with :func:`cell`."""
         self.console.print(renderable)
 
     def note(self, text: object) -> None:
@@ -54,7 +54,7 @@ class Output:
 
     @contextmanager
     def progress(self, doing: str, total: float | None) -> Iterator[Progressing]:
-        """Show a progress bar on stderr while the block runs, if stderr is a terminal.
+        """Show a progress bar on stderr during the ``with`` statement, if stderr is a terminal.
 
         Args:
             doing: description of the work.
@@ -88,12 +88,12 @@ class Progressing:
 
 
 def cell(value: object, style: str = "") -> Text:
-    """Return ``value`` as text of the rich library. Escapes control characters; does not interpret markup."""
+    """Return ``value`` as a :class:`rich.text.Text`. Escapes control characters; does not interpret markup."""
     return Text(plain(value), style=style)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object | Text]]) -> Table:
-    """Return a rich table. Only the first column wraps.
+    """Return a :class:`rich.table.Table`. Only the first column wraps.
 
     Args:
         columns: column names. A column whose name begins with ``>`` is right-aligned, and the ``>`` is not shown.

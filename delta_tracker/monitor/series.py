@@ -1,4 +1,4 @@
-"""Cells. A cell is the series of the records of one stat that have the same label values.
+"""Cells. A cell is a series of records of one stat, all with the same label values.
 
 Training threads record into cells, so recording must be cheap. A record is an append to a deque, which is atomic in
 CPython and takes no lock. The collector, or the thread whose record fills the queue, aggregates the queued records
@@ -49,7 +49,7 @@ class ClosedWindow:
 
 
 class Cell:
-    """Series of the records of one stat that have the same label values. Thread-safe.
+    """Series of records of one stat, all with the same label values. Thread-safe.
 
     Args:
         labels: label names and values.
@@ -261,7 +261,7 @@ class Cell:
     def _draw(self, values: list[float]) -> None:
         """Update the random sample of the window by reservoir sampling.
 
-        Vitter, "Random sampling with a reservoir" (1985).
+        See Vitter, "Random sampling with a reservoir" (1985).
         """
         size, before = self._policy.raw, self._open.count - len(values)
         for number, value in enumerate(values, start=before):

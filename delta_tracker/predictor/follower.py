@@ -75,7 +75,7 @@ class Follower:
         gauges: metrics that count the errors.
 
     Attributes:
-        error: error that ended the thread, or after which the thread retries; None otherwise.
+        error: error that ended the thread, or the current error after which the thread retries; None if there is none.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class Follower:
         """Start the thread, which calls ``refuse`` before it polls.
 
         This method waits at most two seconds for ``refuse`` to return, because the store may not answer. If ``refuse``
-        raises later, the error is ignored: the thread gets the same error when it applies the version, and retries.
+        raises later, the error is ignored, because a version that does not fit the model also raises when the thread
+        applies it. The thread then retries.
 
         Args:
             poll_seconds: number of seconds between two polls.
@@ -274,7 +275,7 @@ class Follower:
             self._lock.release()
 
     def _turn(self, poll_seconds: float) -> None:
-        """Poll once, and write a heartbeat if one is due. Unless a version was applied, wait until the next poll."""
+        """Poll once, and write a heartbeat if one is due. If no version was applied, wait until the next poll."""
         has_moved = self._survives(lambda: self._look(poll_seconds))
         self._survives(self._beat)
         if has_moved:

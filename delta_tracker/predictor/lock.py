@@ -97,7 +97,7 @@ class TableLock:
     # Forks
 
     def before_fork(self) -> None:
-        """Wait at most one second until another thread's write ends, and block new writes until the fork is done."""
+        """Wait at most one second for another thread's write to end, and block new writes until the fork is done."""
         thread, end = threading.get_ident(), time.monotonic() + _FORK_SECONDS
         if not self._mutex.acquire(timeout=_FORK_SECONDS):
             return  # a signal handler forks while its own thread holds the mutex

@@ -75,7 +75,7 @@ def rows_to_repair(
 
 
 def _listed(log: StreamLog, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:
-    """Return a pair (table FQN, local ids) for each block of a version in which this rank has rows."""
+    """Return a pair (table FQN, local ids) for each block of ``entry`` that contains rows of this rank."""
     found = []
     for reader in read_parts(log.storage, entry):
         for rows in reader.rows:

@@ -637,7 +637,7 @@ class ModelDeltaTracker:
         self._checkpoint.load_state_dict(state)
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
-        """Return the plan of the tensors that :meth:`load_state_dict` needs from each part.
+        """Return the plan of a load: the tensors of each part that :meth:`load_state_dict` needs.
 
         Args:
             parts: headers of the saved parts, at least one.

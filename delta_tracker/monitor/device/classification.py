@@ -57,7 +57,8 @@ class DeviceClassification(DeviceState):
         """Count each pair of a prediction and its target. Reject pairs with an invalid class index.
 
         Args:
-            predictions: ``[B]`` class indices, or ``[B, C]`` scores, whose maximum is the predicted class.
+            predictions: ``[B]`` class indices, or ``[B, C]`` scores. The class with the highest score is the
+                predicted class.
             targets: ``[B]`` class indices.
 
         Raises:

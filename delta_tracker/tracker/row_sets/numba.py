@@ -38,10 +38,10 @@ class NumbaRows(RowSet):
     It reserves ``R / 8 + R / 1024`` bytes of address space, of which only pages that were written take memory. While
     few rows of a large shard are marked, it stores their ids in lists instead, which take at most 8 bytes per id,
     repeats included. All loops release the GIL. :meth:`mark_new` returns ids in the order of their first occurrence.
-    The first set compiles the loops, which takes seconds; later processes load the compiled loops from numba's cache.
+    The first set in a process loads the loops from numba's cache, or compiles them, which takes seconds.
 
     Raises:
-        MissingExtraError: if numba is not installed.
+        MissingExtraError: if numba is not installed or does not support the installed numpy.
 
     Example:
         >>> rows = NumbaRows(8, torch.device("cpu"))
@@ -149,8 +149,8 @@ class _Bits:
 
     The bit of a block is set if any row of the block is marked.
 
-    Some calls of :meth:`mark` do not update the summary; :meth:`_settle` rebuilds it when it is needed. Arguments
-    ``ids`` are ``[N]`` int64. Ids out of range count as row 0.
+    Some calls of :meth:`mark` do not update the summary; :meth:`_settle` rebuilds it when it is needed. The
+    methods take ``ids`` as ``[N]`` int64. Ids out of range count as row 0.
 
     Args:
         num_rows: ``R``.
