@@ -131,7 +131,8 @@ class TableMovement:
 
         Yields:
             The positions of the block's rows in the sample, and for each of these rows the squared L2 distance between
-            its new and previous values, in the columns of the block. The distance of a row without a previous value is NaN.
+            its new and previous values, in the columns of the block. The distance of a row without a previous value is
+            NaN.
         """
         left, right = rows.block.columns
         for begin in range(0, rows.block.num_rows, _CHUNK_ROWS):
