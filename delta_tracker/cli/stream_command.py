@@ -68,7 +68,7 @@ class MeteredStorage(Storage):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Context of a command: the stream that it works on, and its output.
+    """Stream that a command works on, and the output of the command.
 
     Args:
         storage: store of the stream.
@@ -82,7 +82,7 @@ class Stream:
 
     @contextmanager
     def reading(self, doing: str, num_bytes: int) -> Iterator[None]:
-        """Show a progress bar of the bytes that the block reads from the store.
+        """Show a progress bar of the bytes that are read from the store inside the ``with`` statement.
 
         Args:
             doing: description of the work.
@@ -140,7 +140,7 @@ def store_url(url: str) -> str:
 
 
 def store_options(options: Sequence[str]) -> dict[str, str] | None:
-    """Return the values of ``--option name=value`` by name; return None if there are no options.
+    """Return a dict from name to value of the ``--option name=value`` arguments; None if there are none.
 
     Raises:
         InvalidArgumentError: if an option has no name or no ``=``. The message omits the option's text, which may be

@@ -28,7 +28,7 @@ def plain(text: object) -> str:
 
 
 def error_text(error: DeltaTrackerError) -> str:
-    """Return one paragraph with the problem of an error, truncated to 400 characters, and the remedy."""
+    """Return the problem and the remedy of an error in one paragraph. The problem is truncated to 400 characters."""
     return plain(f"error: {_cut(error.problem)}. {error.remedy}.")
 
 
@@ -67,7 +67,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time span in seconds with a suitable unit, from ms to d.
+    """Format a number of seconds as a time span with a suitable unit, from ms to d.
 
     Example:
         >>> duration(0.0123), duration(4.25), duration(600), duration(100_000)

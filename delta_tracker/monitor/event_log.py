@@ -1,4 +1,4 @@
-"""Log of the program's events, with rate limits and subscriptions of handlers."""
+"""Log of the program's events. Their rates are limited, and handlers can subscribe to them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class EventLog:
     Adding an event never blocks or raises.
 
     Args:
-        clock: clock of the rate limits.
+        clock: clock for the rate limits.
         capacity: maximum number of queued events, and maximum number of events in :attr:`recent`. If an event is added
             to a full queue, the oldest event is dropped.
         dropped: function called for each dropped event with the reason: ``severity``, ``sample``, ``rate`` or

@@ -51,8 +51,8 @@ class Passive(Source):
     """Source that calls a callback at each collection and records the returned readings in a stat.
 
     Args:
-        stat: stat that records the readings. For a counter, the readings are totals, and their
-            increases are recorded.
+        stat: stat that records the readings. If it is a counter, each reading is a total, and the increase since the
+            previous reading is recorded.
         callback: returns the readings.
     """
 

@@ -1,7 +1,8 @@
 """Built-in metrics of the process: CPU, memory, disk, network, and memory of CUDA devices.
 
-Most are read from ``/proc`` of Linux, without a third-party package. Unavailable metrics are omitted, not reported as
-0. Network traffic is that of the process's network namespace, because Linux does not count the traffic of a process.
+Most are read from ``/proc`` on Linux, without a third-party package. Unavailable metrics are omitted, not reported as
+0. The network metrics cover the whole network namespace of the process, because Linux does not count the traffic of
+single processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Map the rows of a version to the targets, which are the tables of the model.
 
-Each row is written once, with all of its columns in the version. A trainer writes a table with column-wise sharding as
-several blocks. This module joins them, because a row must be written as a whole, and because a row can be quantized
-only from all of its columns.
+Each row is written once, with all columns that the version contains for it. A trainer writes a table with column-wise
+sharding as several blocks. This module joins them, because a row must be written as a whole, and because a row can be
+quantized only from all of its columns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Placement:
 
     Args:
         target: the table.
-        rows: blocks of the same rows with ascending, disjoint column ranges.
+        rows: blocks that have the same row ids, and column ranges that are ascending and disjoint.
     """
 
     target: RowTarget
@@ -39,7 +39,10 @@ class Placement:
 
     @property
     def ids(self) -> Tensor | slice:
-        """``[N]`` int64 global row ids, ascending and unique; a slice with start and stop if these are consecutive."""
+        """``[N]`` int64 global row ids, ascending and unique.
+
+        A slice with start and stop if the first block holds all rows of its range.
+        """
         first = self.rows[0]
         return slice(*first.block.rows) if first.ids is None else first.ids
 
@@ -51,7 +54,7 @@ class Placement:
 
         Raises:
             InvalidArgumentError: if ``num_rows`` is less than 1.
-            CorruptPartError: if a part that is too large for memory changed after its check.
+            CorruptPartError: if a part that is too large for memory changed after it was checked.
             StorageError: if such a part cannot be read again.
         """
         if num_rows < 1:

@@ -33,8 +33,8 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
     """Yield each possible table of a model: TorchRec's tables as targets, other parameters and buffers as tensors.
 
     Yields:
-        Name, and target or tensor. Names are those of ``state_dict``, without components for wrappers. Names of targets
-        have no ``.weight``.
+        Pairs of a name and a target or tensor. Names are those of ``state_dict``, without components for wrappers.
+        Names of targets have no ``.weight``.
 
     Raises:
         InvalidArgumentError: if the kernel, data type or geometry of a sharded table is not supported.
@@ -105,8 +105,8 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
 def _forget_cached(shard: LocalShard) -> Any:  # noqa: ANN401  a callable without arguments, or None
     """Return a function that clears the caches of a shard's kernels; None if there are no fused kernels.
 
-    The cached rows were written back when the views were created. If the caches were not cleared, a later write-back
-    would overwrite new rows.
+    :func:`~delta_tracker.sharding.weights.column_views` has written the cached rows back to the tables. Without the
+    clearing, a later write-back would overwrite new rows with old ones.
     """
     caches = [kernel.module.emb_module for kernel, _ in shard.places if kernel.is_fused]
 

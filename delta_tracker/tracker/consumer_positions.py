@@ -119,7 +119,7 @@ class ConsumerPositions:
         """Rows that :meth:`rewind` makes pending in addition to all rows in the log, by table FQN.
 
         They are rows that changed before the log's first position, for example before a restored checkpoint was saved,
-        and rows that were distrusted.
+        and rows that :meth:`carry` added with ``in_origin``.
         """
         return self._origin
 
@@ -184,7 +184,7 @@ class ConsumerPositions:
             self._consumers[name].carried = {fqn: rows for fqn, rows in state.rows.items() if len(rows)}
 
     def carry(self, name: str, fqn: str, rows: ChangedRows, *, in_origin: bool) -> None:
-        """Add rows to a consumer's carried rows, where they replace rows with the same ids.
+        """Add rows to a consumer's carried rows. If an id is already carried, the new row replaces the old one.
 
         Discards the consumer's uncommitted read.
 
@@ -201,9 +201,9 @@ class ConsumerPositions:
             self._origin = _over(rows, fqn, self._origin)
 
     def forget_tables(self, fqns: Collection[str]) -> None:
-        """Drop all carried rows of the tables ``fqns``, because the ids in these tables now refer to different rows.
+        """Drop all rows of the tables ``fqns`` from the carried rows and from :attr:`origin`.
 
-        Discards all uncommitted reads.
+        Called when the ids in these tables refer to different rows than before. Discards all uncommitted reads.
         """
         self._origin = {fqn: rows for fqn, rows in self._origin.items() if fqn not in fqns}
         for consumer in self._consumers.values():
@@ -215,7 +215,7 @@ class ConsumerPositions:
         del self._consumers[name]
 
     def seal(self, delta: Delta) -> bool:
-        """Store ``delta`` as the uncommitted read of its consumer. Return True if it replaces an earlier one."""
+        """Store ``delta`` as the uncommitted read of its consumer. Return True if an earlier read was replaced."""
         consumer = self._consumers[delta.consumer]
         replaces = consumer.sealed is not None
         consumer.sealed = delta
@@ -256,5 +256,5 @@ class ConsumerPositions:
 
 
 def _over(rows: ChangedRows, fqn: str, tables: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-    """Return a copy of ``tables`` with ``rows`` added to table ``fqn``, where they replace rows with the same ids."""
+    """Return a copy of ``tables`` in which ``rows`` are added to table ``fqn`` and replace rows with equal ids."""
     return {**tables, fqn: merge_first(rows, tables[fqn]) if fqn in tables else rows}

@@ -178,7 +178,7 @@ def choose(
 
 
 def _masks(search: _Search, rounds: _Rounds) -> list[Tensor] | None:
-    """Return the masks of :meth:`_Search.masks`; None if a rank has failed. A collective."""
+    """Run the search and return a mask of the selected rows for each table; None if a rank failed. A collective."""
     agreed = rounds.next(torch.cat([search.header(), search.histograms(_DIGITS[0])], dim=1))
     if bool(agreed[:, _FAILED].any()):
         return None
@@ -230,9 +230,10 @@ class _Rounds:
 class _Search:
     """Radix search for each budget's threshold, over the integer keys of this rank's scores.
 
-    ``_prefix`` has the digits found so far of each threshold. ``_remaining`` is the part of each budget that is left
-    after the due rows (``is_due``) and the rows whose key is above the prefix. ``_under`` has, for each table, the keys
-    of the rows that are not due and match the prefix. ``_takes_all`` is True for each budget into which all rows fit.
+    ``_prefix`` has the digits of each threshold that are already known. ``_remaining`` is the part of each budget that
+    is left after the due rows (``is_due``) and the rows whose key is above the prefix. ``_under`` has, for each table,
+    the keys of the rows that are not due and match the prefix. ``_takes_all`` is True for each budget into which all
+    rows fit.
 
     Args:
         top_k: the budget.
@@ -271,8 +272,8 @@ class _Search:
     def histograms(self, shift: int) -> Tensor:
         """Return a histogram of costs for each budget, ``[G, _NUM_BINS]`` int64.
 
-        A bin has the total cost of this rank's rows that are not due, match the prefix and have the index of the bin as
-        their digit at ``shift``.
+        Bin ``i`` has the total cost of this rank's rows that are not due, match the prefix, and have the digit ``i`` at
+        ``shift``.
         """
         rows = [torch.zeros(_NUM_BINS, dtype=torch.int64) for _ in self._groups]
         for index, group in enumerate(self._groups):

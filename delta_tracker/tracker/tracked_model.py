@@ -59,7 +59,7 @@ class TrackedModel:
         return found
 
     def take(self, found: Discovery) -> None:
-        """Replace :attr:`found` with ``found``, and update :attr:`shards` with the shards in ``found``."""
+        """Store a new result of :meth:`discover` in :attr:`found`, and update :attr:`shards` from it."""
         self.found = found
         self.shards = {**self.shards, **found.shards}
 

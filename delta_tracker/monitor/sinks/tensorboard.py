@@ -17,7 +17,7 @@ _S = 1e-9
 
 
 class TensorBoardSink(Sink):
-    """Sink that writes values and histograms of windows, and events as text, to TensorBoard event files.
+    """Sink that writes TensorBoard event files: values and histograms of each window, and events as text.
 
     The x-axis is the training step, see :class:`~delta_tracker.monitor.sinks.steps.Steps`.
 

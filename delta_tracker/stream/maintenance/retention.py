@@ -1,9 +1,9 @@
 """Retention: deletion of versions and objects that no reader needs.
 
-The entries that readers use stay a contiguous range: versions are deleted oldest first, each entry before its parts.
-Retention keeps the head and the head's parent. It also keeps the newest snapshot that is older than the grace period,
-and all later versions. A reader that started at the preceding snapshot therefore has the grace period to finish. A
-reader that lags further finds its next version missing and resyncs.
+The entries that readers use always form a contiguous range: versions are deleted oldest first, each entry before its
+parts. Retention keeps the head and the head's parent. It also keeps the newest snapshot that is older than the grace
+period, and all later versions. A reader that started at the preceding snapshot therefore has the grace period to
+finish. A reader that lags further finds its next version missing and resyncs.
 
 Each claim and the entry before it are kept forever, without their parts: at most two entries per generation. A
 publisher that was fenced by a claim and has not detected this yet tries to create one of these two entries. The attempt
@@ -13,8 +13,8 @@ Any process may run retention at any time, concurrently with publishers, readers
 passes. Retention and compactions delete only objects that no reader will need.
 
 The age of a version is the time since the creation time in its entry, by the clocks of its publisher and of this
-process. An *orphan* is an object that no entry names. The age of an orphan uses only the store's clock: it is the time
-from the modification of the orphan to that of the newest object.
+process. An *orphan* is an object that no entry names. The age of an orphan uses only the store's clock: it is the
+modification time of the newest object minus that of the orphan.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class _Held:
     Attributes:
         head: newest entry.
         entries: version to entry, from the head down to the first gap.
-        below: version to entry below this gap: the guards (claims and the entries before them), and entries that a
-            publisher created late and could not delete because it was killed.
+        below: version to entry, below this gap. These are the guards (claims and the entries before them), and entries
+            of delayed publishers. A delayed publisher deletes such an entry, unless it is killed first.
         merged: merged entries by reference.
     """
 
@@ -201,8 +201,9 @@ class _Held:
     def guards(self) -> set[int]:
         """Return the versions of all claims of the log, and of the entries before them.
 
-        Ignores claims that a publisher created late, at a name that retention had freed. Such a claim has a lower
-        version than the log's claim of the same generation, or a higher generation than the head.
+        A delayed publisher may have given its claim the name of an entry that retention had deleted. Such claims are
+        ignored: they have a lower version than the log's claim of the same generation, or a higher generation than
+        the head.
         """
         entries = self.below | self.entries
         claims = {
@@ -220,7 +221,7 @@ class _Held:
         return found
 
     def of_stream(self) -> dict[Merged, Manifest]:
-        """Return the merged entries that readers of this stream may use, by reference."""
+        """Return a dict from reference to entry, with the merged entries that readers of this stream may use."""
         return {
             merged: manifest
             for merged, manifest in self.merged.items()
@@ -228,7 +229,12 @@ class _Held:
         }
 
     def without(self, versions: Collection[int], merged: Collection[Merged]) -> list[Manifest]:
-        """Return the manifests in :attr:`entries` and :attr:`merged`, except those of ``versions`` and ``merged``."""
+        """Return the manifests in :attr:`entries` and :attr:`merged`, leaving out the given ones.
+
+        Args:
+            versions: versions to leave out.
+            merged: references of the merged entries to leave out.
+        """
         return [
             *(self.entries[version] for version in self.entries.keys() - set(versions)),
             *(self.merged[each] for each in self.merged.keys() - set(merged)),
@@ -241,7 +247,7 @@ class _Leftovers:
 
     Attributes:
         parts: objects below ``parts/``.
-        drafts: objects below ``drafts/``, which are temporary files of writes to a directory.
+        drafts: objects below ``drafts/``: temporary files from writes to a store in a local directory.
         newest: latest modification time of these objects and of the log's entries, in Unix seconds; 0 if
             there are none.
     """
@@ -264,7 +270,7 @@ class _Leftovers:
         return cls(parts, drafts, max(times, default=0.0))
 
     def orphans(self, named: set[str], head: int, age: float) -> Iterator[StoredObject]:
-        """Yield the parts that no entry lists, and the drafts. Skips objects that are not older than ``age`` seconds.
+        """Yield the parts that no entry lists, and the drafts, if they are older than ``age`` seconds.
 
         Args:
             named: names of the parts that entries list.

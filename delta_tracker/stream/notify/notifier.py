@@ -164,7 +164,7 @@ class Hints:
         return heard
 
     def _is_due(self) -> bool:
-        """Return True if there is a notifier and no pause after a failure."""
+        """Return True if there is a notifier and calls to it are not paused after a failure."""
         return self._notifier is not None and time.monotonic() >= self._try_again
 
     def _failed(self, error: Exception) -> None:

@@ -27,7 +27,7 @@ class RowSet(ABC):
     5. :meth:`scan`, :meth:`mark_new` and :meth:`count` wait for the device, because the size or value of their result
        depends on the set's content. :meth:`rank` may wait. No other method waits.
 
-    Callers must serialize the calls on one set, including calls on different streams of a device.
+    Callers must serialize the calls on one set, including calls on different CUDA streams.
 
     Subclasses implement the methods whose names start with an underscore. These are only called with ``R > 0`` and, if
     they take ids, ``N > 0``.

@@ -7,7 +7,7 @@ outside ``[0, R)`` count as row 0. Shapes:
 - ``summary`` is ``[ceil(B / 32)]`` int32, with one bit per block, which is set if a row of the block is marked.
 - ``ids`` is ``[N]`` int64. Rows and positions are int64 too.
 
-Triton runs each program in many instances at once, each on another part of the data.
+Triton runs each program in many instances at once, each on a different part of the data.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def mark(
 ) -> None:
     """Mark the row of each id and update the summary.
 
-    If ``wants_fresh`` is set, also write to ``fresh``, ``[N]``. ``fresh[i]`` becomes the row of ``ids[i]`` if this id
+    If ``wants_fresh`` is set, also write to ``fresh``, ``[N]``: ``fresh[i]`` becomes the row of ``ids[i]`` if this id
     marked the row, and ``R`` if the row was already marked. Of several equal ids, only one marks the row. Each instance
     processes ``size`` ids.
     """
