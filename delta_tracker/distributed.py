@@ -32,7 +32,7 @@ class RankGroup:
     The constructor, :meth:`start_all_gather`, :meth:`all_gather` and :meth:`add` are collectives: all ranks call them
     in the same order, from one thread. Groups with different names may be created in any order. All ranks wait for each
     other in the default group's store before the group is created. If a rank is missing, the others raise after
-    ``timeout`` and leave no state, so that a later attempt of all ranks can succeed.
+    ``timeout``. All ranks may then try again.
 
     After a rank is lost, every later operation of the group fails too, because the other ranks may have made different
     numbers of calls.

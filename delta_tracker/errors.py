@@ -147,8 +147,8 @@ class ReservedConsumerError(DeltaTrackerError, RuntimeError):
 class NeedsSnapshotError(DeltaTrackerError, RuntimeError):
     """A consumer needs a snapshot, because its pending rows exceeded ``max_bytes`` and were dropped.
 
-    ``max_bytes`` is None if the tracker has no limit. The rows were then dropped in an earlier run, before the loaded
-    checkpoint was saved.
+    If the tracker has no limit, ``max_bytes`` is None. In this case, an earlier run dropped the rows before it
+    saved the checkpoint that was loaded.
     """
 
     def __init__(self, consumer: str, max_bytes: int | None) -> None:
@@ -218,7 +218,7 @@ class StateMismatchError(CheckpointError):
 
 
 class PartialStateError(CheckpointError):
-    """A saved state is incomplete: the parts saved by the ranks ``ranks`` are missing. See ``reason``."""
+    """A saved state is incomplete: the parts of the ranks ``ranks`` are missing. See ``reason``."""
 
     def __init__(self, reason: str, ranks: Iterable[int]) -> None:
         self.reason = reason
@@ -245,7 +245,7 @@ class MalformedStateError(CheckpointError):
 
 
 class StreamError(DeltaTrackerError):
-    """Base class of the errors of streams, which include those of storage, publishers and predictors."""
+    """Base class of the errors raised by streams, storage, publishers and predictors."""
 
 
 class StorageError(StreamError, OSError):
@@ -261,9 +261,9 @@ class StorageError(StreamError, OSError):
 
 
 class NameConflictError(StorageError):
-    """The store at ``url`` refused ``attempts`` times to create the object ``name`` because it already exists.
+    """The store at ``url`` refuses to create the object ``name``, although no object of that name exists.
 
-    However, the store has no object of that name.
+    ``attempts`` is the number of requests that the store refused.
     """
 
     def __init__(self, url: str, name: str, attempts: int) -> None:
@@ -366,7 +366,10 @@ class MissingVersionError(StreamError, LookupError):
 
 
 class StreamReplacedError(StreamError, RuntimeError):
-    """The stream at ``url`` is not the stream whose version ``version`` was applied, completely or in part."""
+    """The stream at ``url`` was replaced: it is not the stream that the applied version ``version`` came from.
+
+    The version was applied completely or in part.
+    """
 
     def __init__(self, url: str, version: int) -> None:
         super().__init__(

@@ -121,7 +121,7 @@ class Scale:
         return HEIGHT * (value - self.low) / (self.high - self.low)
 
     def ticks(self, labels: Labels) -> list[Tick]:
-        """Return ticks at a few round values, each with the label that ``labels`` returns for its value."""
+        """Return ticks at a few round values. The function ``labels`` returns the label of a value."""
         return [Tick(round(self(value), 2), labels(value)) for value in self._round()]
 
     def _round(self) -> list[float]:
@@ -148,7 +148,7 @@ def linear(highest: float) -> Scale:
 
 
 def logarithmic(values: Sequence[float]) -> Scale:
-    """Return a logarithmic scale from one power of ten to another that covers all positive ``values``."""
+    """Return a logarithmic scale that covers all positive ``values``. It starts and ends at a power of ten."""
     above = [value for value in values if value > 0] or [1.0]
     low, high = math.floor(math.log10(min(above))), math.ceil(math.log10(max(above)))
     return Scale(10.0**low, 10.0 ** max(high, low + 1), is_log=True)

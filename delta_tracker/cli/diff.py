@@ -80,11 +80,12 @@ def command(stream: Stream, v1: int, v2: int, fqn: str | None, limit: int) -> in
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """Yield a temporary directory that is deleted at the end of the block.
+    """Context manager that creates a temporary directory, and deletes it at the end of the ``with`` statement.
 
     Raises:
         InvalidArgumentError: if the directory cannot be created, or a file in it cannot be written, for example because
-            the disk is full. Every ``OSError`` of the block except a ``StorageError`` is converted to this error.
+            the disk is full. An ``OSError`` inside the ``with`` statement is converted to this error, unless it is a
+            ``StorageError``.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="delta-tracker-") as scratch:
@@ -115,7 +116,7 @@ def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
 def _both(
     stream: Stream, paths: tuple[list[Manifest], list[Manifest]], spec: TableSpec, scratch: Path
 ) -> tuple[Tensor, Tensor]:
-    """Return the table as of both versions.
+    """Return the rows that the table has at each of the two versions.
 
     If the second path begins with all entries of the first path, these entries are read only once.
 
@@ -126,7 +127,7 @@ def _both(
         scratch: directory for the files of the memory-mapped tensors.
 
     Returns:
-        The table as of the first and the second version, ``[rows, columns]`` in the table's dtype.
+        All rows at the first version and all rows at the second, each ``[rows, columns]`` in the table's dtype.
 
     Raises:
         MalformedError: if the table's shape or dtype differs between entries.

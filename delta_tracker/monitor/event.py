@@ -46,9 +46,9 @@ class Phase(StrEnum):
 class _Ids:
     """Generator of 64-bit ids.
 
-    The high 16 bits are the rank from the environment variable ``RANK``, or random if the variable is not set. The low
-    48 bits are a counter with a random start. Ids of different ranks below 65536 never collide. Ids of two processes of
-    the same rank collide with a probability of about (number of ids) / 2**48.
+    The high 16 bits are the rank from the environment variable ``RANK``, or a random number if the variable is not
+    set. The low 48 bits are a counter with a random start. Ids of different ranks below 65536 never collide. Ids of two
+    processes of the same rank collide with a probability of about (number of ids) / 2**48.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def renew_ids() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Identity of a span: its id, and the id of its trace, the group of related spans."""
+    """Ids of a span and of its trace. A trace is a group of related spans."""
 
     span: int
     trace: int

@@ -52,8 +52,9 @@ class Definition:
         labels: label names.
         max_cells: maximum number of label sets, which are combinations of label values. Records of further label sets
             go to the cell whose labels are all ``"other"``.
-        is_logical: True if the counter describes the training run, not the process. It is then saved in checkpoints.
-        bounds: exponents of 2 of the lowest and the highest bucket bound, for sinks with fixed buckets.
+        is_logical: True if the counter describes the training run, not the process. Such a counter is saved in
+            checkpoints.
+        bounds: lowest and highest bucket bound for sinks with fixed buckets, each as an exponent of 2.
 
     Raises:
         InvalidArgumentError: for an invalid name, label or unit, ``max_cells`` below 1, or a logical stat that is not a
@@ -169,7 +170,7 @@ class Stat:
             self._bind()
 
     def time(self, **labels: object) -> Timer:
-        """Return a context manager and decorator that records the duration of its body in seconds."""
+        """Return a context manager that records the duration of its body in seconds. It is also a decorator."""
         return self.timer(**labels)()
 
     def timer(self, **labels: object) -> Callable[[], Timer]:
@@ -184,7 +185,10 @@ class Stat:
                 cell.configure(policy)
 
     def end_epoch(self) -> None:
-        """Close the windows of all cells that are not remote, if the policy has ``Window(epoch=True)``."""
+        """Close the windows of all cells, if the policy has ``Window(epoch=True)``.
+
+        Skips cells whose records come from a device. The source of the records closes their windows.
+        """
         for cell in self.cells:
             if not cell.is_remote:
                 cell.end_epoch()
@@ -230,7 +234,10 @@ class Histogram(Stat):
 
 
 class Gauge(Stat):
-    """Stat that records a value that can go up and down. Sinks that export totals export the newest reading."""
+    """Stat that records a value that can go up and down.
+
+    Sinks that export the total of a counter export the newest reading of a gauge.
+    """
 
     def set(self, value: float, **labels: object) -> None:
         """Record a reading."""

@@ -27,7 +27,8 @@ class Applier:
 
     Args:
         model: module or mapping of tables, see :func:`~delta_tracker.predictor.targets.find_targets`.
-        names: name in the stream to name in the model, for tables and dense tensors whose names differ.
+        names: mapping from the name in the stream to the name in the model, for tables and dense tensors whose
+            names differ.
         takes_dense: True to write dense tensors too.
         lock: lock that is acquired for writing while rows are written.
         chunk_rows: maximum number of rows that are written per acquisition of the lock.
@@ -65,7 +66,7 @@ class Applier:
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables and dense tensors of the model that a version is written to.
 
-        The lookup is repeated for each version, so that ``model.to(device)`` may be called between versions.
+        The model is searched again for each version, so that ``model.to(device)`` may be called between versions.
 
         Raises:
             TableMismatchError: for a table that is missing in the model, differs from it, or cannot be written.

@@ -47,8 +47,8 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
 class Gatherer:
     """Component that copies a tracker's rows into reused buffers. Only the training thread may call the methods.
 
-    Memory: about the encoded size of the rows of the largest recent version, without those that :meth:`whole` copies
-    later.
+    The buffers take about the encoded size of the rows in the largest recent version. Rows that :meth:`whole` returns
+    with ``now=False`` do not use the buffers.
 
     Args:
         tracker: tracker of the rows.
@@ -67,8 +67,8 @@ class Gatherer:
         """Return copies of a delta's rows with their current values, one block for each column range of a shard.
 
         Omits tables that this rank does not write. The memory of the blocks is reused once they have been
-        garbage-collected. This method and :meth:`whole` must be called inside a
-        :func:`~delta_tracker.sharding.kernel_memory.one_cut` block.
+        garbage-collected. This method and :meth:`whole` must be called while the context manager
+        :func:`~delta_tracker.sharding.kernel_memory.one_cut` is active.
 
         Args:
             delta: the changed rows.

@@ -21,8 +21,8 @@ from delta_tracker.sharding.torchrec_api import weight_slots
 def column_views(shard: LocalShard) -> list[Tensor]:
     """Return live views ``[R, columns]``, one for each column range of the shard, in order. Flushes caches first.
 
-    The list is empty if the rank has no rows of the table. To read several shards, enclose the calls in one
-    :func:`~delta_tracker.sharding.kernel_memory.one_cut` block.
+    The list is empty if the rank has no rows of the table. To read several shards, make all calls in one
+    ``with`` statement that uses :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
     """
     with one_cut():
         return [memory_of(kernel).weights[slot] for kernel, slot in shard.places]

@@ -49,7 +49,8 @@ class BlockRows:
         """Yield all rows as they are stored, in chunks that are read lazily.
 
         Args:
-            num_rows: maximum number of rows per chunk; None for chunks of 4 MiB as float32, which fit the CPU cache.
+            num_rows: maximum number of rows per chunk; by default, as many rows as take 4 MiB in float32, which fits
+                the CPU cache.
         """
         step = num_rows or max(1, CHUNK_BYTES // (self.block.num_columns * _VALUE_BYTES))
         for begin in range(0, self.block.num_rows, step):
@@ -71,7 +72,7 @@ class BlockRows:
         )
 
     def within(self, rows: tuple[int, int], columns: tuple[int, int]) -> BlockRows:
-        """Return the rows and columns of the block that are inside two ranges.
+        """Return the part of the block that lies in a range of rows and a range of columns.
 
         Args:
             rows: half-open range of global row ids, inside the block's range.

@@ -59,9 +59,9 @@ class RedisNotifier:
                 raise
 
     def wait(self, stream: str, after: int, timeout_seconds: float) -> bool:
-        """Wait until a version above ``after`` is announced; return False after ``timeout_seconds`` at the latest.
+        """Wait until a version above ``after`` is announced. Return False if the wait times out.
 
-        Returns earlier if the constructor's ``timeout_seconds`` is shorter.
+        The wait lasts at most ``timeout_seconds``, or the constructor's ``timeout_seconds`` if that is shorter.
 
         Raises:
             redis.RedisError: if the server cannot be reached or returns an error.

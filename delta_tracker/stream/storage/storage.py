@@ -196,8 +196,8 @@ class Storage:
             name: name of the object.
             max_bytes: maximum size of the object.
             out: memory of at least ``max_bytes``; the result is its beginning. None allocates new memory.
-            transfer: object that keeps the bytes received before a :class:`StorageError`. A call with the transfer of a
-                failed call requests only the remaining bytes. Local files are always read from the beginning.
+            transfer: object that keeps the bytes received before a :class:`StorageError`. Pass the same
+                object again to request only the remaining bytes. Local files are always read from the beginning.
 
         Raises:
             InvalidArgumentError: if ``out`` has fewer than ``max_bytes`` bytes.
@@ -269,7 +269,9 @@ class Storage:
                 return
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
-        """Return the objects below the directory ``prefix`` with names above ``after``, sorted by name.
+        """Return all objects in the directory ``prefix`` and its subdirectories, sorted by name.
+
+        If ``after`` is given, only objects whose names sort after it are returned.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -288,7 +290,7 @@ class Storage:
             return [StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in metas]
 
     def names(self, prefix: str, *, after: str | None = None) -> list[str]:
-        """Return the names above ``after`` of the objects below the directory ``prefix``, sorted.
+        """Return the sorted names of the objects that :meth:`objects` returns.
 
         Raises:
             StorageError: if the store cannot be listed.

@@ -1,8 +1,8 @@
 """Row sets on a CUDA device, implemented with Triton (the extra ``triton``).
 
-This engine passes the contract test of all engines in Triton's interpreter, which runs the engine's device programs on
-the CPU if ``TRITON_INTERPRET=1`` is set. The programs compile for compute capabilities 8.0 and 9.0. They have not been
-run or measured on a GPU yet. Therefore the engine is used only if it is selected by name.
+The engine passes the same contract test as the other engines. The test ran only in Triton's interpreter, which runs the
+engine's device programs on the CPU if ``TRITON_INTERPRET=1`` is set. The programs compile for compute capabilities 8.0
+and 9.0. They have not been run or measured on a GPU yet. Therefore the engine is used only if it is selected by name.
 """
 
 from __future__ import annotations
@@ -111,11 +111,11 @@ class TritonRows(RowSet):
         self._launch("mark", num_programs, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None)
 
     def _count(self) -> tuple[Tensor, Tensor]:
-        """Return the number of marked rows in each block, and the number in all blocks before each block.
+        """Count the marked rows of each of the ``B`` blocks of the set.
 
         Returns:
-            ``[B]`` int32, the number in each block, and ``[B]`` int64, the number before each block, for the ``B``
-            blocks of the set.
+            ``[B]`` int32, the number of marked rows in each block; and ``[B]`` int64, the number of marked rows in all
+            earlier blocks.
         """
         counts = torch.empty(self._num_blocks, dtype=torch.int32, device=self.device)
         num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
