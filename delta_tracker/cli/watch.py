@@ -1,4 +1,4 @@
-"""Incremental reader of a stream's newest entries, and the data of one refresh of the screen."""
+"""Incremental reader of a stream's newest entries, and the data that one refresh of the screen shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUM_LISTED = 20
 
 
 class Watch:
-    """Reader of a stream's newest entries: those of a time window that ends now, and some earlier ones.
+    """Reader that keeps the newest entries of a stream: those in a time window that ends now, and some older ones.
 
     Args:
         log: log of the stream.
@@ -72,9 +72,9 @@ class Watch:
         return list(islice(reversed(self.entries), count))
 
     def seconds(self, now: float) -> float:
-        """Return the length in seconds of the part of the window that the entries cover, at least 1.
+        """Return how many seconds of the window the entries cover, at least 1.
 
-        The result is the length of the window if the oldest entry was created before the window.
+        The entries cover the whole window if the oldest of them was created before the window began.
         """
         oldest = self.entries[0].created if self.entries else now
         return min(self._window_seconds, max(1.0, now - oldest))

@@ -248,7 +248,8 @@ class Collector:
         """Call each handler with its queued events.
 
         Args:
-            seconds: number of seconds after which each of the remaining handlers is called with only one event.
+            seconds: number of seconds after which the remaining events stay queued. A handler that has not been called
+                by then is still called with one event.
             is_last: True to call handlers in this thread if no other thread can be started.
 
         Returns:

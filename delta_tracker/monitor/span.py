@@ -16,8 +16,8 @@ _NS = 1e-9
 class Span:
     """Named range of time that emits one event when it starts and another when it stops.
 
-    The attribute ``span`` of events emitted inside the span is the span's id. The parent is the enclosing span of the
-    same thread or task. If the body raises, the end event has severity ERROR and the exception's type as
+    Each event emitted inside the span stores the span's id as :attr:`Event.span`. The parent is the enclosing span of
+    the same thread or task. If the body raises, the end event has severity ERROR and the exception's type as
     ``data["error"]``. Use :meth:`start` and :meth:`stop` where a ``with`` statement does not fit.
 
     Args:
@@ -49,7 +49,7 @@ class Span:
         self.id = 0
 
     def start(self) -> Self:
-        """Emit the begin event, make this span the current span, and return it."""
+        """Emit the begin event, make this span the current one, and return the span."""
         parent = CURRENT_SPAN.get()
         self.id = new_id()
         self._parent = 0 if parent is None else parent.span

@@ -31,7 +31,7 @@ class Draft:
         batches: half-open range of ``step()`` counts that the version covers.
         cut: Unix time of the read in seconds.
         tables: FQN to table, the same on every rank.
-        pending_rows: number of changed rows on this rank that ``top_k`` did not select, so that they stay pending.
+        pending_rows: number of changed rows on this rank that stay pending, because ``top_k`` did not select them.
         parts: parts of the version that this rank has already written.
         rows: rows to write.
         dense: dense tensors to write, by name.
@@ -242,11 +242,11 @@ class Coordinator:
         return self.head
 
     def answer(self) -> dict[str, Any]:
-        """Return the message of rank 0 to the other ranks.
+        """Return this rank's fields for the exchange that sends rank 0's last entry to the other ranks.
 
         Returns:
-            On rank 0, the last entry that this publisher created, as text under the key ``entry``; an empty dict on the
-            other ranks.
+            On rank 0, a dict with the text of the last entry that this publisher created, under the key ``entry``. On
+            the other ranks, an empty dict.
         """
         return {} if self._claim is None else {"entry": self._claim.data.decode()}
 
@@ -299,7 +299,7 @@ class Coordinator:
             self.head = parse_manifest("entry of rank 0", messages[0]["entry"].encode())
 
     def _describe(self, tables: Mapping[str, TableSpec]) -> tuple[str, int]:
-        """Return the tables as text, and a hash of the text that fits into an int64. A worker may call this too."""
+        """Return the tables as text, and the hash of this text as an int64. A worker may also call this method."""
         known, text, digest = self._described
         if tables != known:
             text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in tables.items())}"

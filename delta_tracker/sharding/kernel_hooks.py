@@ -62,13 +62,18 @@ class UpdateListener(Protocol):
         """Handle the start of the write ``key`` to the rows ``ids`` (table FQN to ``[N]`` local ids, None for all)."""
 
     def applied(self, key: int, tables: Mapping[str, Tensor | None]) -> None:
-        """Handle the end of the write ``key``. ``tables`` maps the FQNs of the written tables to ignored values."""
+        """Handle the end of the write ``key``.
+
+        Args:
+            key: key of the write.
+            tables: mapping whose keys are the FQNs of the written tables. Its values are ignored.
+        """
 
     def ended(self, key: int) -> None:
-        """Handle the end of the backward pass of the write ``key``. Called even if the pass raised.
+        """Handle the end of the backward pass that performs the write ``key``. Called even if the pass raised.
 
-        No more rows of the write will be written. May be called in any thread or in a destructor, so it must be
-        lock-free.
+        The write changes no more rows after this call. The call may come from any thread or from a destructor, so the
+        method must be lock-free.
         """
 
     def mark(self, fqn: str, ids: Tensor | None, *, is_written: bool) -> None:
@@ -87,7 +92,7 @@ class UpdateListener(Protocol):
         """Mark all rows of each table in ``fqns`` whose weights were written in place without a hook's report."""
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore all in-place writes so far to the weights of the tables ``fqns``, because a hook reported the rows."""
+        """Ignore earlier in-place writes to the weights of the tables ``fqns``, because a hook reported the rows."""
 
 
 class Watcher:
@@ -99,7 +104,7 @@ class Watcher:
     Args:
         tables: FQNs of the tables to report.
         listener: receives the reports.
-        keys: counter for the keys of writes, shared by all hooks of a listener.
+        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
         recorder: records errors and the time that recording takes.
 
     Attributes:
@@ -155,7 +160,7 @@ class PostLookupHook(Watcher):
     Args:
         kernel: the kernel.
         listener: receives the updates and lookups.
-        keys: counter for the keys of writes, shared by all hooks of a listener.
+        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
         recorder: records errors, lookups and the time that recording takes.
         lookups: True to report every lookup, including those that update no row.
     """
@@ -230,7 +235,7 @@ class PostLookupHook(Watcher):
         """Return the ids ``[N]`` of each tracked table, by FQN.
 
         Args:
-            features: argument of the kernel, with the features in the order of the kernel's slots.
+            features: the kernel's input. Its features have the same order as the kernel's slots.
         """
         values, lengths = features.values(), features.length_per_key()
         if values.dtype != self._index_type:
@@ -296,14 +301,14 @@ class _BackwardToken:
 
 
 def _end_with_backward(key: int, listener: UpdateListener) -> None:
-    """Make the backward pass that runs in this thread call ``listener.ended(key)`` when it ends, even if it raises."""
+    """Call ``listener.ended(key)`` when the backward pass that runs in this thread ends, even if the pass raises."""
     torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
         _BackwardToken(key, listener)
     )
 
 
 def _lookup_node(output: Tensor) -> Node:
-    """Return the autograd node whose backward writes the rows of ``output``.
+    """Return the autograd node whose backward updates the rows from which ``output`` was computed.
 
     Raises:
         LookupError: if there is no such node, which means that the installed fbgemm is not supported.

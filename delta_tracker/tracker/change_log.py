@@ -71,7 +71,7 @@ class ChangeLog:
     All methods and properties may be called from any thread. They acquire :attr:`lock`, except :meth:`ended`, which
     is lock-free. The lock is reentrant: hold it around several calls that must see the same state.
 
-    The old state of a row is the data that the tracking mode keeps from before the row's change, for example its value.
+    The old state of a row is the data that the tracking mode saved before the row changed, such as the row's values.
 
     Args:
         stores: table FQN to its store.
@@ -222,7 +222,7 @@ class ChangeLog:
             return found
 
     def resolve(self, consumer: str | None) -> str:
-        """Return the name of a consumer that is not reserved. None selects the only consumer.
+        """Check that a consumer exists and is not reserved, and return its name. None selects the only consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -314,9 +314,9 @@ class ChangeLog:
     def ended(self, key: int) -> None:
         """Close batch ``key`` at the next cut or the next call of :meth:`opened` or :meth:`step`.
 
-        Call it once nothing can write the rows of the batch any more, even if they were not written. Lock-free, because
-        a destructor may call it in any thread. No update is lost: every cut while the batch was open has marked its
-        rows again, so that the next read returns them.
+        Call this method once the rows of the batch can no longer be written, even if some were never written. It is
+        lock-free, because a destructor may call it in any thread. No update is lost: every cut that was made while the
+        batch was open has marked the batch's rows again, so that the next read returns them.
         """
         self._ended.append(key)
 
@@ -339,7 +339,7 @@ class ChangeLog:
                     self._count(fqn, None)
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
-        """Ignore all in-place writes so far to the weights of the tables ``fqns``, because a hook reported the rows."""
+        """Ignore earlier in-place writes to the weights of the tables ``fqns``, because a hook reported the rows."""
         with self.lock:
             for fqn in fqns:
                 self._stores[fqn].acknowledge_writes()
@@ -461,8 +461,8 @@ class ChangeLog:
 
         Args:
             consumer: name of the consumer.
-            with_states: return the old states too, in a mode that keeps them. Required if the delta may leave out rows,
-                because their old states would be lost otherwise.
+            with_states: True to also return the old states, if the mode keeps them. Must be True if the delta may leave
+                out rows, because the old states of these rows would otherwise be lost.
 
         Raises:
             NeedsSnapshotError: if the consumer was dropped.
@@ -577,7 +577,7 @@ class ChangeLog:
             self._lag.placed(consumer, 0, has_rows=any(map(len, self._consumers.origin.values())))
 
     def compact(self) -> None:
-        """Merge the segments that no cursor and no end of an uncommitted read separates.
+        """Merge neighboring segments, unless a cursor or the end of an uncommitted read lies between them.
 
         If ``delete_on_read`` is True, first drop the rows that every consumer has committed.
         """
@@ -626,7 +626,7 @@ class ChangeLog:
         self._tidy(*([self.compact] if compacts else []), self._shed)
 
     def _tidy(self, *tasks: Callable[[], None]) -> None:
-        """Run maintenance tasks in order. If a task runs out of memory, log the error and skip the remaining tasks.
+        """Run maintenance tasks in order. If one raises MemoryError or RuntimeError, log the error and skip the others.
 
         No pending row is lost, the preceding read or commit stays valid, and the next call tries again.
         """
@@ -644,7 +644,7 @@ class ChangeLog:
                 self._stores[fqn].close_batch(key)
 
     def _notice_before_capture(self, fqns: Iterable[str]) -> None:
-        """Call :meth:`notice_writes` for the tables in ``fqns`` that keep old states, before these are captured."""
+        """Before old states are captured, call :meth:`notice_writes` for those tables in ``fqns`` that keep them."""
         if self._reads_shards:
             self.notice_writes([fqn for fqn in fqns if self._stores[fqn].keeps_states])
 
@@ -679,9 +679,9 @@ class ChangeLog:
             self.compact()
 
     def _is_too_large(self) -> bool:
-        """Return True if the log exceeds ``max_bytes`` even without the stores' spare row sets.
+        """Return True if the log and the carried rows exceed ``max_bytes``.
 
-        Frees these sets if the log exceeds the limit with them.
+        If they do at first, frees the stores' spare row sets and checks again.
         """
         if self._max_bytes is None or self.log_bytes + self.carried_bytes <= self._max_bytes:
             return False

@@ -47,7 +47,7 @@ class Block:
         table: FQN of the table.
         rows: half-open range of global row ids.
         columns: half-open range of columns.
-        num_rows: number of rows that the part holds.
+        num_rows: number of rows in the block.
         ids: storage of the row ids: ``list``, ``gaps`` (compressed), or ``all`` (no ids, because the block holds all
             rows of its range).
         encoding: encoding of the values.

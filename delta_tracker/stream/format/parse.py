@@ -90,7 +90,7 @@ def load_json(data: bytes) -> Any:  # noqa: ANN401  untrusted JSON
 
 
 def reason_of(error: Exception) -> str:
-    """Return the type and the text of an error, truncated to 1,000 characters: the text may quote a whole file."""
+    """Return the type and text of an error, truncated to 1,000 characters, because the text may quote a whole file."""
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
 
 
@@ -154,8 +154,8 @@ def _check_place(manifest: Manifest) -> None:
 def _check_blocks(manifest: Manifest) -> None:
     """Check the ranges and the numbers of rows of the blocks.
 
-    Blocks must be inside their tables. Two whole blocks must not overlap, and two listed blocks must not overlap. The
-    whole blocks of a snapshot must cover the tables.
+    Blocks must be inside their tables. A block either holds all rows of its range or lists the ids of its rows. Two
+    blocks of the same type must not overlap. In a snapshot, the blocks that hold all rows must cover the tables.
     """
     listed: dict[str, list[Block]] = {fqn: [] for fqn in manifest.tables}
     whole: dict[str, list[Block]] = {fqn: [] for fqn in manifest.tables}

@@ -100,7 +100,7 @@ class PartWriter:
 
 
 def dense_key(index: int) -> str:
-    """Return the name of the ``index``-th dense tensor in the file of a part."""
+    """Return the key under which a part's file stores the ``index``-th dense tensor."""
     return f"dense.{index}"
 
 

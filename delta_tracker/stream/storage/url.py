@@ -49,7 +49,7 @@ _MAX_NAME_BYTES = 1024
 
 
 def local_directory(url: object) -> Path | None:
-    """Return the directory of a ``file://`` URL, None for a remote or in-memory store.
+    """Return the directory of a ``file://`` URL, or None for a remote or in-memory store.
 
     Raises:
         InvalidArgumentError: if ``url`` is not a valid URL of a store.
@@ -67,8 +67,9 @@ def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the keyword arguments for obstore's ``from_url``.
 
     Raises:
-        InvalidArgumentError: if the URL is invalid, if the kind of store has no options, or if the name or value of an
-            option is not a string. The error never shows a value, which may be secret.
+        InvalidArgumentError: if the URL is invalid, if options are given for a kind of store that has none, or if the
+            name or value of an option is not a string. The error never shows the value of an option, which may be
+            secret.
     """
     scheme = _split(url).scheme
     if scheme in ("file", "memory"):
@@ -90,10 +91,10 @@ def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def check_name(argument: str, name: object) -> None:
-    """Reject an object name that is not below the store's URL, or that some store does not support.
+    """Reject an object name that is not below the store's URL, or that not all kinds of stores support.
 
     Args:
-        argument: name of the argument that has the object name, for the error.
+        argument: name of the caller's argument, for the error.
         name: the object name.
 
     Raises:

@@ -2,5 +2,5 @@
 
 Open ``segments.py`` first: it has the store for tables with a fused optimizer. ``shadow.py`` has the store for all
 other tables, which compares the shard with a copy. ``make_store.py`` chooses between the two. ``lookups.py`` has
-``DeltaStore``, which has the interface of TorchRec's class of this name and which trackers do not use.
+``DeltaStore``, a class with the interface of TorchRec's ``DeltaStore``. Trackers do not use it.
 """

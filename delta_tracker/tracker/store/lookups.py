@@ -47,9 +47,9 @@ class DeltaStore:
     shard. Its memory grows with the number of stored ids, not with the size of the tables.
 
     Call :meth:`append` for each batch, in ascending order of batches. To read, call :meth:`get_delta` with the first
-    batch that the reader has not read. Call :meth:`delete` with the first batch that some reader has not read. Call
-    :meth:`compact` only for a range of batches such that each later read starts at the first batch of the range or
-    outside the range. Not thread-safe.
+    batch that the reader has not read. Call :meth:`delete` with the first batch that at least one reader has not read.
+    After :meth:`compact` has merged a range of batches, a read may start at the first batch of the range but not at a
+    later batch of the range. Not thread-safe.
 
     Args:
         update_mode: the state to return for each id: no state, the first state or the last state.
@@ -81,7 +81,7 @@ class DeltaStore:
         """Append a copy of one lookup, which may be empty.
 
         Args:
-            batch_idx: index of the batch, at least that of the table's previous lookup.
+            batch_idx: index of the batch. It must not be lower than the index of the table's previous lookup.
             table_fqn: the table.
             ids: ``[N]`` integers in any order. They may be repeated or negative.
             states: ``[N, ...]``, one state for each id. The shape of a state, the dtype and the device must be the same
