@@ -65,5 +65,5 @@ _registry = _Registry()
 
 
 def protect(forkable: Forkable) -> None:
-    """Register ``forkable`` until it is garbage-collected: its methods are called before and after each fork."""
+    """Call the methods of ``forkable`` before and after each fork, until the object is garbage-collected."""
     _registry.add(forkable)

@@ -25,9 +25,10 @@ class RowTarget(Protocol):
     which lookups may run, and then :meth:`write`, during which no lookup runs. Calls never overlap. All columns of a
     row in a version are written before the next lookup.
 
-    If a method raises, ``sync()`` raises the same error and ``follow()`` retries. The retry, or the next ``sync()``,
-    applies the version again from its start. Until the version is complete, ``reading()`` reports it as ``applying``.
-    Rows of the interrupted chunk may be torn, so ``write`` should not fail after it has written some of them.
+    If a method raises, the predictor's ``sync()`` raises the same error, and its ``follow()`` retries. The retry, or
+    the next ``sync()``, applies the version again from its start. Until the version is complete, ``reading()`` reports
+    the version as ``applying``. Rows of the interrupted chunk may be torn, so ``write`` should not fail after it has
+    written some of them.
 
     Args:
         num_rows: number of rows of the whole table.
@@ -113,7 +114,7 @@ class TensorTarget(RowTarget):
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.
         dtype: dtype of the table; None if versions of every dtype can be written.
-        regions: disjoint rectangles held here; each column range covers the same rows. The target detaches the tensors.
+        regions: disjoint rectangles held here; all column ranges cover the same rows. The target detaches the tensors.
         written: function that is called after every write, for example to drop cached rows; None for no call.
         obstacle: reason why rows cannot be written; empty if they can.
     """
@@ -152,7 +153,10 @@ class TensorTarget(RowTarget):
         return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
-        """Return the values on the device of the regions, or unchanged if the regions are on several devices."""
+        """Move the values to the device of the regions.
+
+        If the regions are on several devices, the values are returned unchanged.
+        """
         return values if self._device is None or values.device == self._device else values.to(self._device)
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:

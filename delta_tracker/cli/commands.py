@@ -37,7 +37,7 @@ Exit codes:
 
 
 class _Commands(click.Group):
-    """Click group that imports each command from the file of the same name, which defines it as ``command``."""
+    """Click group that imports each command on request, as the object ``command`` in the file of the same name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's interface
         return list(_SUMMARIES)

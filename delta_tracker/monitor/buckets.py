@@ -4,7 +4,8 @@ Positive and negative numbers have separate buckets. Bucket ``i`` counts the num
 ``(g**i, g**(i + 1)]``, where ``g = 2**(1 / 32)``. These are the buckets of OpenTelemetry's exponential histogram and of
 Prometheus' native histogram at scale 5, so they are exported without loss
 (https://opentelemetry.io/docs/specs/otel/metrics/data-model/#exponentialhistogram). The quantile estimate is that of
-Masson, Rim and Lee, "DDSketch" (VLDB 2019). Its relative error is at most ``(g - 1) / (g + 1)``, 1.09 %.
+Masson, Rim and Lee, "DDSketch" (VLDB 2019). Its relative error is at most ``(g - 1) / (g + 1)``, 1.09 %, for magnitudes
+between :data:`MIN` and :data:`MAX`.
 """
 
 from __future__ import annotations
@@ -96,13 +97,14 @@ class LogBuckets:
         return self.positive.total() + self.negative.total() + self.zero
 
     def quantile(self, fraction: float) -> float:
-        """Estimate the number at index ``floor(fraction * (count - 1))`` of all numbers in ascending order.
+        """Estimate a quantile: the number at index ``floor(fraction * (count - 1))`` when all numbers are sorted.
 
         Args:
             fraction: fraction in [0, 1], such as 0.5 for the median.
 
         Returns:
-            The estimate, with a relative error of at most :data:`RELATIVE_ERROR`; NaN if nothing was counted.
+            The estimate; NaN if nothing was counted. The relative error is at most :data:`RELATIVE_ERROR` if the
+            magnitude is between :data:`MIN` and :data:`MAX`.
         """
         places = [(-index, -1) for index in sorted(self.negative, reverse=True)]
         counts = [self.negative[-place] for place, _ in places]

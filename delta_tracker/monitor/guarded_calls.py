@@ -112,7 +112,7 @@ class Runner:
     def start(self) -> None:
         """Start the worker thread now instead of at the first call.
 
-        Use it if the first call can come at interpreter shutdown, when no thread can be started.
+        Use this method if the first call may be made at interpreter shutdown, when no thread can be started.
 
         Raises:
             RuntimeError: if no thread can be started.
@@ -129,8 +129,8 @@ class Runner:
         Args:
             guard: state of the sink, handler or callback that is called.
             action: function to call.
-            even_if_muted: True to ignore the muting. The method then first waits, at most for the deadline, until the
-                previous call has returned.
+            even_if_muted: True to ignore the muting. The method then first waits for the previous call to return, but
+                not longer than the deadline.
             here_if_refused: True to call ``action`` in the calling thread, without a deadline, if no worker thread can
                 be started. Since Python 3.12, no thread can be started at interpreter shutdown.
 

@@ -37,7 +37,7 @@ class Monitor(Forkable):
 
     Args:
         clock: source of timestamps.
-        capacity: maximum number of events that wait for the collector, for each sink and for each handler.
+        capacity: maximum number of events in a queue. The collector, each sink and each handler have their own queue.
         deadline: time limit of a call to a sink, handler or callback. If a call exceeds the limit, no further calls
             are made to the same sink, handler or callback for a while.
 
@@ -222,7 +222,8 @@ class Monitor(Forkable):
 
         Args:
             name: name of both events.
-            severity: severity of both events. The end event has severity ERROR if the body raises.
+            severity: severity of both events. The end event has severity ERROR if the body of the ``with``
+                statement raises.
             trace: id of a group of related spans, see :class:`~delta_tracker.monitor.span.Span`. Pass the same number
                 on all ranks to group their spans.
             data: data of both events.

@@ -139,9 +139,9 @@ def load(reader: StorageReader, rank: int, world_size: int, monitor: Monitor = M
         monitor: the monitor of the counters.
 
     Returns:
-        Number of saved ranks whose counters were restored on this rank. If there are fewer saved ranks than ranks, some
-        ranks restore none and set their counters to 0. If the checkpoint has no counters, all ranks return 0 and leave
-        their counters unchanged.
+        Number of saved ranks whose counters were restored on this rank. If fewer than ``world_size`` ranks were saved,
+        some ranks restore none and set their counters to 0. If the checkpoint has no counters, all ranks return 0 and
+        leave their counters unchanged.
 
     Raises:
         InvalidArgumentError: if the saved state is malformed, or a counter is defined with another number of labels

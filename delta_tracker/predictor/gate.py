@@ -28,8 +28,8 @@ class Gate:
         max_drift: maximum relative difference between the RMS row norm of a table and its value in the last applied
             version of the same kind (snapshot or delta), as a fraction of the smaller of the two: 0.5 allows growth by
             half or shrinkage by a third. None disables the check. The first version of a kind is the baseline.
-        min_rows: minimum number of rows of a table in a version for which ``max_drift`` is checked. The RMS row norm of
-            fewer rows varies too much.
+        min_rows: ``max_drift`` is checked only for tables with at least this number of rows in the version. The RMS row
+            norm of fewer rows varies too much.
 
     Raises:
         InvalidArgumentError: for a ``max_drift`` that is not positive and finite, or a ``min_rows`` below 1.

@@ -206,7 +206,10 @@ class VersionSource:
         self.handle.release()
 
     def _note(self, head: Manifest) -> None:
-        """Save the stream position ``head`` in the tracker's state, or None if the next version must be a snapshot."""
+        """Save the stream position of ``head`` in the tracker's state.
+
+        Saves None instead if the next version must be a snapshot.
+        """
         place = Place(head.stream, head.link).to_dict() if self._has_snapshot else None
         self.handle.annotate(place)
 

@@ -63,7 +63,9 @@ def check_name(name: object) -> None:
 
 
 def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
-    """Write a heartbeat, replacing an earlier one of the same name. Its error is truncated to 1,000 characters.
+    """Write a heartbeat, replacing an earlier one of the same name.
+
+    The error in the heartbeat is truncated to 1,000 characters.
 
     Raises:
         StorageError: if the store cannot be written.

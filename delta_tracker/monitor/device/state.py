@@ -29,7 +29,7 @@ _POLL_SECONDS, _NUM_POLLS = 0.001, 50
 
 
 class DeviceState(ABC):
-    """Base class of metrics that accumulate ``K`` sums on each device from which values are added.
+    """Base class of metrics that add values to ``K`` sums, which are kept separately on each device.
 
     Args:
         name: name of the state.

@@ -19,7 +19,8 @@ from delta_tracker.stream.storage.storage import Storage
 class Contents:
     """Contents of a version: its rows and dense tensors. The constructor reads and checks all parts.
 
-    Whole blocks are read with the listed rows written over them, so that a row is never applied in an older state.
+    When a whole block is read, the listed values replace those of the same rows and columns. A row is therefore never
+    applied in an older state.
 
     Args:
         storage: store of the stream.
@@ -33,9 +34,8 @@ class Contents:
 
     Attributes:
         manifest: manifest of the version.
-        whole: whole blocks, decoded, with the listed rows written over them. Apply them first.
-        listed: the remaining listed rows, decoded. A row remains unless all of its columns were written over one whole
-            block.
+        whole: whole blocks, decoded, with the listed rows written over them. Apply the whole blocks first.
+        listed: listed rows, decoded, without those whose listed columns all lie in one whole block.
         dense: name to dense tensor.
     """
 

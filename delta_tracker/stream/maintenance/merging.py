@@ -63,7 +63,7 @@ class _Winners:
     place: Tensor
 
     def read(self, begin: int, end: int) -> Tensor:
-        """Return the newest rows, as they are stored, of the ids with the indices ``begin`` to ``end`` (exclusive)."""
+        """Return the newest rows of the ids with indices ``begin`` to ``end`` (exclusive), still encoded."""
         source, place = self.source[begin:end], self.place[begin:end]
         block = self.sources[0].block
         out = torch.empty(end - begin, block.encoding.width(block.num_columns), dtype=block.encoding.dtype)
@@ -90,7 +90,7 @@ def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
 
 
 def _cut(group: Sequence[Shape], own: Encoding) -> Iterator[Shape]:
-    """Yield the column ranges between all column edges of overlapping shapes, with the encoding ``own``.
+    """Split overlapping shapes at all of their column edges, and yield each column range with the encoding ``own``.
 
     A group of one shape is yielded unchanged, with its own encoding.
     """

@@ -109,7 +109,7 @@ class _Metric:
         return {**states, _COUNT: self._metric._update_count}  # noqa: SLF001
 
     def merge(self, states: Sequence[State]) -> State:
-        """Return ``states`` merged by the reductions that the metric itself applies over ranks.
+        """Merge ``states`` by the reductions that the metric itself applies across ranks.
 
         Returns the metric's default state if ``states`` is empty.
 
@@ -151,7 +151,7 @@ def loaders(counters: Mapping[str, Mergeable], states: Mapping[str, Sequence[Sta
 
     Args:
         counters: counter name to counter.
-        states: counter name to the saved states to merge, for every counter.
+        states: counter name to the saved states to merge. Must contain every name in ``counters``.
 
     Raises:
         MalformedStateError: if the states of a counter cannot be merged.

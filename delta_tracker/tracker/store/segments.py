@@ -80,8 +80,9 @@ class SegmentStore:
         device: device of the shard and of all ids.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
         old_states: returns the current states ``[N, S]`` of the rows with ids ``[N]``; None to keep no states.
-        was_written: returns True if the shard was written in place since its previous call; at the first call, since
-            the function was created. None to disable :meth:`notice_writes`.
+        was_written: function that returns True if the shard was written in place since the previous call of the
+            function. The first call covers the time since the function was created. None to disable
+            :meth:`notice_writes`.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
@@ -174,17 +175,17 @@ class SegmentStore:
 
     @property
     def reads_shard(self) -> bool:
-        """True if :meth:`cut` or the methods that mark rows read the shard's rows."""
+        """True if the shard's rows are read by :meth:`cut` or by the methods that mark rows."""
         return self.keeps_states
 
     def catch_up(self) -> None:
-        """Mark the rows that a comparison of the shard with a copy finds. No-op in this class, which has no copy."""
+        """Compare the shard with its copy, and mark the rows that differ. No-op in this class, which has no copy."""
 
     def notice_writes(self) -> bool:
-        """Mark all rows, with unknown old states, if the shard was written without a hook's report.
+        """Mark all rows, with unknown old states, if the shard was written and no hook reported the write.
 
-        Call it before every :meth:`cut`. If old states are kept, also call it before each :meth:`open_batch` or
-        :meth:`mark` that captures them, because states that are captured after such a write are not the old ones.
+        Call this method before every :meth:`cut`. If old states are kept, also call it before each :meth:`open_batch`
+        or :meth:`mark` that captures states, because states that are captured after such a write are not the old ones.
 
         Returns:
             True if the rows were marked.
@@ -199,9 +200,9 @@ class SegmentStore:
         return True
 
     def acknowledge_writes(self) -> None:
-        """Make :meth:`notice_writes` ignore all writes so far.
+        """Make :meth:`notice_writes` ignore the writes since its last call.
 
-        Call it if the written rows are already marked or need not be marked.
+        Call this method if the written rows are already marked or need not be marked.
         """
         if self._was_written is not None:
             self._was_written()
@@ -292,7 +293,7 @@ class SegmentStore:
                 self._recycle(newer.rows)
 
     def delete(self, before: int | None) -> None:
-        """Drop the segments that start before position ``before``; None drops all segments.
+        """Drop the segments whose start is lower than ``before``; None drops all segments.
 
         Args:
             before: a pinned position.
@@ -331,9 +332,10 @@ class SegmentStore:
         return opened + spare + sum(segment.num_bytes for segment in self._segments)
 
     def _fold_oldest(self) -> None:
-        """Merge the oldest half of the open batches into one batch, because failed backward passes never close them.
+        """Merge the oldest half of the open batches into one batch, which stays open.
 
-        The merged batch stays open, so that every cut marks its rows again.
+        This bounds the number of open batches, because a failed backward pass never closes its batch. Every cut marks
+        the rows of the merged batch again.
         """
         oldest = sorted(self._open)[: _MAX_OPEN // 2]
         ids = [self._open.pop(batch) for batch in oldest]
@@ -365,7 +367,7 @@ class SegmentStore:
         return self._engine(self.num_rows, self._device) if spare is None else spare
 
     def _recycle(self, rows: RowSet | None) -> None:
-        """Clear an unused set and keep it for reuse, if it is large and no other spare set is kept."""
+        """If ``rows`` is large and there is no spare set, clear ``rows`` and keep it as the spare set."""
         if rows is not None and self._spare is None and rows.num_bytes >= _SPARE_BYTES:
             rows.clear()
             self._spare = rows
