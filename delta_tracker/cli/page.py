@@ -110,7 +110,7 @@ def _charts(figures: Figures) -> dict[str, Chart]:
 
 
 def _sizes(figures: Figures) -> Chart:
-    """Return the stacked bar chart of the mean size of a delta in each bin of versions, divided by table."""
+    """Return the bar chart of the mean delta size in each bin of versions. Each bar shows the tables' shares."""
     bins, tables = figures["bins"], figures["tables"]
     named = tables[:_NUM_SERIES]
     layers = {f"s{index}": table["bin_bytes"] for index, table in enumerate(named)}
@@ -189,7 +189,9 @@ def _cadence(bins: Sequence[dict[str, Any]]) -> Chart:
 
 
 def _over_versions(about: str, bins: Sequence[dict[str, Any]], legend: dict[str, str]) -> Chart:
-    """Return a chart without shapes, with versions on the x axis and marks at snapshots and at publisher restarts.
+    """Return a chart to which the caller adds the bars or lines.
+
+    The x axis shows versions. Marks show snapshots and publisher restarts.
 
     Args:
         about: alternative text for screen readers.

@@ -160,7 +160,7 @@ def _fitting(made: Table, rows: Sequence[_T], lines: int, num_gone: int = 0) -> 
     """Return the first ``lines`` rows, and add the number of omitted rows to the heading of the first column.
 
     Args:
-        made: table of the rows; its heading is modified.
+        made: rich table in which the rows will be shown; the heading of its first column is modified.
         rows: all rows.
         lines: maximum number of rows.
         num_gone: number of predictors without a heartbeat in the last hour, shown in the heading if no row is omitted.

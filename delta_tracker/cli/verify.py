@@ -108,7 +108,7 @@ class _Check:
     _sizes: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the result as JSON values."""
+        """Return the result as a dict that can be written as JSON."""
         return {
             "url": self.stream.storage.url,
             "ok": not self.findings,
@@ -185,7 +185,10 @@ class _Check:
             self.num_bytes += part.num_bytes
 
     def _is_without_parts(self, manifest: Manifest, part: Part) -> bool:
-        """Return True if ``part`` is missing because retention keeps the entry before a claim, but not its parts."""
+        """Return True if ``part`` is missing because retention deleted it.
+
+        Retention keeps an entry that precedes a claim, but deletes the entry's parts.
+        """
         log = self.stream.log
         return manifest.version < self._start and log.storage.size(part.name) is None and log.precedes_claim(manifest)
 
@@ -212,7 +215,7 @@ class _Check:
 
 
 def _chain_problems(manifest: Manifest, before: Manifest | None, head: Manifest) -> Iterator[str]:
-    """Yield a description of each field of an entry that contradicts the head or the previous entry.
+    """Compare an entry with the head and the previous entry, and yield a description of each contradiction.
 
     Args:
         manifest: the entry.

@@ -6,9 +6,9 @@ import itertools
 
 
 class LabelNames:
-    """Set of the reserved names. A name can be reserved once per role, which is a kind of object. Thread-safe.
+    """Set of the reserved names. A role is a kind of object. Each name can be reserved once per role.
 
-    There is no lock that a thread of the parent process could hold during a fork, so a forked child can use the set.
+    The set is thread-safe. It can also be used in a forked child process, because it has no locks.
 
     Example:
         >>> names = LabelNames()

@@ -143,7 +143,7 @@ DEFINITIONS: dict[str, Definition] = {
 
 
 class LibraryMetrics:
-    """Collection of the built-in metrics. The keys of :data:`DEFINITIONS` are the attributes.
+    """The built-in metrics as attributes. Each key of :data:`DEFINITIONS` is the name of an attribute.
 
     A metric is registered at the first access to its attribute.
 
@@ -217,7 +217,7 @@ class LibraryMetrics:
         """Register the built-in metrics among ``names``, so that their values can be restored.
 
         Args:
-            names: full names, with the prefix. Names of other stats are ignored.
+            names: full names, with the prefix. Names of other metrics are ignored.
         """
         for name in names:
             if name.removeprefix(PREFIX) in DEFINITIONS and name.startswith(PREFIX):

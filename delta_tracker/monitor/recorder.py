@@ -21,8 +21,8 @@ _MAX_LENGTH = 200
 class Recorder:
     """Recorder of the built-in metrics of one object. It sets one label of each metric to the object's name.
 
-    Each metric of :class:`~delta_tracker.monitor.library.LibraryMetrics` that has the label ``role`` is an attribute.
-    The object creates its recorder in its constructor and passes the recorder to its parts.
+    The attributes are the metrics of :class:`~delta_tracker.monitor.library.LibraryMetrics` that have this label.
+    The object creates the recorder in its constructor, and its components use the same recorder.
 
     Args:
         role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
@@ -166,7 +166,7 @@ class BoundStat:
         return self._stat.timer(**self._label, **labels)
 
     def set(self, value: float, **labels: object) -> None:
-        """Record a reading. The metric must be a gauge."""
+        """Record ``value`` in the cell with the fixed label and ``labels``. The metric must be a gauge."""
         assert isinstance(self._stat, Gauge), "only gauges have set()"
         self._stat.set(value, **self._label, **labels)
 

@@ -67,13 +67,14 @@ class Predictor(Forkable):
     A predictor starts from the newest snapshot and applies every later version. A version is read into a reused buffer
     of up to 320 MiB and validated completely before its first row is written, so that an invalid version leaves the
     tables and :attr:`version` unchanged. If the next version cannot be applied (it is missing, damaged, removed by
-    retention or rejected by the gate, or another stream is at the url), the predictor resyncs: it continues from the
-    newest snapshot or from a merged version, which replaces several versions, and logs a warning. Only models with
+    retention or rejected by the gate, or the url now contains another stream), the predictor resyncs: it continues from
+    the newest snapshot or from a merged version, which replaces several versions, and logs a warning. Only models with
     TorchRec modules require torchrec.
 
-    Lookups in other threads run inside ``with predictor.reading()``, where no row changes. Rows are written in chunks
-    between such blocks. While a version is applied, lookups see the new values of some of its rows and the old values
-    of others, but no torn (partly written) row. All dense tensors change together after the last row.
+    Lookups in other threads run inside ``with predictor.reading()``, where no row changes. Rows are written in chunks,
+    each while no thread is inside ``reading()``. While a version is applied, lookups see the new values of some of its
+    rows and the old values of others, but no torn (partly written) row. All dense tensors change together after the
+    last row.
 
     Args:
         model: module whose tables have the same names as the tables of the stream (``<fqn>.weight``), or a mapping of
@@ -85,7 +86,7 @@ class Predictor(Forkable):
         names: name in the stream to name in the model, for tables and dense tensors whose names differ.
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
         gate: bounds on the values of a version; a version that violates a bound is held. None disables the check.
-        chunk_rows: maximum number of rows written per acquisition of the lock: a lookup waits for at most one chunk.
+        chunk_rows: maximum number of rows in a chunk. A lookup waits for at most one chunk.
         notifier: delivers hints of new versions to :meth:`follow`. Without a notifier, or when it fails, versions are
             found by polling.
         name: name of the heartbeat that is written to the stream every few seconds, see
@@ -158,14 +159,18 @@ class Predictor(Forkable):
 
     @property
     def error(self) -> Exception | None:
-        """Error that ended :meth:`follow` or after which it retries. Otherwise the error of a held version, or None."""
+        """Current error of :meth:`follow`. If there is none, the error of the version that the gate holds, or None.
+
+        :meth:`follow` retries after most errors.
+        """
         return self._follower.error or (None if self._gate is None else self._gate.held)
 
     @contextmanager
     def reading(self) -> Iterator[Served]:
         """Context manager that blocks writes during lookups, and yields the versions that the tables hold.
 
-        Keep the block short and without ``await``, because it delays :meth:`follow` and :meth:`sync`.
+        Keep the body of the ``with`` statement short and without ``await``: :meth:`follow` and :meth:`sync` cannot
+        write rows until it ends.
 
         In a process that is forked while :meth:`follow` runs, the tables are as they were at the fork, between two
         chunks. If some rows of a version are not written, ``applying`` is the number of this version. The tables do not
@@ -213,7 +218,7 @@ class Predictor(Forkable):
             NoSnapshotError: if the stream has no snapshot to start from.
             HeldVersionError: if the gate rejects the next version.
             MissingVersionError: if a version is missing and no resync is possible.
-            StreamReplacedError: if another stream is at the url, and no resync is possible.
+            StreamReplacedError: if the url now contains another stream, and no resync is possible.
             TableMismatchError, DenseMismatchError: if a version does not fit the model and no resync is possible.
             PartialRowsError: if a table accepts only whole rows, a version has only some columns of a row, and no
                 resync is possible.
@@ -262,10 +267,10 @@ class Predictor(Forkable):
         """End the thread of :meth:`follow` within about a second, and raise its current error if there is one.
 
         A request that hangs is abandoned. A version whose parts are still being read is not applied. A version whose
-        rows are being written is completed, unless its parts are larger than 256 MiB together and must be read again,
-        or another thread stays inside :meth:`reading`. In these cases the version is interrupted, and ``reading()``
-        reports it as ``applying`` until the next :meth:`follow` or :meth:`sync` applies it completely. A signal handler
-        may call this method.
+        rows are being written is completed, with two exceptions: its parts are larger than 256 MiB together and must be
+        read again, or another thread stays inside :meth:`reading`. In these two cases the version is interrupted, and
+        ``reading()`` reports it as ``applying`` until the next :meth:`follow` or :meth:`sync` applies it completely. A
+        signal handler may call this method.
 
         Raises:
             InvalidArgumentError: if called inside :meth:`reading`, where it could deadlock, or in the thread of
@@ -319,9 +324,9 @@ class Predictor(Forkable):
         All data is read and validated before the first row is written.
 
         Args:
-            version: number of the version. The stream must still have this version if it is a snapshot. Otherwise it
-                must have the newest snapshot before it and all versions after that snapshot, up to this version. Merged
-                versions may replace them.
+            version: number of the version. If the version is a snapshot, the stream must still contain it. Otherwise
+                the stream must contain the last snapshot before it and all versions after that snapshot, up to this
+                one. A merged version may replace several of them.
 
         Raises:
             InvalidArgumentError: if ``version`` is invalid or not committed yet, or if called inside :meth:`reading`.
@@ -555,8 +560,8 @@ class Predictor(Forkable):
         """Record that all rows of a version are written.
 
         The tables may also have rows of a newer version, if a resync to a merged version or a snapshot was interrupted
-        and the older versions became readable again. The newer version then stays recorded until a snapshot or a
-        version with the same or a higher number is applied.
+        and the older versions became readable again. The newer version then remains recorded as partly written until a
+        snapshot or a version with the same or a higher number is applied.
         """
         begun = self._begun
         if begun is None or manifest.kind == "snapshot" or begun.version <= manifest.version:

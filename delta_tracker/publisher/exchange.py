@@ -18,7 +18,10 @@ _CALL = "Publisher(...)"
 
 
 class Phase(IntEnum):
-    """State of a rank's publisher. If ranks vote in different phases, they called different methods."""
+    """State of a rank's publisher.
+
+    All ranks must vote in the same phase. Their phases differ if they called different methods or if a rank failed.
+    """
 
     BUILDING = auto()
     """The ranks validate their arguments and reserve the consumer."""
@@ -115,7 +118,7 @@ class Exchange:
     them in the same order, from the training thread.
 
     Args:
-        timeout: maximum wait for the slowest rank, after which a call raises on the other ranks.
+        timeout: maximum time that a call waits for other ranks before it raises RankLostError.
 
     Raises:
         RankLostError: if a rank dies, or does not build its exchange in time.
@@ -162,7 +165,7 @@ class Exchange:
             num_bytes: length in bytes of the longest message of any rank.
 
         Raises:
-            Exception: the error of this rank.
+            Exception: ``own.failure``, if this rank failed.
             FencedError: if another rank failed with a FencedError.
             PublishError: if another rank failed with another error or was interrupted.
             RankLostError: if a rank died or did not answer in time.
@@ -195,7 +198,7 @@ class Exchange:
             own: message of this rank.
 
         Raises:
-            Exception: the error of this rank.
+            Exception: ``own.failure``, if this rank failed.
             FencedError: if another rank failed with a FencedError.
             PublishError: if a rank is in another phase, failed with another error, or was interrupted.
             RankLostError: if a rank died or did not answer in time.

@@ -1,7 +1,7 @@
 """Atomic and durable writes to local files.
 
-This module does not use obstore, because obstore refers to a buffer while it requests the next one, and is no faster.
-With obstore, the buffers would have to be copied.
+This module does not use obstore, which is no faster. obstore also keeps a reference to the previous buffer while it
+requests the next one, so the buffers would have to be copied.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
         name: path of the file, relative to ``directory``. Missing parent directories are created.
         buffers: contents of the file.
         overwrite: True to replace an existing file of this name.
-        fsync: True to wait until the bytes are on disk before the file gets its name, and then until the name is on
-            disk. If False, the system decides when the file reaches the disk.
+        fsync: True to flush the bytes to disk before the file is renamed, and to flush the new name afterwards. If
+            False, the system decides when the file reaches the disk.
 
     Returns:
         True if the file was written; False if the name exists and ``overwrite`` is False.

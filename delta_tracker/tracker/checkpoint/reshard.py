@@ -101,7 +101,7 @@ class Resharding:
 
         Raises:
             MalformedStateError: if a tensor contradicts the header of its part.
-            StateMismatchError: if the saved old states have another dtype than the states of the current rows.
+            StateMismatchError: if the saved old states have a different dtype from the states of the current rows.
         """
         first = self._parts[0]
         used = {source.part.rank: source.part for sources in self._sources.values() for source in sources}

@@ -78,7 +78,7 @@ class TrackerCheckpoint:
         return MappingProxyType({name: note for name, note in self._annotations.items() if name in self._log.consumers})
 
     def is_as_restored(self, consumer: str) -> bool:
-        """Return True if a consumer's cursor has not moved since a state was loaded; False if none was loaded."""
+        """Return True if a state was loaded and the consumer's cursor has not moved since then."""
         return self._positions.get(consumer) == self._log.position(consumer)
 
     def annotate(self, consumer: str, note: object) -> None:
