@@ -60,7 +60,7 @@ def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest
 
 
 def bytes_to_read(manifests: Iterable[Manifest], tables: Collection[str] | None = None) -> int:
-    """Return the approximate number of bytes that :func:`contents_of` and :func:`write_rows` read together.
+    """Return the approximate number of bytes that :func:`contents_of` and :func:`write_rows` read in total.
 
     A part above 64 MiB is counted twice, because both functions read it.
 
@@ -92,7 +92,7 @@ def write_rows(contents: Contents, tables: Mapping[str, Tensor]) -> None:
 def mapped(
     path: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], header: bytes = b""
 ) -> dict[str, Tensor]:
-    """Create a file and return the memory-mapped tensors in it by name. Allocates the disk space immediately.
+    """Create a file for tensors, and return the memory-mapped tensors by name. Allocates the disk space immediately.
 
     Args:
         path: path of the new file.

@@ -29,10 +29,10 @@ _MAX_HEADER_BYTES = 1 << 28
 
 
 class _Wanted(dict[str, Tensor]):
-    """Dict of the tensors to load, by name, whose ``values()`` is never empty.
+    """Dict of the tensors to load, by name. If the dict is empty, ``values()`` returns a placeholder tensor.
 
     If a rank has no shard of some table, DCP retries the load with the key flattening of torch 2.3. That flattening
-    keeps an empty dict as a value and expects an entry for the dict in the checkpoint.
+    treats an empty dict as a value of the state, for which the checkpoint has no entry.
     """
 
     def values(self) -> Any:  # noqa: ANN401  dict's own view type cannot be constructed

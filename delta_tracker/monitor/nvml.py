@@ -1,4 +1,4 @@
-"""Metrics of NVIDIA devices, read from NVML: utilisation, memory, power and energy.
+"""Metrics of NVIDIA devices, read from NVML: utilization, memory, power and energy.
 
 To record these metrics, call
 ``monitor.registry.add_source(NvmlMetrics(monitor.registry, grams_per_kilowatt_hour=380))``.
@@ -84,7 +84,7 @@ class NvmlMetrics(Source):
         )
 
     def _each(self, read: Any) -> Readings:  # noqa: ANN401
-        """Return the result of ``read`` for each device, under the device's index.
+        """Call ``read`` for each device, and return the results by device index.
 
         Devices that do not support the reading are omitted.
         """

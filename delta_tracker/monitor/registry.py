@@ -21,7 +21,7 @@ class Registry:
     """Registry of all stats, their policies, and the sources that are read at each collection. Thread-safe.
 
     Args:
-        progress: clock, step and epoch, shared by all stats; None for a new one.
+        progress: record of the clock, step and epoch, shared by all stats; None creates a new record.
         hooks: callbacks of the stats; None for no callbacks.
     """
 

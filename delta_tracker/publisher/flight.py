@@ -22,7 +22,7 @@ class Flight:
         read: uncommitted read of the tracker with the version's rows; None before the cut, or if the read failed.
 
     Attributes:
-        phase: phase of the votes in this state.
+        phase: phase of this state, which is part of every vote.
     """
 
     phase: ClassVar[Phase]
@@ -32,15 +32,15 @@ class Flight:
     read: Delta | None = None
 
     def vote(self) -> Vote:
-        """Return this rank's vote on the end of this state."""
+        """Return this rank's vote on whether to leave this state."""
         if not self.job.done():
             return Vote(self.phase, is_working=True)
         return Vote(self.phase, num_bytes=self._message_bytes())
 
     def _message_bytes(self) -> int:
-        """Return the length in bytes of the message at the end of this state; 0 without a message.
+        """Return the length in bytes of the message that this rank has at the end of this state; 0 if it has none.
 
-        The job must be done.
+        :attr:`job` must be done.
         """
         return 0
 

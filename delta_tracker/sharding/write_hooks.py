@@ -144,10 +144,10 @@ def watch_writes(
     Tables without a fused optimizer get no hooks, because they are compared with a copy.
 
     Args:
-        model: the model in which ``found`` was discovered.
-        found: its tracked tables.
+        model: the tracked model.
+        found: the tracked tables of ``model``.
         listener: receives the reports.
-        keys: counter for the keys of writes, shared by all hooks of a listener.
+        keys: counter that yields a unique key for each write, shared by all hooks of a listener.
         recorder: records errors and the time that recording takes.
     """
     hooks: list[Watcher] = []

@@ -249,8 +249,9 @@ class StreamCursor:
     def _longest_merged(self, version: int, *, skips_unreadable: bool) -> Manifest | None:
         """Return the merged delta with the highest last version that applies to a reader at ``version``.
 
-        Returns None if there is none. If the entry is malformed, logs the error and returns None, because merged
-        entries add no information. If ``skips_unreadable`` is True, does the same if the store cannot read the entry.
+        Returns None if there is none. If an entry is malformed, logs the error and returns None, because merged
+        entries add no information. If ``skips_unreadable`` is True, an entry that the store cannot read is treated in
+        the same way.
         """
         try:
             return self.log.longest_merged(version)
@@ -267,7 +268,7 @@ class StreamCursor:
             MissingVersionError: if a required entry is missing or was replaced.
             NoSnapshotError: if there is no snapshot at or below the version.
             InvalidArgumentError: if the version is invalid or not committed yet.
-            StreamReplacedError: if the stream is not that of the last applied entry.
+            StreamReplacedError: if the last applied entry belongs to another stream.
             MalformedError, StorageError: if the log cannot be read.
         """
         head = self.log.head()
@@ -294,7 +295,9 @@ class StreamCursor:
         return path[::-1]
 
     def _entry(self, version: int, link: Link | None) -> Manifest | None:
-        """Return the log entry of a version, or else a merged entry that ends at it; None if there is no match.
+        """Return the log entry of a version. If it does not match, return a merged entry with this last version.
+
+        Returns None if no entry matches.
 
         Args:
             version: version of the entry.

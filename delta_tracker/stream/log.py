@@ -2,11 +2,12 @@
 
 The protocol, for each publisher:
 
-1. ``claim`` once. The claim is the next entry of the log and has a higher generation.
+1. ``claim`` once. The claim is the next entry of the log, and its generation is higher than all earlier ones.
 2. ``commit`` each version after its parts are written. The version's entry is created if absent.
-3. If the name is taken, read the entry back. If it has the publisher's own bytes, the response was lost, and the entry
-   is committed. If it is another attempt of the same publisher, that attempt succeeded: continue after it. If it is
-   another publisher's, this publisher is fenced permanently.
+3. If the name of the entry is taken, read the existing entry. If its bytes are those that this attempt wrote, only the
+   response was lost, and the version is committed. If the existing entry is from another attempt of this publisher,
+   that attempt succeeded: continue after the existing entry. If it is from another publisher, this publisher is fenced
+   permanently.
 
 The log therefore has a single history, even if publishers race, are killed or are suspended at any step. Readers
 ignore objects that no entry names.
@@ -184,9 +185,10 @@ class StreamLog:
     def is_committed(self, entry: Manifest) -> bool:
         """Return True if an entry that was read is part of the log. Lists the log.
 
-        Use it for claims. A publisher that read the head long ago may have created its claim at a name that retention
-        freed in the meantime. The log then continues above the claim, and no entry names the claim as its parent.
-        Entries of other kinds need no check: retention does not free the names at which they could be created late.
+        Use this method for claims. A publisher that read the head long ago may have given its claim the name of an
+        entry that retention has since deleted. The log then continues above the claim, and no entry names the claim as
+        its parent. Entries of other kinds need no check, because retention never deletes the entries whose names a
+        fenced publisher may still try to use.
 
         Raises:
             MalformedError: if the next entry does not follow the format.
@@ -261,12 +263,13 @@ class StreamLog:
     def _confirm(self, entry: Manifest) -> bool:
         """Return True if a newly created entry is part of the log; otherwise delete the entry and return False.
 
-        The log may have continued beyond this version, and retention may have freed the entry's name before the entry
-        was created. The head is never deleted, so an entry of the log is the head, or is the parent of the next entry.
+        The log may already have continued beyond this version, and retention may have deleted the entry that had this
+        name before. The head is never deleted, so an entry of the log is the head, or is the parent of the next entry.
 
         An entry that is not a claim is also part of the log if its parent exists, which is checked first because it
-        needs no listing. The parent is the publisher's own last entry, and retention deletes it before it frees the
-        name of this entry. The parent of a claim proves nothing, because retention keeps the entry before a claim.
+        needs no listing. The parent is the publisher's own last entry, and retention deletes the parent before an
+        entry with the name of this one. The parent of a claim proves nothing, because retention keeps the entry before
+        a claim.
         """
         if entry.kind != "claim" and entry.parent is not None:
             parent = self.storage.read(entry_name(entry.parent.version), max_bytes=_MAX_ENTRY_BYTES)
@@ -288,9 +291,10 @@ class StreamLog:
         return parsed[1]
 
     def _create(self, name: str, data: bytes) -> bool:
-        """Create an entry; return False if another one has its name.
+        """Create an entry; return False if another entry has the name.
 
-        If the store fails or refuses the name, the entry is read back, because an earlier request may have created it.
+        If the store fails or reports that the name is taken, the stored entry is read and compared with ``data``,
+        because an earlier request may have created it.
         """
         try:
             if self.storage.create(name, data):
@@ -328,7 +332,7 @@ class Claim:
 
     @property
     def data(self) -> bytes:
-        """Bytes of the last entry that :meth:`commit` returned, or of the claim before the first commit."""
+        """Bytes of the last entry that :meth:`commit` returned. Before the first commit, bytes of the claim."""
         return self._data
 
     def commit(self, entry: Manifest) -> Manifest:

@@ -162,7 +162,7 @@ class DeltaReader:
     def _choose(
         self, rows: Mapping[str, ChangedRows] | Exception, top_k: TopK, ranks: AllRanks | None
     ) -> dict[str, Tensor]:
-        """Select rows by top-k. Return a mask ``[N]`` bool of the rows to return, by table FQN.
+        """Select rows by top-k. Return a mask for each table, by FQN: ``[N]`` bool, True for the rows to return.
 
         All ranks must call this method. On ranks other than 0, replicated tables have no mask, and all of their changed
         rows are returned.
@@ -210,7 +210,7 @@ class DeltaReader:
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
 
     def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:
-        """Return the score of each row in the tracking mode, ``[N]`` float32; infinite where the score is NaN.
+        """Return the tracking mode's score of each row, ``[N]`` float32. NaN is replaced by infinity.
 
         Reads the rows in chunks to avoid a copy of all rows.
         """

@@ -39,7 +39,7 @@ def reader_of(monitor: Monitor) -> DeviceReader:
 
 
 class _DeviceStat(DeviceState):
-    """Device state that records its values in a cell, the series of a stat's records with one set of labels.
+    """Base class of the stats on a device. Values are recorded in a cell, the series of ``stat`` for one set of labels.
 
     Args:
         stat: the stat.
@@ -60,13 +60,15 @@ class _DeviceStat(DeviceState):
         return self._cell.enabled
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate of values from their ``num_sums`` sums."""
+        """Convert the ``num_sums`` sums of recorded values to an :class:`Aggregate`."""
         raise NotImplementedError
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the values that increased the sums by ``growth``.
+        """Record the values that were added between two readings of the sums.
 
-        If ``epoch_end`` is given, the epoch has ended, and its window is closed afterwards.
+        Args:
+            growth: increase of each sum between the readings.
+            epoch_end: step and number of an epoch to end after these values; None if no epoch ended.
         """
         self._cell.merge(self.figures(growth))
         if epoch_end is not None:
@@ -131,7 +133,7 @@ class DeviceMean(_DeviceStat):
             self._add(_HOST, _single(value, weight))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate of values from their sums.
+        """Convert the sums of recorded values to an :class:`Aggregate`.
 
         The sums are the total, the weight, the number of accepted values, and the number of all values.
         """
@@ -219,7 +221,7 @@ class DeviceCounter(_DeviceStat):
         self._add(value.device, torch.stack((total, num_good, num_good, num_values)))
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate of values from their sums.
+        """Convert the sums of recorded values to an :class:`Aggregate`.
 
         The sums are the total, the weight, the number of accepted values, and the number of all values.
         """
@@ -276,7 +278,7 @@ class DeviceHistogram(_DeviceStat):
         self._add(value.device, counts, places)
 
     def figures(self, sums: list[float]) -> Aggregate:
-        """Return the aggregate of values, including buckets, from the sums of a histogram."""
+        """Convert the sums of a histogram to an :class:`Aggregate` with buckets."""
         result = Aggregate(with_buckets=True)
         buckets = LogBuckets()
         for place, count in enumerate(sums[1:_ZEROS]):

@@ -1,9 +1,9 @@
 """Functions that find synchronizations with a device on machines without a device.
 
-Tensors returned by :func:`on_device` report a simulated device but hold their data on the CPU. In its block,
-:func:`find_syncs` records each operation on these tensors that would wait for a real device: reading a number on the
-host, computing a result whose shape depends on data, creating a tensor from host data, and copying between host and
-device without ``non_blocking``. If nothing is recorded, this is strong evidence that the code does not wait for the
+The ``device`` of a tensor returned by :func:`on_device` is a simulated device, but the data is on the CPU. The context
+manager :func:`find_syncs` records each operation on these tensors that would wait for a real device: reading a number
+on the host, computing a result whose shape depends on data, creating a tensor from host data, and copying between host
+and device without ``non_blocking``. If nothing is recorded, this is strong evidence that the code does not wait for the
 device, but no proof. On a GPU, use ``torch.cuda.set_sync_debug_mode("error")``.
 """
 
@@ -37,7 +37,7 @@ class SyncError(AssertionError):
 
     Args:
         call: name of the operation.
-        place: file, line and function that called it.
+        place: file, line and function from which the operation was called.
     """
 
     def __init__(self, call: str, place: str) -> None:
@@ -47,7 +47,7 @@ class SyncError(AssertionError):
 
 
 def on_device(tensor: Tensor) -> Tensor:
-    """Return a tensor that reports the device :data:`SIMULATED` and shares the data of ``tensor``, a CPU tensor."""
+    """Return a tensor on the device :data:`SIMULATED` that shares the data of ``tensor``, a CPU tensor."""
     return _Claiming(tensor.detach())
 
 
@@ -82,7 +82,7 @@ def find_syncs(*, everywhere: bool = False) -> Iterator[list[SyncError]]:
 
 @contextmanager
 def assert_no_sync(*, everywhere: bool = False) -> Iterator[None]:
-    """Context manager that raises the first :class:`SyncError` found in its block when the block ends.
+    """Context manager that raises the first :class:`SyncError` found, at the end of the ``with`` statement.
 
     Args:
         everywhere: True to treat all CPU tensors as if they were on the device, see :func:`find_syncs`.
@@ -94,7 +94,7 @@ def assert_no_sync(*, everywhere: bool = False) -> Iterator[None]:
 
 
 class _Claiming(Tensor):
-    """Tensor that reports the simulated device. ``held`` is its data, a CPU tensor."""
+    """Tensor whose ``device`` is the simulated device. ``held`` is a CPU tensor with the data."""
 
     held: Tensor
 

@@ -47,8 +47,9 @@ class _Span:
 class PartReader:
     """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
 
-    A part of at most ``memory_bytes`` is held in memory as a whole. For a larger part, only a few pieces of 8 MiB are
-    in memory, and 8 bytes for each row that is stored with its id. Rows and tensors may be views of that memory.
+    A part of at most ``memory_bytes`` is held in memory as a whole. Of a larger part, only a few pieces of 8 MiB and
+    the stored row ids (8 bytes each) are in memory. The returned rows and tensors may be views of the part in
+    memory.
 
     Args:
         storage: store of the stream.
@@ -208,7 +209,7 @@ def _source(storage: Storage, part: Part, memory_bytes: int, out: NDArray[np.uin
 
 
 class _InMemory:
-    """Source that reads a part into memory as a whole. A call after a failed download continues the download."""
+    """Source that reads a part into memory as a whole. If a download fails, the next call resumes it."""
 
     def __init__(self, storage: Storage, part: Part, out: NDArray[np.uint8] | None) -> None:
         self._storage = storage
@@ -239,10 +240,10 @@ class _InMemory:
 
 
 class _Pieces:
-    """Source that reads a part in pieces of 8 MiB. It holds only the piece that was read last in memory.
+    """Source that reads a part in pieces of 8 MiB. Only the most recently read piece is kept in memory.
 
     All pieces are read once to hash the part. If the store fails, the next call continues after the last hashed piece.
-    A piece that is needed later is read again, and compared with its hash of the first read.
+    A piece that is needed later is read again, and its hash is compared with the hash from the first read.
     """
 
     def __init__(self, storage: Storage, part: Part) -> None:

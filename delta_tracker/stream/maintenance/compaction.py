@@ -125,12 +125,12 @@ class _Compaction:
         self.base_bytes = sum(block.num_rows * (block.row_bytes + _ID_BYTES) for block in blocks if block.ids != "all")
 
     def fold(self, versions: Sequence[Manifest], least_bytes: float, *, is_due: bool) -> Manifest | None:
-        """Merge ``versions`` into the snapshot, or into one delta if the delta is small enough.
+        """Merge the newest snapshot and ``versions`` into a new snapshot, or only ``versions`` into one small delta.
 
         Args:
             versions: entries to merge, oldest first.
-            least_bytes: minimum size in bytes of the merged rows and dense tensors for a snapshot. If they are smaller,
-                a delta is created, but only if ``is_due`` is True.
+            least_bytes: size in bytes. If the merged rows and dense tensors are smaller and ``is_due`` is True, a delta
+                is created. Otherwise a snapshot is created.
             is_due: True if ``versions`` has enough new deltas to create a merged delta.
 
         Returns:
@@ -231,12 +231,12 @@ class _Compaction:
 
 
 def _snapshot(base: Manifest, versions: Sequence[Manifest]) -> Manifest:
-    """Return the manifest, without parts, of the merged snapshot of ``base`` and ``versions``."""
+    """Return the manifest of the snapshot that merges ``base`` and ``versions``. The caller fills in the parts."""
     return replace(_delta([base, *versions]), kind="snapshot", parent=None, snapshot=versions[-1].version)
 
 
 def _delta(versions: Sequence[Manifest]) -> Manifest:
-    """Return the manifest, without parts, of the merged delta of ``versions``.
+    """Return the manifest of the delta that merges ``versions``. The caller fills in the parts.
 
     Claims have no cut, batches, pending rows or tables: these fields are taken from the other versions.
     """
