@@ -25,9 +25,9 @@ class BufferPool:
     """Pool of reusable CPU buffers.
 
     Buffers are not returned explicitly. A buffer becomes free when the array from :meth:`lend` is garbage-collected,
-    which a weak reference detects; every view and tensor of the array keeps it alive. The pool may be used from several
-    threads, from signal handlers, and after a fork: if another thread uses the pool, :meth:`lend` allocates a new
-    buffer instead of blocking.
+    which a weak reference detects. Views and tensors of the array keep the array alive. The pool may be used from
+    several threads, from signal handlers, and after a fork: while another thread uses the pool, :meth:`lend` allocates
+    a new array instead of blocking.
 
     Buffers are reused because new memory costs more than copying rows into it: the first touch of 256 MB takes 17 ms of
     processor time with huge pages and 110 to 180 ms without, and the copy takes 15 ms.
@@ -112,10 +112,10 @@ class BufferPool:
                 self._lock.release()
 
     def _returned(self, loan: object = None) -> None:
-        """Record that an array is garbage, then mark the memory of all recorded arrays as free.
+        """Record that an array was garbage-collected, and mark the memory of all recorded arrays as free.
 
-        If another thread uses the pool, the next request marks the memory instead. The garbage collector may call this
-        method in any thread at any time.
+        If another thread uses the pool, a later request marks the memory. The garbage collector may call this method in
+        any thread at any time.
 
         Args:
             loan: weak reference to the array; None to mark only the memory of arrays that were recorded before.
@@ -129,7 +129,7 @@ class BufferPool:
                 self._lock.release()
 
     def _settle(self) -> None:
-        """Mark the memory of garbage arrays as free, and release free memory above the limits.
+        """Mark the memory of garbage-collected arrays as free, and release free memory above the limits.
 
         The caller must hold the lock.
         """

@@ -1,7 +1,7 @@
 """Value types of the tracker's interface.
 
 Notation: ``N`` is the number of rows of a read, ``R`` the number of rows of a shard, ``D`` the number of columns of a
-table that this rank holds.
+shard.
 """
 
 from __future__ import annotations

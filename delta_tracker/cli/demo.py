@@ -93,7 +93,7 @@ class _Run:
 
 
 class _Trainer:
-    """Trainer of a matrix factorisation model on random clicks. A few users and a few items have most of the clicks."""
+    """Trainer of a matrix factorization model on random clicks. A few users and a few items have most of the clicks."""
 
     def __init__(self, url: str) -> None:
         self._random = torch.Generator().manual_seed(0)

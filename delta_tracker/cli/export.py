@@ -80,7 +80,7 @@ def command(stream: Stream, version: int | None, out: Path, form: str) -> int:
 
 @contextmanager
 def _draft(out: Path) -> Iterator[Path]:
-    """Yield a temporary directory next to ``out`` that is deleted at the end of the block.
+    """Yield a temporary directory next to ``out`` that is deleted at the end of the ``with`` statement.
 
     Raises:
         InvalidArgumentError: if ``out`` exists.

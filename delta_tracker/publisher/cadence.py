@@ -23,8 +23,8 @@ class Cadence:
         seconds: number of seconds since the last version, by rank 0's clock.
         rows: number of pending rows on one rank.
         num_bytes: size in bytes of the values of the pending rows on one rank, in the tables' dtypes.
-        snapshot_every: number of versions from one snapshot to the next; the first version of the publisher is then a
-            snapshot. None to publish a snapshot only if one is needed.
+        snapshot_every: number of versions from one snapshot to the next. If set, :meth:`Publisher.step` also makes the
+            publisher's first version a snapshot. None to publish a snapshot only if one is needed.
 
     Raises:
         InvalidArgumentError: if an argument is not a positive finite number, if an argument other than ``seconds`` is
@@ -55,8 +55,8 @@ class Cadence:
 class Pace:
     """Checker of the bounds of a cadence on one rank.
 
-    An exact count of the pending rows is slow. It is made only if the last exact count plus the number of rows recorded
-    since then reaches a bound.
+    Counting the pending rows exactly is slow. This is done only if the last exact count plus the number of rows
+    recorded since then reaches a bound.
 
     Args:
         cadence: the bounds.
@@ -80,7 +80,7 @@ class Pace:
         self._counted, self._counted_at = (0, 0), self._recorded()
 
     def is_due(self, *, is_clock: bool) -> bool:
-        """Return True if a bound is reached, so that a version is due at the next batch.
+        """Return True if ``batches`` is reached at the next batch, or another bound is already reached.
 
         Args:
             is_clock: True to check ``seconds`` too. Only rank 0 passes True.

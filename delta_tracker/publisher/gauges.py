@@ -26,7 +26,9 @@ class PublisherGauges:
         self._version_cell: Cell  # set by begin()
 
     def begin(self, version: int) -> None:
-        """Initialize the counters, so that alerts detect the first failure and a stream without versions.
+        """Create the metrics that alerts use, even though there is nothing to count yet.
+
+        An alert can then detect the first failure, or that no version is published.
 
         Args:
             version: number of the publisher's claim.

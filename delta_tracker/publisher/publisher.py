@@ -1,4 +1,4 @@
-"""Publisher, which writes a tracker's changed rows to a stream from all ranks, one version at a time."""
+"""Publish a tracker's changed rows from all ranks to a stream, one version at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Publisher:
     """Writer that publishes a tracker's changed rows to a stream, as versions with the rows of all ranks.
 
     Every rank builds a publisher in its training thread. In this thread, all ranks call :meth:`publish` or
-    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut each rank gathers its own rows. A
+    :meth:`snapshot` at the same batch, or :meth:`step` after each batch. At the cut each rank reads its own rows. A
     background thread of each rank writes them, and the background thread of rank 0 creates the manifest. Only the
     training thread starts collectives, which transfer a few hundred bytes and no rows. The version is committed when
     rank 0 has created its manifest. Until then it is invisible to predictors, and after any failure every row stays
@@ -83,8 +83,8 @@ class Publisher:
         UnknownConsumerError: if the tracker has no such consumer.
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
-        InvalidArgumentError: for an invalid argument, dense names or an encoding that do not fit the model, a ``top_k``
-            without a score in a mode without scores, or a store that is not the store of rank 0.
+        InvalidArgumentError: if an argument is invalid, if the dense names or the encoding do not fit the model, if
+            ``top_k`` has no ``score`` and the tracking mode computes none, or if rank 0 uses another store.
         UnsafeStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
@@ -169,7 +169,7 @@ class Publisher:
 
     @property
     def version(self) -> int:
-        """Number of the last version that this publisher committed; before the first, the number of its claim."""
+        """Number of the last version that this publisher committed, or of its claim if it has committed no version."""
         return self._writer.head.version
 
     @property
@@ -181,14 +181,14 @@ class Publisher:
     def upkeep_error(self) -> Exception | None:
         """Error of the last run of compaction and retention.
 
-        None if the run succeeded, before the first run, and on ranks other than 0.
+        None if the run succeeded, if there has been no run yet, or if this rank is not rank 0.
         """
         return None if self._upkeep is None else self._upkeep.error
 
     def step(self) -> None:
         """Publish when a bound of the cadence is reached. Call it on every rank after each ``tracker.step()``.
 
-        Training waits for the gather of the rows, and twice per version for a short message of the other ranks. A
+        Training waits while the rows are read, and twice per version for a short message from the other ranks. A
         version takes at least five calls, because votes that start in one call are counted in the next. A version makes
         progress only in these calls: call :meth:`flush` before training pauses. Only one version is published at a
         time. Rows that change while it is published stay pending in the tracker, so that a slow store needs no
@@ -225,7 +225,7 @@ class Publisher:
             The committed manifest, the same on every rank.
 
         Raises:
-            FencedError: if a newer publisher has claimed the stream, on every rank; nothing was published.
+            FencedError: if a newer publisher has claimed the stream; raised on every rank. Nothing was published.
             PublishError: if another rank failed, called another method, or is at another batch; every row stays
                 pending.
             StorageError: if this rank could not write; every row stays pending. If the store failed during the commit,
@@ -257,10 +257,11 @@ class Publisher:
             raise self._error
 
     def close(self) -> None:
-        """Finish a version that :meth:`step` started, release the consumer and leave the process group. A collective.
+        """Finish a version that :meth:`step` started, release the consumer and leave the process group.
 
-        The stream stays claimed. If the version fails, its error is logged, and the rows stay pending. A running
-        retention or compaction is interrupted after 10 seconds; the next run completes the work.
+        Every rank must call this method. The stream stays claimed. If the version fails, its error is logged, and the
+        rows stay pending. A running retention or compaction is interrupted after 10 seconds; the next run completes the
+        work.
 
         Raises:
             InvalidArgumentError: if called from another thread or process than the one that built the publisher. The
@@ -280,7 +281,12 @@ class Publisher:
         self._recorder.close()
 
     def _checked_source(self) -> VersionSource:
-        """Return the source. Raise InvalidArgumentError in another process or thread, or after :meth:`close`."""
+        """Return the source of the rows, after checking that the publisher is open.
+
+        Raises:
+            InvalidArgumentError: if the publisher is closed, or if called from another thread or process than the one
+                that built the publisher.
+        """
         if self._source is None:
             raise InvalidArgumentError("publisher", "closed", "Build a new Publisher")
         if os.getpid() != self._process:

@@ -46,7 +46,7 @@ class KernelMemory:
 
 
 class _Cut(threading.local):
-    """Thread-local record of the kernels read in a :func:`one_cut` block. ``memories`` is None outside of a block."""
+    """Kernels that this thread has read in a ``with one_cut()`` statement; ``memories`` is None outside of it."""
 
     memories: dict[Kernel, KernelMemory] | None = None
 
@@ -58,8 +58,8 @@ _NESTED = nullcontext()
 def one_cut() -> AbstractContextManager[None]:
     """Return a context manager in which reads by this thread flush each kernel and split its memory at most once.
 
-    This thread must not train in the block, because reads miss rows that are written to a cache after it was flushed.
-    Writes of other threads count as changes after the cut. Nested blocks have no effect.
+    This thread must not train inside the ``with`` statement, because reads miss rows that are written to a cache after
+    the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect.
     """
     return _outermost_cut() if _CUT.memories is None else _NESTED  # avoids the 1.3 us of a generator
 
@@ -74,7 +74,10 @@ def _outermost_cut() -> Iterator[None]:
 
 
 def memory_of(kernel: Kernel) -> KernelMemory:
-    """Return the memory of a kernel, flushed by this call or by an earlier one in the same :func:`one_cut` block."""
+    """Return the memory of a kernel after flushing its caches.
+
+    Inside ``with one_cut()``, only the first call for a kernel flushes its caches.
+    """
     memories = _CUT.memories
     if memories is None:
         return KernelMemory(kernel)

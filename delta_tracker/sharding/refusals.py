@@ -112,8 +112,8 @@ def _unwrapped(lookup: nn.Module) -> nn.Module:
 def _refuse_optimizers(found: Discovery) -> None:
     """Reject fused optimizers missing from ``_OPTIMIZERS``, and weight decays missing from ``_WEIGHT_DECAYS``.
 
-    First checks the sharding plan, which contains the optimizers of all ranks, so that every rank raises the same
-    error. Then checks the optimizers that this rank's kernels use.
+    The sharding plan is checked first. It contains the optimizers of all ranks, so that every rank raises the same
+    error. The optimizers that this rank's kernels use are checked next.
     """
     strange: dict[str, list[str]] = {}
     for module_fqn, module in found.modules.items():

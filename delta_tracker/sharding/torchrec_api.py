@@ -1,4 +1,4 @@
-"""Classes of torchrec that the package uses, imported when they are first needed, and properties of sharding plans.
+"""Import classes of torchrec when they are first needed, and read properties of sharding plans.
 
 The names below are the same in torchrec 1.3.0 to 1.9.2, which `make test-matrix` checks. Handle differences between
 versions in this file.
@@ -88,9 +88,9 @@ def load_torchrec() -> Torchrec:
 
 
 def _imported(module: str, *names: str) -> tuple[type, ...]:
-    """Return those of the named classes that a module has, without importing the module.
+    """Return the named classes of a module without importing the module. Omit classes that the module does not have.
 
-    If the module has not been imported yet, return an empty tuple: no model can have instances of the classes.
+    If the module has not been imported yet, return an empty tuple, because no model can have instances of its classes.
     """
     return tuple(found for name in names if (found := getattr(sys.modules.get(module), name, None)) is not None)
 
@@ -101,11 +101,11 @@ class Quantized:
 
     Args:
         collections: module class to the name of the attribute that holds its tables.
-        sharded: sharded module class to the name of the attribute that holds its tables. All its shards are in this
-            process.
+        sharded: sharded module class to the name of the attribute that holds its tables. All shards of such a module
+            are in this process.
         kernels: classes of the kernels that store rows contiguously.
-        row_bytes: function that takes a number of columns and a ``SparseType``, and returns the bytes of such a row
-            without padding.
+        row_bytes: function that takes the number of columns and the ``SparseType`` of a row, and returns the
+            row's size in bytes without padding.
     """
 
     collections: dict[type[nn.Module], str]

@@ -19,7 +19,7 @@ from delta_tracker.types import Delta
 class ConsumerHandle:
     """Handle with exclusive access to one consumer of a tracker.
 
-    Until the release, the tracker's methods that read, clear, rewind or remove the consumer raise
+    Until :meth:`release`, the tracker's methods that read, clear, rewind or remove the consumer raise
     :class:`~delta_tracker.errors.ReservedConsumerError`.
 
     Returned by :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`. Use it from the training thread. Call
@@ -27,7 +27,7 @@ class ConsumerHandle:
     :class:`~delta_tracker.errors.InvalidArgumentError`.
 
     Args:
-        name: the consumer. The creator of the handle reserves the consumer in the log.
+        name: name of the consumer. The caller must have reserved the consumer in the log.
         holder: description of the owner, for error messages.
         log: the tracker's log.
         model: the tracked model.

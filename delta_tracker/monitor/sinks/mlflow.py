@@ -1,4 +1,4 @@
-"""Export of parameters, metrics and the published version of the model to an MLflow run."""
+"""Export parameters, metrics and the newest published version to an MLflow run."""
 
 from __future__ import annotations
 

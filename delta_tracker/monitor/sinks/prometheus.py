@@ -50,9 +50,10 @@ class _Snapshot:
 
 
 class PrometheusSink(Sink):
-    """Sink that serves the totals of the last collection at ``/metrics``.
+    """Sink that serves the monitor's newest totals at ``/metrics``.
 
-    The monitor must collect at least as often as Prometheus scrapes.
+    The totals change only when the monitor collects the metrics. It must collect them at least as often as Prometheus
+    scrapes.
 
     Counters are exported as totals since the process started, gauges as their newest reading, stats of kind ``STAT`` as
     summaries, and histograms as histograms whose bucket bounds are powers of two. Summaries and histograms also cover
@@ -91,12 +92,14 @@ class PrometheusSink(Sink):
         self._server.server_close()
 
     def forget(self) -> None:
-        """Close the forked child's copy of the socket. An open copy blocks the port after the parent has exited."""
+        """Close a forked child's copy of the socket. Otherwise the port stays in use after the parent has exited."""
         self._server.socket.close()
 
 
 class PrometheusFileSink(Sink):
-    """Sink that writes the totals to a text file at each collection. The previous file is replaced atomically.
+    """Sink that writes the totals to a text file each time the monitor collects the metrics.
+
+    The previous file is replaced atomically.
 
     Args:
         path: the file, ending with ``.prom`` for node_exporter.
@@ -124,7 +127,7 @@ def family(definition: Definition, reports: Sequence[TotalReport], attributes: S
 
     Args:
         definition: definition of the stat.
-        reports: totals of its cells.
+        reports: totals of the cells of the stat.
         attributes: labels added to every sample, unless the stat has a label of the same name.
     """
     from prometheus_client import core  # noqa: PLC0415  optional

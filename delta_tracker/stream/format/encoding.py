@@ -19,8 +19,8 @@ infinity, if ``maximum - minimum`` overflows float32, or if ``scale`` or ``bias`
 
 FBGEMM's implementations differ from this one as follows:
 
-- Row with NaN: the AVX2 loop ignores a NaN in some columns and reads the row as numbers. Here the row reads as NaN.
-- Row of infinities only: scale and bias depend on the loop. The row reads as NaN with every loop.
+- Row with NaN: FBGEMM's AVX2 loop ignores a NaN in some columns, and the row reads as numbers. Here it reads as NaN.
+- Row of infinities only: the stored scale and bias depend on which of FBGEMM's loops runs. The row always reads as NaN.
 - Reading ``INT8``: the AVX2 loop uses a fused multiply-add, the scalar loop rounds twice. Here the sum is computed in
   float64 and is the same on every device. It equals the fused result, except that a tie may round to the other
   neighboring float32 if ``bias`` is less than 2^-28 of the product.

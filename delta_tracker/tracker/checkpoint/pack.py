@@ -77,7 +77,7 @@ def replace_counters(part: RankHeader, saved: Mapping[str, Tensor], counters: Co
 
     Args:
         part: header of the part.
-        saved: key with prefix to tensor, for this part and possibly for other parts.
+        saved: saved tensors by key, including the prefix. Tensors of other parts are ignored.
         counters: counter name to the counter's fields, which are tensors or JSON values.
 
     Raises:

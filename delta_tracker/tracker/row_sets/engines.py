@@ -1,4 +1,4 @@
-"""Choose the engine, which is the implementation of the row sets that hold the changed rows of a shard."""
+"""Choose the engine: the subclass of ``RowSet`` that records which rows of a shard changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES = tuple(_BY_NAME)
 
 
 def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
-    """Return an engine for a device. An engine is a subclass of :class:`RowSet`.
+    """Return the engine for a device.
 
     Args:
         name: one of :data:`ENGINES`: ``"torch"`` (any device), ``"numba"`` (CPU) or ``"triton"`` (CUDA). None chooses
@@ -24,8 +24,8 @@ def choose_engine(name: str | None, device: torch.device) -> type[RowSet]:
         device: device of the shard.
 
     Returns:
-        The engine: ``choose_engine(name, device)(num_rows, device)`` creates an empty set. If the engine was selected
-        by name and its package is not installed, the constructor raises :class:`MissingExtraError`.
+        A subclass of :class:`RowSet`. Call it with ``(num_rows, device)`` to create an empty set. If the engine was
+        selected by name and its package is not installed, this call raises :class:`MissingExtraError`.
 
     Raises:
         InvalidArgumentError: if the name is unknown or the engine does not support the device.
