@@ -119,7 +119,7 @@ def first_per_id(ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         states: ``[N, ...]``.
 
     Returns:
-        ``[M]`` ids and ``[M, ...]`` states, where ``M`` is the number of different ids.
+        ``[M]`` ids and ``[M, ...]`` states, where ``M`` is the number of distinct ids.
 
     Example:
         >>> first_per_id(torch.tensor([3, 1, 3]), torch.tensor([30, 10, 31]))

@@ -51,7 +51,7 @@ Examples:
     help="Merge only if at least this many deltas are not merged yet.",
 )
 def command(stream: Stream, fold: float, max_bytes: int, min_versions: int) -> int:
-    """Merge all versions that exist at the start of the command, if they can be merged, and print the results."""
+    """Merge the versions that exist when the command starts, as far as possible, and print the results."""
     head = stream.head()
     made: list[Manifest] = []
     with stream.out.progress("merging", None):

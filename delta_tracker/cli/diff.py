@@ -186,5 +186,5 @@ def _length(row: Tensor) -> float:
 
 
 def _finite(value: float) -> float | None:
-    """Return ``value``, or None if it is NaN or infinite. JSON does not support these values."""
+    """Return ``value``; None if it is NaN or infinite, because JSON does not support such numbers."""
     return value if math.isfinite(value) else None

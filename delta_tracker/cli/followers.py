@@ -24,7 +24,7 @@ class FollowerView:
         beat: last heartbeat.
         state: ``live``, or ``silent`` if the last heartbeat is more than 30 seconds old.
         seconds_ago: age of the heartbeat in seconds: this host's time minus the time that the predictor's host wrote.
-        lag_versions: number of versions of the log after the version in the heartbeat; None if the predictor has no
+        lag_versions: number of versions in the log after the version in the heartbeat; None if the predictor has no
             version or follows another stream.
     """
 

@@ -1,4 +1,4 @@
-"""``inspect``: show the contents of a stream, the entries that a new predictor reads, and the predictors."""
+"""``inspect``: show a stream's contents, its predictors, and the entries that a new predictor reads."""
 
 from __future__ import annotations
 

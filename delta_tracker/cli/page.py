@@ -110,7 +110,10 @@ def _charts(figures: Figures) -> dict[str, Chart]:
 
 
 def _sizes(figures: Figures) -> Chart:
-    """Return the bar chart of the mean delta size in each bin of versions. Each bar shows the tables' shares."""
+    """Return the bar chart of the mean delta size in each bin of versions.
+
+    Each bar is divided into the bytes of each table and the remaining bytes.
+    """
     bins, tables = figures["bins"], figures["tables"]
     named = tables[:_NUM_SERIES]
     layers = {f"s{index}": table["bin_bytes"] for index, table in enumerate(named)}
@@ -238,8 +241,8 @@ def _card(table: dict[str, Any]) -> dict[str, Any]:
 def _distances(across: Scale) -> list[Tick]:
     """Return at least two ticks for a scale of distances.
 
-    Ticks are at powers of ten. If the scale contains fewer than two, ticks are at 1, 2 and 5 times powers of ten, or
-    else at the ends of the scale.
+    Ticks are at powers of ten. If the scale contains fewer than two powers of ten, ticks are at 1, 2 and 5 times powers
+    of ten. If it also contains fewer than two of these numbers, ticks are at the ends of the scale.
     """
     low, high = math.floor(math.log10(across.low)), math.ceil(math.log10(across.high))
     tens = [10.0**power for power in range(low, high + 1)]

@@ -18,7 +18,7 @@ from delta_tracker.monitor.stat import Definition
 class WindowReport:
     """Report with the aggregates of one window.
 
-    The window belongs to a cell, which is the series of a stat's records with one set of labels.
+    The window belongs to a cell: the series of all records of a stat that have the same labels.
 
     Args:
         definition: definition of the stat.
@@ -53,7 +53,7 @@ class WindowReport:
 
 @dataclass(frozen=True, slots=True)
 class TotalReport:
-    """Report with the aggregate of all records of a cell since the process started, for sinks that export totals.
+    """Report for sinks that export totals. It has the aggregate of all records of a cell since the process started.
 
     Args:
         definition: definition of the stat.
@@ -70,7 +70,7 @@ class TotalReport:
 class Batch:
     """Result of one collection.
 
-    A sink also receives those windows and events of earlier batches that the sink has not accepted.
+    A sink also receives the windows and events of earlier batches that it has not accepted yet.
 
     Args:
         time_ns: time of the collection, nanoseconds since the epoch.

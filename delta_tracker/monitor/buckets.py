@@ -3,8 +3,8 @@
 Positive and negative numbers have separate buckets. Bucket ``i`` counts the numbers whose magnitude is in
 ``(g**i, g**(i + 1)]``, where ``g = 2**(1 / 32)``. These are the buckets of OpenTelemetry's exponential histogram and of
 Prometheus' native histogram at scale 5, so they are exported without loss
-(https://opentelemetry.io/docs/specs/otel/metrics/data-model/#exponentialhistogram). The quantile estimate is that of
-Masson, Rim and Lee, "DDSketch" (VLDB 2019). Its relative error is at most ``(g - 1) / (g + 1)``, 1.09 %, for magnitudes
+(https://opentelemetry.io/docs/specs/otel/metrics/data-model/#exponentialhistogram). Quantiles are estimated as in
+Masson, Rim and Lee, "DDSketch" (VLDB 2019). The relative error is at most ``(g - 1) / (g + 1)``, 1.09 %, for magnitudes
 between :data:`MIN` and :data:`MAX`.
 """
 

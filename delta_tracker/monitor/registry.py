@@ -21,7 +21,7 @@ class Registry:
     """Registry of all stats, their policies, and the sources that are read at each collection. Thread-safe.
 
     Args:
-        progress: record of the clock, step and epoch, shared by all stats; None creates a new record.
+        progress: clock, step and epoch, shared by all stats; None creates a new :class:`Progress`.
         hooks: callbacks of the stats; None for no callbacks.
     """
 

@@ -59,8 +59,8 @@ class Cell:
 
     Attributes:
         enabled: True if records are accepted.
-        is_remote: True if the records come from a device and arrive late. The source of the records, not the stat, then
-            calls :meth:`end_epoch`.
+        is_remote: True if the records come from a device and arrive with a delay. In this case, the source of the
+            records calls :meth:`end_epoch`; otherwise, the stat does.
         num_lost_windows: number of closed windows dropped before they were collected.
     """
 

@@ -49,7 +49,8 @@ class Gate:
 class GateKeeper:
     """Checker of versions against the bounds of a gate.
 
-    The RMS row norms in the last applied versions are the baseline for the next check.
+    A rejected version is called held. The RMS row norms in the last applied versions are the baseline for the next
+    check.
 
     Args:
         gate: the bounds.

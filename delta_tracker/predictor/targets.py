@@ -25,16 +25,16 @@ def find_targets(
     Args:
         model: module or mapping. The tables of a module are its two-dimensional parameters and buffers, for example
             ``<fqn>.weight`` of ``nn.Embedding``, ``nn.EmbeddingBag`` and TorchRec collections. Collections may be
-            unsharded, sharded (each rank then holds its own rows and columns), quantized, or compiled. A mapping maps
-            FQN, or ``<fqn>.weight``, to a ``[rows, columns]`` tensor or a target.
+            unsharded, sharded (each rank then holds its own rows and columns), quantized, or compiled. The keys of a
+            mapping are FQNs, optionally followed by ``.weight``; its values are ``[rows, columns]`` tensors or targets.
         names: FQN in the stream to FQN in the model, where they differ; None if all are equal.
 
     Returns:
-        FQN in the stream to target.
+        Mapping from FQN in the stream to target.
 
     Raises:
-        InvalidArgumentError: for a model of another type, without tables, or with two tables of the same name; for
-            ``names`` with an unknown or repeated table of the model.
+        InvalidArgumentError: if the model has another type, no tables, or two tables of the same name, or if ``names``
+            has an unknown or repeated table of the model.
         MissingExtraError: if the model has sharded or quantized TorchRec modules and fbgemm is not installed.
     """
     targets: dict[str, RowTarget] = {}

@@ -98,8 +98,8 @@ class Coordinator:
 
         Raises:
             InvalidArgumentError: if ``url`` is invalid, or this rank's store is not the store of rank 0.
-            UnsafeStoreError: if the store has no atomic create, on rank 0.
-            MalformedError: if the stream's head is malformed, on rank 0.
+            UnsafeStoreError: on rank 0, if the store has no atomic create.
+            MalformedError: on rank 0, if the stream's head is malformed.
             StorageError: if this rank cannot use the store.
             PublishError: if another rank failed for one of these reasons.
             RankLostError: if a rank dies or does not answer in time.
@@ -224,7 +224,7 @@ class Coordinator:
             The committed manifest, the same on every rank.
 
         Raises:
-            FencedError: if a newer publisher has claimed the stream, on every rank.
+            FencedError: on every rank, if a newer publisher has claimed the stream.
             PublishError: if another rank failed, or ranks are at different batches or have different tables.
             StorageError: if this rank could not write its parts or the manifest.
             RankLostError: if a rank dies or does not answer in time.
@@ -259,7 +259,7 @@ class Coordinator:
 
         Raises:
             Exception: the error of this rank.
-            FencedError: if a newer publisher has claimed the stream, on every rank.
+            FencedError: on every rank, if a newer publisher has claimed the stream.
             PublishError: if another rank failed for another reason.
             RankLostError: if a rank died or did not answer in time.
         """

@@ -22,7 +22,7 @@ class Flight:
         read: uncommitted read of the tracker with the version's rows; None before the cut, or if the read failed.
 
     Attributes:
-        phase: phase of this state, which is part of every vote.
+        phase: value that identifies the kind of state in votes.
     """
 
     phase: ClassVar[Phase]

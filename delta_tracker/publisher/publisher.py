@@ -60,7 +60,7 @@ class Publisher:
         url: url of the stream, such as ``file:///directory`` or ``s3://bucket/prefix``, or an opened
             :class:`~delta_tracker.stream.storage.storage.Storage`; the same store on every rank.
         consumer: name of the tracker's consumer; None if the tracker has only one.
-        top_k: bound on the rows of a delta: only the rows that changed most are published, the other rows stay pending.
+        top_k: bound on the rows of a delta: only the rows that changed most are published, and the others stay pending.
             None publishes all changed rows.
         dense: module of the model, whose dense parameters and buffers are published, or names in the model's
             ``state_dict``. Each version contains these tensors with rank 0's values at the cut. None publishes no dense
@@ -425,7 +425,7 @@ class Publisher:
             self._pace.restart()
 
     def _copy(self, kind: Kind) -> None:
-        """Start to track changes, and let the worker copy and write the rows of all tables with a fused optimizer."""
+        """Start to track changes, and to copy and write all rows of the tables with a fused optimizer in the worker."""
         job: Future[Part | None]
         try:
             rows = self._checked_source().copy()
@@ -436,7 +436,7 @@ class Publisher:
         self._flight = Copying(kind=kind, job=job)
 
     def _cut(self, kind: Kind, copied: Future[Part | None] | None) -> None:
-        """Read the rows of a version, and let the worker write them.
+        """Read the rows of a version, and start a worker task that writes them.
 
         Args:
             kind: ``"snapshot"`` or ``"delta"``.
@@ -451,7 +451,7 @@ class Publisher:
         self._flight = Writing(kind=kind, read=read, job=self._worker.submit(self._writer.write, draft))
 
     def _start_commit(self, share: Share, messages: Sequence[Mapping[str, Any]]) -> Future[Message]:
-        """Let rank 0's worker commit a version. Return a future of this rank's message to the other ranks."""
+        """Start to commit a version in rank 0's worker. Return a future of this rank's message to the other ranks."""
 
         def commit() -> dict[str, Any]:
             manifest = self._writer.commit(share, messages)

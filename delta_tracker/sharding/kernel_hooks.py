@@ -1,9 +1,9 @@
 """Base class of the hooks, and the post-lookup hook, which reports the rows that a kernel looks up and updates.
 
-A fused optimizer writes rows inside the backward of the kernel's autograd node. The node's pre-hook therefore runs just
-before the write, and its post-hook just after the write. A forward pass under ``no_grad`` creates no node, the node of
-a discarded output never runs, and a second backward pass runs both hooks again. If a backward pass raises between the
-two hooks, the end of the pass is detected when the autograd engine deletes the callbacks queued for it.
+A fused optimizer writes rows when the kernel's autograd node runs in the backward pass. The node's pre-hook therefore
+runs just before the write, and its post-hook just after the write. A forward pass under ``no_grad`` creates no node,
+the node of a discarded output never runs, and a second backward pass runs both hooks again. If a backward pass raises
+between the two hooks, the end of the pass is detected when the autograd engine deletes the callbacks queued for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KeyedIds(Protocol):
 
 
 class UpdateListener(Protocol):
-    """Interface of the receiver of the hooks' reports.
+    """Interface for receiving the reports of hooks.
 
     The methods are called in the thread of the lookup or write, and must not wait for the device. Calls of
     :meth:`opened`, :meth:`applied` and :meth:`ended` with the same key belong to the same write.
@@ -308,7 +308,7 @@ def _end_with_backward(key: int, listener: UpdateListener) -> None:
 
 
 def _lookup_node(output: Tensor) -> Node:
-    """Return the autograd node whose backward updates the rows from which ``output`` was computed.
+    """Return the autograd node that updates, in the backward pass, the rows from which ``output`` was computed.
 
     Raises:
         LookupError: if there is no such node, which means that the installed fbgemm is not supported.

@@ -1,6 +1,6 @@
 """Reject models that write rows without calling the tracker's hooks.
 
-Hooks report the backward pass of a lookup, ``load_state_dict`` and evictions. The modules and optimizers that are
+Hooks report evictions, ``load_state_dict`` and the backward passes of lookups. The modules and optimizers that are
 rejected here write other rows of fused tables, or write at other times. Tables without a fused optimizer are compared
 with a copy, which finds all writes.
 """

@@ -127,7 +127,7 @@ def num_optimizer_states(shard: LocalShard) -> int:
 
 
 def has_rowwise_state(shard: LocalShard) -> bool:
-    """Return True if the first optimizer state is one number per row and column range, or the rank has no rows.
+    """Return True if the first optimizer state is one number per row and column range, or if the rank has no rows.
 
     If the rank has rows of the table, the optimizer must have at least one state.
     """

@@ -295,7 +295,7 @@ class StreamCursor:
         return path[::-1]
 
     def _entry(self, version: int, link: Link | None) -> Manifest | None:
-        """Return the log entry of a version. If it does not match, return a merged entry with this last version.
+        """Return the log entry of a version; if it does not match, return a merged entry that ends with the version.
 
         Returns None if no entry matches.
 

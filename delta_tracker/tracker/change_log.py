@@ -285,7 +285,7 @@ class ChangeLog:
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         """Open a batch of rows that are about to be written, and mark the rows as changed.
 
-        While the batch is open, every cut marks its rows again.
+        While the batch is open, every cut marks the batch's rows again.
 
         Args:
             key: key of the batch; no other open batch may have it.
@@ -644,7 +644,10 @@ class ChangeLog:
                 self._stores[fqn].close_batch(key)
 
     def _notice_before_capture(self, fqns: Iterable[str]) -> None:
-        """Before old states are captured, call :meth:`notice_writes` for those tables in ``fqns`` that keep them."""
+        """Call :meth:`notice_writes` for each table in ``fqns`` that keeps old states.
+
+        Must run before the old states are captured.
+        """
         if self._reads_shards:
             self.notice_writes([fqn for fqn in fqns if self._stores[fqn].keeps_states])
 
@@ -681,7 +684,7 @@ class ChangeLog:
     def _is_too_large(self) -> bool:
         """Return True if the log and the carried rows exceed ``max_bytes``.
 
-        If they do at first, frees the stores' spare row sets and checks again.
+        If ``max_bytes`` is exceeded, frees the stores' spare row sets and checks once more.
         """
         if self._max_bytes is None or self.log_bytes + self.carried_bytes <= self._max_bytes:
             return False

@@ -111,7 +111,7 @@ class LagClock:
 
         Args:
             pinned: ends of uncommitted reads, across which timestamps must not be merged. Cursors need not be included.
-            forgets: also drop timestamps before the lowest cursor. Set it if no cursor can move back.
+            forgets: True to also drop timestamps before the lowest cursor. Requires that no cursor can move back.
         """
         if forgets and not pinned and self._recorded:
             start = min(self._positions.values(), default=0)

@@ -59,10 +59,10 @@ class DeltaReader:
 
         Args:
             consumer: name of a consumer. Callers must have checked that it is not reserved for another owner.
-            commit: commit the read immediately.
-            with_states: add the states, in a tracking mode that has states.
-            with_values: add the current values of the rows.
-            with_optimizer: add the current states of the fused optimizer for the rows.
+            commit: True to commit the read immediately.
+            with_states: True to add the states, if the tracking mode has states.
+            with_values: True to add the current values of the rows.
+            with_optimizer: True to add the current states of the fused optimizer for the rows.
             top_k: budget of the delta. If it is given, all ranks must make the call. None returns all pending rows.
             ranks: ranks that share the budget of ``top_k``; None for a group of all ranks, which the first read with
                 ``top_k`` creates.

@@ -86,7 +86,7 @@ class DeviceClassification(DeviceState):
         self._add(places.device, ones, places)
 
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Add ``growth`` to the counts of the epoch and set the gauges.
+        """Add the new counts ``growth`` to the counts of the epoch, and set the gauges.
 
         If ``epoch_end`` is given, the epoch has ended, and the counts are reset afterwards.
         """

@@ -3,8 +3,8 @@
 Notation: ``K`` is the number of sums of a state.
 
 Values are added to the sums on the device that holds the values. A reading is an asynchronous copy of the sums to the
-host, ordered with the other work on the device. The difference of two readings, called the growth, covers the values
-added between them. The sums therefore need no reset, and no value is lost or counted twice.
+host, ordered with the other work on the device. The difference between two readings, called the growth, covers the
+values added between them. The sums therefore need no reset, and no value is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class DeviceState(ABC):
 
     @abstractmethod
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
-        """Record the values that were added on one device between two readings. Called in threads of the library.
+        """Record the values that were added on one device between two readings, which are copies of the sums.
+
+        Called in threads of the library.
 
         Args:
             growth: differences of the ``K`` sums.

@@ -313,7 +313,7 @@ def _is_not_distributed() -> bool:
 
 
 def _joined(state: Tensor | list[Tensor]) -> Tensor:
-    """Return a state that is a list as one concatenated tensor. Return any other state unchanged."""
+    """Return the concatenated tensors of a state that is a list. Return a state that is a tensor unchanged."""
     if not isinstance(state, list):
         return state
     return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in state]) if state else torch.empty(0)

@@ -52,8 +52,8 @@ class _Snapshot:
 class PrometheusSink(Sink):
     """Sink that serves the monitor's newest totals at ``/metrics``.
 
-    The totals change only when the monitor collects the metrics. It must collect them at least as often as Prometheus
-    scrapes.
+    The totals change only when the monitor collects the metrics. The monitor must collect at least as often as
+    Prometheus scrapes.
 
     Counters are exported as totals since the process started, gauges as their newest reading, stats of kind ``STAT`` as
     summaries, and histograms as histograms whose bucket bounds are powers of two. Summaries and histograms also cover

@@ -1,4 +1,4 @@
-"""Export to TensorBoard event files. Each reported value is a curve over the training step."""
+"""Export to TensorBoard event files. The values of each series are plotted over the training step."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ class TensorBoardSink(Sink):
 
 
 def tag(name: str, labels: Labels) -> str:
-    """Return the tag of a series: its name, with slashes in place of dots, and its labels. Slashes group tags.
+    """Return the tag of a series: its name, with slashes in place of dots, and its labels.
+
+    TensorBoard groups tags by the part before the first slash.
 
     Example:
         >>> tag("training.loss", (("task", "click"),))

@@ -19,8 +19,7 @@ from delta_tracker.stream.storage.storage import Storage
 class Contents:
     """Contents of a version: its rows and dense tensors. The constructor reads and checks all parts.
 
-    When a whole block is read, the listed values replace those of the same rows and columns. A row is therefore never
-    applied in an older state.
+    If a listed row is also in a whole block, its listed values replace those in the block, because they may be newer.
 
     Args:
         storage: store of the stream.
@@ -35,7 +34,7 @@ class Contents:
     Attributes:
         manifest: manifest of the version.
         whole: whole blocks, decoded, with the listed rows written over them. Apply the whole blocks first.
-        listed: listed rows, decoded, without those whose listed columns all lie in one whole block.
+        listed: listed rows, decoded. Rows whose listed columns all lie in one whole block are omitted; see ``whole``.
         dense: name to dense tensor.
     """
 

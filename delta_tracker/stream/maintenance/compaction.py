@@ -56,7 +56,7 @@ def compact(
 
     Args:
         stream: storage of the stream, or its log.
-        fold: create a snapshot once the deltas to merge have this fraction of the newest snapshot's bytes.
+        fold: create a snapshot once the deltas to merge have at least this fraction of the newest snapshot's size.
         max_bytes: maximum bytes of versions held in memory.
         min_versions: minimum number of deltas that are not merged yet. With fewer, no delta is created, and only merged
             deltas count towards ``fold``.

@@ -24,7 +24,7 @@ Shape = tuple[tuple[int, int], Encoding]  # columns and encoding of a block
 
 
 def listed_rows(part: PartReader) -> list[BlockRows]:
-    """Read the listed rows of a part, which are stored with their ids, and return them in memory."""
+    """Read the listed rows of a part (the rows stored with their ids) into memory."""
     return [rows.loaded() for rows in part.rows if rows.ids is not None and rows.block.num_rows]
 
 

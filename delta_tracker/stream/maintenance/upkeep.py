@@ -94,8 +94,9 @@ class Upkeep:
     def close(self) -> None:
         """Wait up to ``close_seconds`` for a running pass, then interrupt it. No pass starts after this call.
 
-        An interrupted pass stops between two requests or pieces of a part. It does not wait for the response to a read
-        request. It leaves a valid stream. Parts that no entry names may remain; a later retention pass deletes them.
+        An interrupted pass stops between two requests or between two pieces of a part, without waiting for the response
+        to a read request. The stream stays valid. Parts that no entry names may remain; a later retention pass deletes
+        them.
         """
         self._is_closed = True
         if self._thread is not None:

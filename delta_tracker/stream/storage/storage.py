@@ -81,9 +81,9 @@ class Storage:
     """Store of the objects below one URL. Thread-safe.
 
     Names of objects are relative to the URL and use forward slashes. A name is invalid if it has an empty, ``.`` or
-    ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods reject it with
-    :class:`InvalidArgumentError`. Writes are durable: a local object is on disk (fsync) before the call that wrote it
-    returns. Remote stores guarantee the same.
+    ``..`` component, a backslash, a ``#`` or a control character, or more than 1,024 bytes. All methods reject an
+    invalid name with :class:`InvalidArgumentError`. Writes are durable: a local object is on disk (fsync) before the
+    call that wrote it returns. Remote stores guarantee the same.
 
     Args:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...`` or ``memory://``.
@@ -97,7 +97,7 @@ class Storage:
             default: no limit.
 
     Raises:
-        InvalidArgumentError: for an unsupported scheme, or options that the store does not have.
+        InvalidArgumentError: for an unsupported scheme, or options that the store does not support.
         StorageError: if the store cannot be opened.
     """
 
@@ -159,7 +159,10 @@ class Storage:
         raise NameConflictError(self.url, name, _CREATE_ATTEMPTS)
 
     def _create_once(self, name: str, data: bytes) -> bool:
-        """Write an object; return False if the store refuses the name."""
+        """Try once to create an object, and return whether the store created it.
+
+        False does not prove that the object exists: a store may also reject the write because of a concurrent request.
+        """
         with self._translated():
             if self._directory is not None:
                 return self._write_file(name, [memoryview(data)], overwrite=False)

@@ -192,7 +192,7 @@ def _parts(state: Mapping[str, Tensor]) -> list[RankHeader]:
 def _counted(name: str, parts: Sequence[RankHeader], tensors: Mapping[str, Tensor]) -> list[Mapping[str, object]]:
     """Return the saved fields of counter ``name`` from each part that has the counter.
 
-    ``tensors`` maps keys with prefix to tensors.
+    ``tensors`` contains the tensors of all parts. Each key begins with the prefix of its part.
     """
     return [fields for part in parts if (fields := part.counter(name, tensors)) is not None]
 

@@ -191,7 +191,7 @@ class _Bits:
             self._count += self._loops.mark(self._octets, self._summary, self._num_rows, ids)
 
     def mark_new(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-        """Set the bit of each id. Return the ``M`` different ids whose bit was clear, and ``M``.
+        """Set the bit of each id. Return the ``M`` distinct ids whose bit was clear, and ``M``.
 
         The returned array is ``[N]``; its elements after the first ``M`` are undefined.
         """

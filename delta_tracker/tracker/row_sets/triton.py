@@ -1,7 +1,7 @@
 """Row sets on a CUDA device, implemented with Triton (the extra ``triton``).
 
 The engine passes the same contract test as the other engines. The test ran only in Triton's interpreter, which runs the
-engine's device programs on the CPU if ``TRITON_INTERPRET=1`` is set. The programs compile for compute capabilities 8.0
+engine's Triton kernels on the CPU if ``TRITON_INTERPRET=1`` is set. The kernels compile for compute capabilities 8.0
 and 9.0. They have not been run or measured on a GPU yet. Therefore the engine is used only if it is selected by name.
 """
 
@@ -33,7 +33,7 @@ class TritonRows(RowSet):
 
     The bit of a block is set if any row of the block is marked, so that a scan skips blocks without marked rows. The
     set takes ``R / 8 + R / 4096`` bytes for the ``R`` rows of a shard. :meth:`mark_new` returns ids in ascending order.
-    :meth:`rank` does not wait for the device. Each device program is compiled at its first use, which takes seconds.
+    :meth:`rank` does not wait for the device. Each Triton kernel is compiled at its first use, which takes seconds.
     Triton caches the result on disk.
 
     Raises:
