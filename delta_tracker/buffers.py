@@ -32,9 +32,9 @@ class BufferPool:
     Buffers are reused because new memory costs more than copying rows into it: the first touch of 256 MB takes 17 ms of
     processor time with huge pages and 110 to 180 ms without, and the copy takes 15 ms.
 
-    Memory: the free buffers have at most ``max_bytes`` together. A buffer in use may be up to 1.5 times as large as
-    requested. If the pool has n buffers, a buffer that stays free during 4 n requests is released, and a request takes
-    O(log n).
+    Memory: all free buffers together take at most ``max_bytes``. A buffer in use may be up to 1.5 times as large
+    as requested. If the pool has n buffers, a buffer that stays free during 4 n requests is released, and a request
+    takes O(log n).
 
     Args:
         max_bytes: maximum size of all free buffers together, in bytes.

@@ -1,4 +1,4 @@
-"""Gloo process groups of all ranks for the library's messages. Only the training thread uses them."""
+"""Gloo process groups that contain all ranks and carry the library's messages. Only the training thread uses them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class RankGroup:
         self.wait(work)
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send ``tensor`` to ``rank``, which must call :meth:`receive` with this rank.
+        """Send ``tensor`` to ``rank``, which must call :meth:`receive` with the number of this rank.
 
         Raises:
             RankLostError: if a rank died or did not answer in time.
@@ -156,7 +156,8 @@ class RankGroup:
     def leave(self, reason: str) -> None:
         """Make every later operation of this rank fail. Not a collective.
 
-        Call this if the rank may have called other collectives than the other ranks, for example after an interrupt.
+        Call this if this rank and the other ranks may have called different collectives, for example after an
+        interrupt.
 
         Args:
             reason: reason in the :class:`~delta_tracker.errors.RankLostError` of later operations.

@@ -93,7 +93,7 @@ class _Run:
 
 
 class _Trainer:
-    """Trainer of a matrix factorization model on random clicks. A few users and a few items have most of the clicks."""
+    """Trainer of a matrix factorization model on random clicks. Most of the clicks involve a few users and items."""
 
     def __init__(self, url: str) -> None:
         self._random = torch.Generator().manual_seed(0)
@@ -160,7 +160,7 @@ class _Trainer:
 
 
 def _seconds_until_applied(predictor: Predictor, version: int) -> float:
-    """Wait until the predictor has applied ``version``, at most 30 seconds. Return the seconds waited."""
+    """Wait up to 30 seconds until the predictor has applied ``version``. Return the seconds waited."""
     begin = time.monotonic()
     while (predictor.version or 0) < version and time.monotonic() < begin + _APPLY_SECONDS:
         time.sleep(0.001)

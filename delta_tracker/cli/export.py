@@ -170,7 +170,7 @@ def _safetensors(
 
     Args:
         file: path of the new file.
-        specs: name to spec of each tensor, in the order of the file.
+        specs: name to spec of each tensor, in the order in which the file stores the tensors.
         stream: stream id to store in the metadata.
         version: version to store in the metadata.
 
@@ -192,7 +192,7 @@ def _safetensors(
 
 
 def _widest_first(dense: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Return names and tensors, largest item size first, so that no tensor needs padding for alignment in the file."""
+    """Return (name, tensor) pairs, largest item size first. In this order, no tensor in the file needs padding."""
     return sorted(dense.items(), key=lambda item: -item[1].itemsize)
 
 

@@ -33,7 +33,7 @@ class Limits:
 
     Args:
         versions: maximum number of log entries.
-        num_bytes: maximum bytes of parts.
+        num_bytes: maximum total size of the parts, in bytes.
     """
 
     versions: int
@@ -226,9 +226,8 @@ def _quantiles(buckets: LogBuckets) -> dict[str, Any]:
 def _histogram(buckets: LogBuckets) -> list[dict[str, float]]:
     """Return the bars of a histogram: bounds ``above`` and ``to``, and the ``count`` of values between them.
 
-    All bars cover the same number of buckets. This number is the smallest power of two with which ``to`` is at least
-    ``2 ** (1 / 8)`` times ``above`` and the list has at most ``_MAX_BARS`` bars. The list is empty if there are no
-    positive values.
+    All bars cover the same number of buckets: the smallest power of two for which ``to`` is at least ``2 ** (1 / 8)``
+    times ``above`` and there are at most ``_MAX_BARS`` bars. The list is empty if there are no positive values.
     """
     if not buckets.positive:
         return []

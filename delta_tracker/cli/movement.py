@@ -32,7 +32,7 @@ class RowCounts:
             hold up to four times as many ids.
 
     Attributes:
-        error: upper bound of the amount by which a count is too low.
+        error: maximum amount by which a count may be too low.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -75,15 +75,14 @@ class TableMovement:
 
     Args:
         spec: the table.
-        sample_bytes: maximum bytes of the sample, which holds the previous values of rows in float32. If the table in
-            float32 is larger, only every ``stride``-th row is sampled.
+        sample_bytes: maximum size in bytes of the sample, which holds the previous values of rows in float32. If the
+            whole table would need more memory in float32, only every ``stride``-th row is sampled.
         num_counted: maximum number of different updated rows for which ``counts`` is exact.
 
     Attributes:
         stride: every ``stride``-th row is sampled; 0 if no row is sampled.
         counts: for each row, the number of deltas that contain the row.
-        moves: distribution of the nonzero L2 distances between the value of a sampled row in a version and its previous
-            value.
+        moves: distribution of the nonzero L2 distances between successive values of a sampled row.
         num_deltas: number of deltas with a block that lists ids of the table's rows.
         unmoved: number of times that a delta contained a sampled row whose value had not changed.
     """
@@ -130,9 +129,9 @@ class TableMovement:
         """Compare a block's sampled rows with the stored values, then store the new values.
 
         Yields:
-            The positions of the block's rows in the sample, and for each of these rows the squared L2 distance between
-            its new and previous values, in the columns of the block. The distance of a row without a previous value is
-            NaN.
+            The positions of the block's sampled rows in the sample, and for each of these rows the squared L2 distance
+            between its new and previous values, computed over the block's columns. The distance is NaN for a row
+            without a previous value.
         """
         left, right = rows.block.columns
         for begin in range(0, rows.block.num_rows, _CHUNK_ROWS):

@@ -1,4 +1,4 @@
-"""Screen of ``top``. If it does not fit the terminal, only the most important rows are shown."""
+"""Screen of the command ``top``. If the screen does not fit the terminal, it shows only the most important rows."""
 
 from __future__ import annotations
 

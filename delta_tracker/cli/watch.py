@@ -28,7 +28,7 @@ class Watch:
         window_seconds: length of the window.
 
     Attributes:
-        head: the newest entry read; None before the first.
+        head: newest entry that was read; None if none was read yet.
         entries: the newest entries in ascending order, at most 5,000.
         tables: FQN to spec of each table in the newest entry that has tables.
         changed: FQN to the newest delta with rows of the table.

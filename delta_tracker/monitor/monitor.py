@@ -291,7 +291,7 @@ class Monitor(Forkable):
         attributes: Mapping[str, str] | None = None,
         system: bool = True,
     ) -> None:
-        """Start to collect every ``interval``, in threads of the library, until :meth:`stop` or the end of the program.
+        """Start collecting every ``interval`` in threads of the library, until :meth:`stop` or the end of the program.
 
         A program that is killed or calls ``os._exit`` does not deliver its last windows. Child processes of
         multiprocessing end with ``os._exit`` and must therefore call :meth:`stop`.

@@ -14,7 +14,7 @@ WhenEmpty = Literal["skip", "zero"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Set of conditions that close a window, which is a sequence of records that are aggregated together.
+    """Set of conditions that close a window. A window is a sequence of records that are aggregated together.
 
     Any one of the conditions closes the window and opens the next one. Without any condition, every collection closes
     the window.
@@ -44,7 +44,7 @@ class Window:
         return self.count is None and self.every is None and not self.epoch
 
     def is_over(self, age_ns: int) -> bool:
-        """Return whether a collection closes a window that is ``age_ns`` nanoseconds old."""
+        """Return whether a collection of metrics closes a window that is ``age_ns`` nanoseconds old."""
         if self.every is not None:
             return age_ns >= self.every // timedelta(microseconds=1) * 1000
         return self.closes_at_collections

@@ -187,7 +187,7 @@ class Stat:
     def end_epoch(self) -> None:
         """Close the windows of all cells, if the policy has ``Window(epoch=True)``.
 
-        Skips cells whose records come from a device. The source of the records closes their windows.
+        Skips cells whose records come from a device, because the source of these records closes the windows.
         """
         for cell in self.cells:
             if not cell.is_remote:
@@ -236,7 +236,7 @@ class Histogram(Stat):
 class Gauge(Stat):
     """Stat that records a value that can go up and down.
 
-    Sinks that export the total of a counter export the newest reading of a gauge.
+    For a gauge, sinks that export totals export the newest reading.
     """
 
     def set(self, value: float, **labels: object) -> None:

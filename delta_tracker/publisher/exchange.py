@@ -38,7 +38,7 @@ class Phase(IntEnum):
     PUBLISHING = auto()
     """No version is being published; ``publish()`` or ``snapshot()`` was called."""
     PLACING = auto()
-    """The ranks compare their batches and tables, because these differ between the votes."""
+    """The ranks compare their batches and tables, because their votes differ in these."""
     COPYING = auto()
     """The workers copy and write all rows of the tables with a fused optimizer, for a snapshot."""
     WRITING = auto()
@@ -133,8 +133,8 @@ class Exchange:
     def start_votes(self, vote: Vote) -> Gathering:
         """Send this rank's vote without waiting for the others, and return the handle for :meth:`count`.
 
-        If this rank failed or was interrupted before it sent a message that the others wait for, a blank message is
-        sent first, so that the others do not receive the vote in place of the message.
+        If the other ranks still wait for a message, because this rank failed or was interrupted, a blank message is
+        sent first. Otherwise, they would receive the vote in place of the message.
         """
         if self._exchanged is not None or self._num_owed_bytes:
             self.send_owed_message()
@@ -217,7 +217,10 @@ class Exchange:
         self.group.close()
 
     def send_owed_message(self) -> None:
-        """Send a blank message if the other ranks wait for a message of this rank, so that they raise PublishError."""
+        """Send a blank message if the other ranks are waiting for a message from this rank.
+
+        A blank message is invalid: the ranks that receive it raise PublishError.
+        """
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)
@@ -235,7 +238,7 @@ def check_alike(messages: Sequence[Mapping[str, Any]], *names: str) -> None:
 
     Args:
         messages: messages of all ranks, in rank order.
-        names: keys that are compared.
+        names: keys to compare.
 
     Raises:
         PublishError: if a rank's message differs from that of rank 0.

@@ -28,10 +28,10 @@ class PublisherGauges:
     def begin(self, version: int) -> None:
         """Create the metrics that alerts use, even though there is nothing to count yet.
 
-        An alert can then detect the first failure, or that no version is published.
+        Alerts can then detect the first failure and the absence of new versions.
 
         Args:
-            version: number of the publisher's claim.
+            version: version of the publisher's claim.
         """
         if self._counts_versions:
             self._recorder.published_versions.cell(kind="delta")

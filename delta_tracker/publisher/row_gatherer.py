@@ -47,8 +47,8 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
 class Gatherer:
     """Component that copies a tracker's rows into reused buffers. Only the training thread may call the methods.
 
-    The buffers take about the encoded size of the rows in the largest recent version. Rows that :meth:`whole` returns
-    with ``now=False`` do not use the buffers.
+    The buffers occupy about as much memory as the encoded rows of the largest recent version. Rows that :meth:`whole`
+    returns with ``now=False`` do not use the buffers.
 
     Args:
         tracker: tracker of the rows.

@@ -1,4 +1,4 @@
-"""Detect modules of TorchRec by the packages that define their classes, without importing torchrec or fbgemm."""
+"""Detect TorchRec modules by the packages that define their classes, without importing torchrec or fbgemm."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class StreamLog:
         return [int(match[1]) for match in map(_ENTRY_NAME.fullmatch, names) if match is not None]
 
     def head(self) -> Manifest | None:
-        """Return the newest entry, None in an empty store.
+        """Return the newest entry, None if the store is empty.
 
         Raises:
             MalformedError: if an entry does not follow the format.
@@ -149,7 +149,9 @@ class StreamLog:
         return self._create(name, manifest.to_json())
 
     def newest_snapshot(self) -> Manifest | None:
-        """Return the newest snapshot that a reader can start from, in the log or merged; None if there is none.
+        """Return the newest snapshot that a reader can start from; None if there is none.
+
+        The snapshot may be an entry of the log or a merged entry.
 
         Raises:
             MalformedError: if an entry does not follow the format.
@@ -216,7 +218,7 @@ class StreamLog:
         If the store is empty, the claim starts a new stream.
 
         Raises:
-            NameConflictError: if the store refuses the name of the next entry, but does not list such an entry.
+            NameConflictError: if the store refuses to create the next entry, but lists no entry of that name.
             MalformedError: if an entry does not follow the format.
             StorageError: if the store fails, or every attempt was lost to another publisher. If the store failed, the
                 claim may have been created.
@@ -267,9 +269,9 @@ class StreamLog:
         name before. The head is never deleted, so an entry of the log is the head, or is the parent of the next entry.
 
         An entry that is not a claim is also part of the log if its parent exists, which is checked first because it
-        needs no listing. The parent is the publisher's own last entry, and retention deletes the parent before an
-        entry with the name of this one. The parent of a claim proves nothing, because retention keeps the entry before
-        a claim.
+        needs no listing. The parent is the publisher's own last entry. Retention deletes entries in ascending order
+        of versions, so it has not yet deleted an entry with this name if the parent exists. The parent of a claim
+        proves nothing, because retention keeps the entry before a claim.
         """
         if entry.kind != "claim" and entry.parent is not None:
             parent = self.storage.read(entry_name(entry.parent.version), max_bytes=_MAX_ENTRY_BYTES)
@@ -347,7 +349,8 @@ class Claim:
 
         Raises:
             FencedError: if a newer generation has claimed the stream; nothing was committed, and no later call commits.
-            NameConflictError: if the store refuses the name of the entry, but has no such entry; nothing was committed.
+            NameConflictError: if the store refuses to create the entry, but has no entry of that name; nothing was
+                committed.
             MalformedError: if the entry does not follow the format; nothing was committed.
             StorageError: if the store fails. The entry may have been created. Readers can then apply it, and the next
                 commit continues after it.

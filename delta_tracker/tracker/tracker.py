@@ -81,8 +81,8 @@ class ModelDeltaTracker:
             EmbeddingBagCollections or subclasses of them.
         consumers: names of the independent readers. Default: one consumer named ``"default"``.
         delete_on_read: drop rows once every consumer has committed a read of them. False keeps them, so that
-            :meth:`rewind` can make them pending again. This takes at most one more row set for each table, with old
-            states in the modes that keep them.
+            :meth:`rewind` can make them pending again. This takes the memory of at most one more row set per table,
+            including old states in the modes that keep them.
         auto_compact: compact the log in TorchRec's post-odist hook, which runs after a collection has launched its
             output distribution, so that compaction overlaps with communication. False compacts after each read.
             Trackers that keep old states on a GPU always compact after reads, because merging old states waits for the
@@ -302,10 +302,10 @@ class ModelDeltaTracker:
         return self._log.consumers
 
     def add_consumer(self, consumer: str) -> None:
-        """Add a consumer, starting at the current position.
+        """Add a consumer. Its first read starts at the current end of the change log.
 
         Args:
-            consumer: its name.
+            consumer: name of the consumer.
 
         Raises:
             InvalidArgumentError: if a consumer of this name exists.
@@ -313,11 +313,11 @@ class ModelDeltaTracker:
         self._log.add(consumer)
 
     def remove_consumer(self, consumer: str) -> None:
-        """Remove a consumer, and drop the rows that were pending only for this consumer.
+        """Remove a consumer. With ``delete_on_read``, also drop the rows that were pending only for this consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer.
-            ReservedConsumerError: if it is reserved.
+            ReservedConsumerError: if the consumer is reserved.
         """
         self._log.remove(self._log.resolve(consumer))
 
@@ -328,12 +328,12 @@ class ModelDeltaTracker:
         :class:`~delta_tracker.errors.ReservedConsumerError`.
 
         Args:
-            consumer: its name; optional if there is only one.
+            consumer: name of the consumer; optional if there is only one consumer.
             holder: description of the handle's owner, for the error message.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
-            ReservedConsumerError: if it is already reserved.
+            ReservedConsumerError: if the consumer is already reserved.
             DetachedError: after :meth:`detach`.
         """
         self._model.check_attached()
@@ -343,10 +343,10 @@ class ModelDeltaTracker:
         )
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
-        """Return True if a consumer was dropped because the log exceeded ``max_bytes``. It then needs all rows.
+        """Return True if a consumer needs all rows, because it was dropped when the log exceeded ``max_bytes``.
 
         Args:
-            consumer: its name; optional if there is only one.
+            consumer: name of the consumer; optional if there is only one consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -360,7 +360,7 @@ class ModelDeltaTracker:
 
         Raises:
             UnknownConsumerError: if there is no such consumer.
-            ReservedConsumerError: if it is reserved.
+            ReservedConsumerError: if the consumer is reserved.
         """
         for name in self._log.consumers if consumer is None else [consumer]:
             self._log.clear(self._log.resolve(name))
@@ -371,11 +371,11 @@ class ModelDeltaTracker:
         Aborts the consumer's uncommitted read.
 
         Args:
-            consumer: its name; optional if there is only one.
+            consumer: name of the consumer; optional if there is only one consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
-            ReservedConsumerError: if it is reserved.
+            ReservedConsumerError: if the consumer is reserved.
             InvalidArgumentError: if the tracker drops rows after reads (``delete_on_read=True``).
         """
         self._log.rewind(self._log.resolve(consumer))
@@ -402,7 +402,7 @@ class ModelDeltaTracker:
         counted only after a read has compared the table with its copy.
 
         Args:
-            consumer: its name; optional if there is only one.
+            consumer: name of the consumer; optional if there is only one consumer.
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
@@ -454,7 +454,7 @@ class ModelDeltaTracker:
         A read that raises changes nothing: an earlier uncommitted read can still be committed.
 
         Args:
-            consumer: its name; optional if there is only one.
+            consumer: name of the consumer; optional if there is only one consumer.
             commit: move the cursor now. If False, the rows stay pending until :meth:`commit`. A new read replaces the
                 uncommitted one and includes its rows.
             with_states: add ``states`` in modes that have them. False copies no states, which shortens the time for
@@ -472,10 +472,10 @@ class ModelDeltaTracker:
 
         Raises:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
-            ReservedConsumerError: if it is reserved; read it with its :class:`ConsumerHandle`.
+            ReservedConsumerError: if the consumer is reserved; read it with its :class:`ConsumerHandle`.
             NeedsSnapshotError: if the consumer was dropped because the log exceeded ``max_bytes``.
-            InvalidArgumentError: if ``top_k`` is invalid, if it has no ``score`` in a mode without a default score, or
-                if its ``score`` returns NaN or a wrong shape. Also if another rank fails in a read with ``top_k``.
+            InvalidArgumentError: if ``top_k`` is invalid, if it has no ``score`` in a mode without a default score, if
+                its ``score`` returns NaN or a wrong shape, or if another rank fails in a read with ``top_k``.
             RankLostError: if ``top_k`` is given and a rank died or did not make the call in time.
             UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
             DetachedError: after :meth:`detach`.
@@ -533,8 +533,8 @@ class ModelDeltaTracker:
     def read_tables(self, ids: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
         """Return a copy of this rank's current rows of several tables.
 
-        It is faster than one call to :meth:`read_rows` for each table, because each such call flushes the kernel of the
-        table and splits the kernel's memory into tables.
+        This is faster than one call to :meth:`read_rows` for each table, because each such call flushes the kernel of
+        the table and splits the kernel's memory into tables.
 
         Args:
             ids: table FQN to ids as in :meth:`read_rows`; None for all rows of all tables.

@@ -143,7 +143,7 @@ class _Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Calls(TorchFunctionMode):
-    """Function mode that records the synchronizing calls that dispatch no operation.
+    """Torch function mode that records calls that synchronize with the device but dispatch no operation.
 
     These calls create tensors on a device from host data or, if ``everywhere`` is True, read CPU tensors on the host.
 

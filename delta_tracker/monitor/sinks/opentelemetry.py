@@ -138,7 +138,7 @@ def _number(report: TotalReport, value: float, batch: Batch) -> Any:  # noqa: AN
 
 
 def _histogram(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
-    """Return the histogram data point of a cell. Without buckets, it has only count, sum, min and max."""
+    """Return the histogram data point of a cell. If the cell has no buckets, it has only count, sum, min and max."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
 
     figures: Aggregate = report.figures
@@ -212,5 +212,5 @@ def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
 
 
 def _trace_id(event: Event) -> int:
-    """Return the 128-bit trace id of an event, or 0 for no trace if the event is outside of spans."""
+    """Return the 128-bit trace id of an event. For an event outside all spans, return 0, which means no trace."""
     return event.trace % 2**128

@@ -119,7 +119,7 @@ class BlockRows:
 
 
 def places_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:
-    """Return ``(start, stop)``, the half-open range of the indices of those ``ids`` that are inside ``rows``.
+    """Return ``(start, stop)``, the half-open index range of the ``ids`` that are inside ``rows``.
 
     Args:
         ids: ``[N]`` int64 global row ids, ascending.

@@ -19,7 +19,7 @@ from delta_tracker.stream.format.manifest import Block
 
 
 class Overlay:
-    """Index of listed rows, to find those of a table that overlap a row range and a column range.
+    """Index to find the blocks of listed rows that overlap a row range and a column range of a table.
 
     The constructor sorts the blocks. A lookup costs two bisections per distinct column range of the table, for any
     number of blocks.

@@ -161,9 +161,9 @@ class _Held:
     Attributes:
         head: newest entry.
         entries: version to entry, from the head down to the first gap.
-        below: version to entry, below this gap. These are the guards (claims and the entries before them), and entries
-            of delayed publishers. A delayed publisher deletes such an entry, unless it is killed first.
-        merged: merged entries by reference.
+        below: version to entry, for the versions below this gap. These are the guards (claims and the entries before
+            them), and entries of delayed publishers. A delayed publisher deletes such an entry, unless it is killed first.
+        merged: reference to merged entry.
     """
 
     head: Manifest
@@ -173,7 +173,7 @@ class _Held:
 
     @classmethod
     def read(cls, log: StreamLog) -> _Held | None:
-        """Read all entries; return None in an empty store."""
+        """Read all entries; return None if the store is empty."""
         listed = log.versions()
         entries: dict[int, Manifest] = {}
         # Read downwards, because a concurrent pass deletes upwards and could otherwise cause a gap. A listing may miss
@@ -221,7 +221,7 @@ class _Held:
         return found
 
     def of_stream(self) -> dict[Merged, Manifest]:
-        """Return a dict from reference to entry, with the merged entries that readers of this stream may use."""
+        """Return the merged entries that readers of this stream may use, keyed by their :class:`Merged` reference."""
         return {
             merged: manifest
             for merged, manifest in self.merged.items()
@@ -270,7 +270,7 @@ class _Leftovers:
         return cls(parts, drafts, max(times, default=0.0))
 
     def orphans(self, named: set[str], head: int, age: float) -> Iterator[StoredObject]:
-        """Yield the parts that no entry lists, and the drafts, if they are older than ``age`` seconds.
+        """Yield the objects that are older than ``age`` seconds and are drafts or parts that no entry lists.
 
         Args:
             named: names of the parts that entries list.
@@ -290,7 +290,7 @@ class _Leftovers:
 
 
 def _start(held: _Held, before: float) -> int:
-    """Return the version of the newest snapshot that was created at or before the Unix time ``before``, else -1.
+    """Return the version of the newest snapshot created at or before the Unix time ``before``; -1 if there is none.
 
     Includes merged snapshots.
     """

@@ -321,7 +321,7 @@ def check_tables(where: str, saved: Mapping[str, ShardSpec], expected: Mapping[s
     """Reject a state with other tables, table sizes or dtypes than expected.
 
     Args:
-        where: start of the error message that locates the state, for example ``"on rank 1 "``; may be empty.
+        where: start of the error message, which tells where the state is, for example ``"on rank 1 "``; may be empty.
         saved: table FQN to block, in the state.
         expected: table FQN to expected block. Only the tables are compared, not the ranges of the blocks.
 

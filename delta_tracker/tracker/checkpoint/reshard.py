@@ -86,7 +86,7 @@ class Resharding:
         return self._parts[0].annotations
 
     def needs(self) -> dict[str, Layout]:
-        """Return the dtype and shape of every tensor to read for :meth:`state` and the counters, by key."""
+        """Return the dtype and shape of every tensor that :meth:`state` and the counters need, by key."""
         rows = [
             (source.part, source.part.row_layouts(fqn)) for fqn, sources in self._sources.items() for source in sources
         ]

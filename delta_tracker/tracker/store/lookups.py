@@ -85,7 +85,7 @@ class DeltaStore:
             table_fqn: the table.
             ids: ``[N]`` integers in any order. They may be repeated or negative.
             states: ``[N, ...]``, one state for each id. The shape of a state, the dtype and the device must be the same
-                in all lookups of a table. None in mode NONE.
+                in all lookups of a table. Pass None in mode NONE.
 
         Raises:
             InvalidArgumentError: if an argument is invalid. In this case nothing is appended.

@@ -31,19 +31,19 @@ class _ShardRows:
         self._capture = capture
 
     def rows(self, ids: Tensor | None) -> Tensor:
-        """Return a copy of the current rows, ``[N, D]``, with the local ids ``ids``, ``[N]``. None selects all rows."""
+        """Return a copy of the current rows, ``[N, D]``, with the ``[N]`` local ids; of all rows if ``ids`` is None."""
         return read_rows(self._shard(), ids)
 
     def old_states(self, ids: Tensor) -> Tensor:
-        """Return the current states, ``[N, S]``, of the rows with the local ids ``ids``, ``[N]``.
+        """Return the current states, ``[N, S]``, of the rows with the ``[N]`` local ids.
 
-        They are the values that the tracking mode keeps as the old states of rows that are about to change.
+        When rows are about to change, the tracking mode keeps these values as the old states of the rows.
         """
         return self._capture.old_states(self._shard(), ids)
 
 
 def make_store(shard: Callable[[], LocalShard], capture: Capture, *, engine: str | None) -> SegmentStore:
-    """Return the store of a table: a :class:`ShadowStore` if its optimizer is not fused, else a :class:`SegmentStore`.
+    """Return a table's store: a :class:`SegmentStore` if the optimizer is fused, otherwise a :class:`ShadowStore`.
 
     Args:
         shard: returns this rank's current shard of the table. After a reshard it may return another shard with the
