@@ -70,7 +70,7 @@ class TableSpec:
     """Name, size and dtype of a whole embedding table, the same on every rank.
 
     Args:
-        fqn: fully qualified name: the key of the table's weight in the model's ``state_dict``, minus the suffix
+        fqn: fully qualified name. The key of the table's weight in the model's ``state_dict`` is this name followed by
             ``.weight``.
         num_rows: number of rows of the whole table.
         dim: number of columns of the whole table.

@@ -47,7 +47,7 @@ def screen(view: View, width: int, height: int | None = None) -> RenderableType:
 def _shares(room: int, wanted: Sequence[int]) -> list[int]:
     """Distribute lines of the screen among its tables.
 
-    Each table first gets up to three lines. The other lines are given in turn to the tables that need more.
+    Each table first gets up to three lines. The remaining lines are given in turn to the tables that need more.
 
     Args:
         room: number of lines to distribute.

@@ -64,8 +64,8 @@ class Survey:
         now: Unix time of the summary, in seconds.
         tables: FQN to spec of each table in the newest version that is not a claim.
         entries: entries of the contiguous range of versions that ends at the head, except malformed entries.
-        num_strays: number of entries before this range. New predictors do not read them. Retention may
-            leave such entries behind, because it keeps each claim and the entry before the claim.
+        num_strays: number of entries before this range. New predictors do not read them. Retention may leave such
+            entries behind, because it keeps each claim and the entry before the claim.
         num_merged: number of merged entries.
         entry_bytes: bytes of the manifests of all entries, including merged entries.
         num_parts: number of parts in the store, including parts that no entry lists.

@@ -162,7 +162,8 @@ class _Held:
         head: newest entry.
         entries: version to entry, from the head down to the first gap.
         below: version to entry, for the versions below this gap. These are the guards (claims and the entries before
-            them), and entries of delayed publishers. A delayed publisher deletes such an entry, unless it is killed first.
+            them), and entries of delayed publishers. A delayed publisher deletes its entry, unless the publisher is
+            killed first.
         merged: reference to merged entry.
     """
 
@@ -270,7 +271,7 @@ class _Leftovers:
         return cls(parts, drafts, max(times, default=0.0))
 
     def orphans(self, named: set[str], head: int, age: float) -> Iterator[StoredObject]:
-        """Yield the objects that are older than ``age`` seconds and are drafts or parts that no entry lists.
+        """Yield the objects older than ``age`` seconds: all drafts, and the parts that no entry lists.
 
         Args:
             named: names of the parts that entries list.

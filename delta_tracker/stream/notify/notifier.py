@@ -90,7 +90,7 @@ class Hints:
     thirty seconds. The first of consecutive failures and the recovery are logged.
 
     Args:
-        notifier: notifier to call; None to poll only.
+        notifier: notifier to call; None to disable hints.
         stop: flag that ends every wait once it is set; None if waits end only by a hint or the timeout.
 
     Attributes:

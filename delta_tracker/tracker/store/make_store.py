@@ -31,11 +31,11 @@ class _ShardRows:
         self._capture = capture
 
     def rows(self, ids: Tensor | None) -> Tensor:
-        """Return a copy of the current rows, ``[N, D]``, with the ``[N]`` local ids; of all rows if ``ids`` is None."""
+        """Return a copy ``[N, D]`` of the current rows with the given local ids, or of all rows if ``ids`` is None."""
         return read_rows(self._shard(), ids)
 
     def old_states(self, ids: Tensor) -> Tensor:
-        """Return the current states, ``[N, S]``, of the rows with the ``[N]`` local ids.
+        """Return the current states ``[N, S]`` of the rows with the given local ids.
 
         When rows are about to change, the tracking mode keeps these values as the old states of the rows.
         """
