@@ -1,8 +1,8 @@
 """Exceptions of the library.
 
 Each message names the offending object and a remedy. The offending object is also an attribute of the exception. Every
-error of the library derives from :class:`DeltaTrackerError`. Unless its docstring says otherwise, a call that raises
-changes no state: no cursor moves, no row is applied, no version is committed.
+error of the library derives from :class:`DeltaTrackerError`. Unless the docstring of the error says otherwise, a call
+that raises changes no state: no cursor moves, no row is applied, no version is committed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MissingExtraError(DeltaTrackerError, ImportError):
 
 
 class NoShardedModuleError(DeltaTrackerError, ValueError):
-    """The model has no sharded embedding module; ``found`` lists its other embedding modules."""
+    """The model has no sharded embedding module; ``found`` lists its unsharded embedding modules."""
 
     def __init__(self, found: Iterable[str]) -> None:
         self.found = tuple(found)
@@ -218,7 +218,7 @@ class StateMismatchError(CheckpointError):
 
 
 class PartialStateError(CheckpointError):
-    """A saved state is incomplete: the parts of the ranks ``ranks`` are missing. See ``reason``."""
+    """A saved state is incomplete; see ``reason``. ``ranks`` are the ranks whose parts are missing."""
 
     def __init__(self, reason: str, ranks: Iterable[int]) -> None:
         self.reason = reason
@@ -289,8 +289,8 @@ class UnsafeStoreError(StreamError, RuntimeError):
 class FencedError(StreamError, RuntimeError):
     """A publisher is fenced: a newer publisher has claimed the stream, and this one can publish no more versions.
 
-    ``generation`` is the generation of the fenced publisher. The newer generation ``owner`` committed version
-    ``version``.
+    ``generation`` is the generation of the fenced publisher, and ``owner`` that of the newer publisher. ``version`` is
+    a version that the newer publisher committed.
     """
 
     def __init__(self, generation: int, owner: int, version: int) -> None:
@@ -450,7 +450,7 @@ class TableMismatchError(StreamError, ValueError):
 class PartialRowsError(StreamError, ValueError):
     """A version has only part of a column range that the predictor's model must write as a whole. Nothing was applied.
 
-    ``needed`` is this column range of ``table``. The version has only the column ranges ``found`` of ``num_rows`` rows.
+    ``needed`` is this column range of ``table``. For ``num_rows`` rows, the version has only the columns ``found``.
     """
 
     def __init__(self, table: str, num_rows: int, found: Iterable[tuple[int, int]], needed: tuple[int, int]) -> None:

@@ -22,8 +22,8 @@ class RowTarget(Protocol):
     Derive from this class if the rows of a table are not in tensors.
 
     The predictor passes only rows and columns of the block. For each chunk of rows it calls :meth:`prepare`, during
-    which lookups may run, and then :meth:`write`, during which no lookup runs. Calls never overlap. All columns of a
-    row in a version are written before the next lookup.
+    which lookups may run, and then :meth:`write`, during which no lookup runs. Calls never overlap. All columns
+    that a version contains for a row are written before the next lookup.
 
     If a method raises, the predictor's ``sync()`` raises the same error, and its ``follow()`` retries. The retry, or
     the next ``sync()``, applies the version again from its start. Until the version is complete, ``reading()`` reports

@@ -37,7 +37,10 @@ Exit codes:
 
 
 class _Commands(click.Group):
-    """Click group that imports each command on request, as the object ``command`` in the file of the same name."""
+    """Click group that imports a command when it is requested.
+
+    The file of a command has the same name as the command and defines it as the object ``command``.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's interface
         return list(_SUMMARIES)

@@ -38,11 +38,11 @@ class Bin:
         restarts: number of claims between a version and its predecessor, summed over the versions.
         delta_bytes: bytes of the deltas' parts.
         snapshot_bytes: bytes of the snapshots' parts.
-        full_bytes: bytes that the versions would have if each were a full snapshot.
+        full_bytes: total bytes of the versions if each were a full snapshot.
         pending_rows: maximum of the versions' pending rows.
         gaps: number of versions whose predecessor's commit time is known.
         gap_seconds: seconds from the predecessor's commit to the version's commit, summed over these versions.
-        max_gap: maximum of these times, in seconds.
+        max_gap: longest of these times, in seconds.
         tables: FQN to amount of data of the table in the deltas.
     """
 
@@ -93,7 +93,7 @@ class History:
         sizes: distribution of the sizes of deltas, in bytes.
         gaps: distribution of the seconds between the commits of successive versions.
         delays: distribution of the seconds from a version's cut to its commit.
-        newest: the newest entry that was added; None before the first.
+        newest: the newest entry that was added; None if there is none.
         missing: number of missing versions between existing versions. Versions missing after a claim are not counted,
             because retention keeps the claim and deletes the entries after it.
         full_bytes: size of a full snapshot at the newest version, in bytes.

@@ -120,7 +120,7 @@ def stream_command(function: Callable[..., int]) -> Callable[..., int]:
         function: function that takes a :class:`Stream` and the command's own parameters, and returns the exit code.
 
     Returns:
-        A function with the parameters of the command line, which opens the store and calls ``function``.
+        A function that takes the parameters of the command line, opens the store and calls ``function``.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Build the tables of a version in memory-mapped files, which may be larger than memory."""
+"""Build the tables of a version in memory-mapped files. The tables may be larger than memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def write_rows(contents: Contents, tables: Mapping[str, Tensor]) -> None:
         tables: FQN to ``[rows, columns]``, written in place; rows of other tables are skipped.
 
     Raises:
-        CorruptPartError, StorageError: if a large part has changed, or cannot be read again.
+        CorruptPartError: if a part that is too large for memory changed after it was checked.
+        StorageError: if such a part cannot be read again.
     """
     targets = {fqn: TensorTarget.of(table) for fqn, table in tables.items()}
     for rows in (contents.whole, contents.listed):

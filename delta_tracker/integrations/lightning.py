@@ -74,7 +74,7 @@ class TrackerCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the tracker and restore its saved state, if there is one.
 
-        If publishing is enabled, then build the publisher.
+        Then build the publisher if publishing is enabled.
         """
         del trainer
         self._tracker = self._build(pl_module)

@@ -40,9 +40,9 @@ class Collector:
     thread. If a call exceeds the deadline, the second thread is abandoned and replaced.
 
     Args:
-        registry: the stats.
-        events: the events.
-        metrics: built-in metrics, among them the counters of errors and losses.
+        registry: registry of the stats to collect.
+        events: log of the events to deliver.
+        metrics: built-in metrics, including the counters of errors and losses.
         deadline_seconds: time limit of each call to a sink, handler or callback.
         max_undelivered: maximum number of events queued for a sink or handler.
     """
@@ -248,8 +248,8 @@ class Collector:
         """Call each handler with its queued events.
 
         Args:
-            seconds: number of seconds after which the remaining events stay queued. A handler that has not been called
-                by then is still called with one event.
+            seconds: time limit in seconds. The events that remain then stay queued, but each handler that is not muted
+                is called with at least one of its events.
             is_last: True to call handlers in this thread if no other thread can be started.
 
         Returns:

@@ -116,8 +116,8 @@ class HandlerQueue:
         If the handler raises, that event is not delivered again, and the events after it stay queued.
 
         Args:
-            until: time of ``time.monotonic()`` after which the remaining events stay queued. The handler is called with
-                at least one event, even if this time has passed.
+            until: value of ``time.monotonic()`` after which the remaining events stay queued. The handler is called
+                with at least one event, even if this time has passed.
         """
         event = self._next()
         while event is not None:

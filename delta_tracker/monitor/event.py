@@ -23,7 +23,7 @@ _RANK_BITS, _COUNT_BITS = 16, 48
 
 
 class Severity(IntEnum):
-    """Severity of an event. The numbers are those of the levels of :mod:`logging`."""
+    """Severity of an event. The values equal the levels of :mod:`logging`."""
 
     DEBUG = 10
     INFO = 20
@@ -33,7 +33,7 @@ class Severity(IntEnum):
 
 
 class Phase(StrEnum):
-    """Relation of an event to a span, which is a timed section of the program."""
+    """Relation of an event to a span. A span is a timed section of the program."""
 
     INSTANT = "instant"
     """Event without a duration."""

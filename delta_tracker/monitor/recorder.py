@@ -26,8 +26,8 @@ class Recorder:
 
     Args:
         role: name of the label: ``"tracker"``, ``"publisher"`` or ``"predictor"``.
-        owner: the object. The recorder keeps only a weak reference. The first collection after the owner is
-            garbage-collected closes the recorder.
+        owner: the object. The recorder keeps only a weak reference to it. After the object is garbage-collected, the
+            collector closes the recorder when it next collects metrics.
         name: name of the object and value of the label; None to use ``role``. If the name is in use, ``-2``,
             ``-3``, ... is appended.
         monitor: the monitor; None for the program's default.

@@ -17,8 +17,8 @@ class Span:
     """Named range of time that emits one event when it starts and another when it stops.
 
     Each event emitted inside the span stores the span's id as :attr:`Event.span`. The parent is the enclosing span of
-    the same thread or task. If the body raises, the end event has severity ERROR and the exception's type as
-    ``data["error"]``. Use :meth:`start` and :meth:`stop` where a ``with`` statement does not fit.
+    the same thread or task. If the body of the ``with`` statement raises, the end event has severity ERROR and the
+    exception's type as ``data["error"]``. Use :meth:`start` and :meth:`stop` where a ``with`` statement does not fit.
 
     Args:
         emit: called with the events.

@@ -1,4 +1,4 @@
-"""Timer of code blocks and functions."""
+"""Timer for code blocks and functions."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class Applier:
         names: mapping from the name in the stream to the name in the model, for tables and dense tensors whose
             names differ.
         takes_dense: True to write dense tensors too.
-        lock: lock that is acquired for writing while rows are written.
-        chunk_rows: maximum number of rows that are written per acquisition of the lock.
+        lock: reader-writer lock between lookups and writes.
+        chunk_rows: maximum number of rows to write each time the lock is acquired.
         recorder: records the time that it takes to write the rows of each version.
 
     Raises:

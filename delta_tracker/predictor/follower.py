@@ -75,7 +75,8 @@ class Follower:
         gauges: metrics that count the errors.
 
     Attributes:
-        error: error that ended the thread, or the current error after which the thread retries; None if there is none.
+        error: error that ended the thread, or error of the last attempt, which the thread will retry; None if there is
+            none.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class Follower:
         """Start the thread, which calls ``refuse`` before it polls.
 
         This method waits at most two seconds for ``refuse`` to return, because the store may not answer. If ``refuse``
-        raises later, the error is ignored, because a version that does not fit the model also raises when the thread
-        applies it. The thread then retries.
+        raises later, the error is ignored. A version that does not fit the model then causes an error when the thread
+        applies it, and the thread retries.
 
         Args:
             poll_seconds: number of seconds between two polls.
@@ -249,7 +250,7 @@ class Follower:
 
     @staticmethod
     def _begins(refuse: Callable[[], None], begun: Future[None]) -> bool:
-        """Call ``refuse`` and pass its result to :meth:`start`. Return False if :meth:`start` will raise."""
+        """Call ``refuse`` and report to :meth:`start` whether it raised. Return False if :meth:`start` will raise."""
         refusal: BaseException | None = None
         try:
             refuse()
@@ -275,7 +276,7 @@ class Follower:
             self._lock.release()
 
     def _turn(self, poll_seconds: float) -> None:
-        """Poll once, and write a heartbeat if one is due. If no version was applied, wait until the next poll."""
+        """Poll once, and write a heartbeat if one is due. If no version was applied, wait for the next poll or hint."""
         has_moved = self._survives(lambda: self._look(poll_seconds))
         self._survives(self._beat)
         if has_moved:
@@ -329,7 +330,7 @@ class Follower:
 
 
 def _described(error: BaseException) -> str:
-    """Return the message of an error, with its type, file and line unless it is a :class:`StreamError`.
+    """Return the message of a :class:`StreamError`, or the type, message, file and line of another error.
 
     The traceback is omitted, because Python 3.11 parses source files to print it, which is not thread-safe.
     """
@@ -341,7 +342,7 @@ def _described(error: BaseException) -> str:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Remove the tracebacks of an error and its causes, because their frames keep up to 320 MiB of a version alive."""
+    """Remove the tracebacks of an error and its causes, because they keep up to 320 MiB of a version alive."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

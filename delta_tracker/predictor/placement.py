@@ -39,9 +39,9 @@ class Placement:
 
     @property
     def ids(self) -> Tensor | slice:
-        """``[N]`` int64 global row ids, ascending and unique.
+        """``[N]`` int64 global row ids, ascending and unique; or a ``slice`` with start and stop.
 
-        A slice with start and stop if the first block holds all rows of its range.
+        The ids are a slice if the first block holds all rows of its range.
         """
         first = self.rows[0]
         return slice(*first.block.rows) if first.ids is None else first.ids
@@ -124,7 +124,7 @@ def _place(blocks: Sequence[BlockRows], target: RowTarget) -> Iterator[Placement
 
 
 def _held(rows: BlockRows, target: RowTarget) -> list[BlockRows]:
-    """Split a block by the column ranges of a target. Return the blocks of rows and columns that the target holds."""
+    """Split a block by the column ranges of a target. Leave out the rows and columns that the target does not hold."""
     block, found = rows.block, []
     first, end = max(block.rows[0], target.rows[0]), min(block.rows[1], target.rows[1])
     for held in target.columns if first < end else ():

@@ -154,7 +154,7 @@ class Predictor(Forkable):
 
     @property
     def version(self) -> int | None:
-        """Number of the last applied version, claims included; None before the first."""
+        """Number of the last applied version, which may be a claim; None before the first."""
         return self._cursor.version
 
     @property
@@ -267,10 +267,10 @@ class Predictor(Forkable):
         """End the thread of :meth:`follow` within about a second, and raise its current error if there is one.
 
         A request that hangs is abandoned. A version whose parts are still being read is not applied. A version whose
-        rows are being written is completed, with two exceptions: its parts are larger than 256 MiB together and must be
-        read again, or another thread stays inside :meth:`reading`. In these two cases the version is interrupted, and
-        ``reading()`` reports it as ``applying`` until the next :meth:`follow` or :meth:`sync` applies it completely. A
-        signal handler may call this method.
+        rows are being written is completed, unless its parts exceed 256 MiB in total and must be read again, or another
+        thread does not leave :meth:`reading`. In these two cases the version is interrupted, and ``reading()`` reports
+        it as ``applying`` until the next :meth:`follow` or :meth:`sync` applies it completely. A signal handler may
+        call this method.
 
         Raises:
             InvalidArgumentError: if called inside :meth:`reading`, where it could deadlock, or in the thread of
@@ -288,7 +288,7 @@ class Predictor(Forkable):
     # Forks; see Forkable
 
     def before_fork(self) -> None:
-        """Wait at most one second until no row is being written, and block new writes until the fork is done."""
+        """Wait up to one second until no row is being written, and block new writes until the fork is done."""
         self._lock.before_fork()
 
     def after_fork_in_parent(self) -> None:

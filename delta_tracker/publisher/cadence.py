@@ -97,7 +97,7 @@ class Pace:
         return self._reaches(bounds, self._counted)
 
     def _most(self) -> tuple[int, int]:
-        """Return upper bounds of the number of pending rows and of the size of their values in bytes."""
+        """Return the largest possible number of pending rows, and the size of their values in bytes."""
         now = self._recorded()
         return (
             self._counted[0] + now[0] - self._counted_at[0],
@@ -111,7 +111,7 @@ class Pace:
         return self._sizes(self._tracker.num_recorded)
 
     def _sizes(self, num_rows: Mapping[str, int]) -> tuple[int, int]:
-        """Return the number of rows in all tables, and the size of their values in bytes.
+        """Return the sum of ``num_rows`` over all tables, and the size of the values of these rows in bytes.
 
         Args:
             num_rows: table FQN to number of rows.

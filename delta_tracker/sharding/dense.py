@@ -20,8 +20,9 @@ def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[st
             tensors, as in the model's ``state_dict``.
 
     Returns:
-        Name to detached tensor. Names are those of the model's ``state_dict``; if ``dense`` is a module outside the
-        model, those of this module's ``state_dict``. A tensor with several names is returned under each of them.
+        Name to detached tensor. Names are those of the model's ``state_dict``, or those of the module's own
+        ``state_dict`` if ``dense`` is a module outside the model. A tensor with several names is returned under each
+        of them.
 
     Raises:
         InvalidArgumentError: if ``dense`` is a string, if the model has no dense tensor with a given name, or if a

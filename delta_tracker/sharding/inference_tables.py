@@ -34,7 +34,7 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
 
     Yields:
         Pairs of a name and a target or tensor. Names are those of ``state_dict``, without components for wrappers.
-        Names of targets have no ``.weight``.
+        Names of targets do not end with ``.weight``.
 
     Raises:
         InvalidArgumentError: if the kernel, data type or geometry of a sharded table is not supported.
@@ -105,8 +105,8 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
 def _forget_cached(shard: LocalShard) -> Any:  # noqa: ANN401  a callable without arguments, or None
     """Return a function that clears the caches of a shard's kernels; None if there are no fused kernels.
 
-    :func:`~delta_tracker.sharding.weights.column_views` has written the cached rows back to the tables. Without the
-    clearing, a later write-back would overwrite new rows with old ones.
+    :func:`~delta_tracker.sharding.weights.column_views` already wrote the cached rows back to the tables. If these rows
+    stayed in the caches, a later write-back would overwrite new rows with old ones.
     """
     caches = [kernel.module.emb_module for kernel, _ in shard.places if kernel.is_fused]
 
@@ -310,7 +310,7 @@ def _pack(rows: Tensor, quantized: Tensor, block: Packed) -> None:
 
     Args:
         rows: ``[N, row_bytes]`` uint8, written in place.
-        quantized: rows of the whole table, as returned by :func:`_quantize`.
+        quantized: rows with all columns of the table, as returned by :func:`_quantize`.
         block: the block.
     """
     bits = _BITS.get(block.kind) or 8 * _FLOATS[block.kind].itemsize

@@ -116,7 +116,7 @@ class ConsumerHandle:
     def distrust(self, fqn: str, ids: Tensor) -> None:
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
-        Call it if the consumer's own copy of these rows differs from what the consumer last read.
+        Call this method if the consumer's own copy of these rows differs from what the consumer last read.
 
         Args:
             fqn: the table.
@@ -151,7 +151,7 @@ class ConsumerHandle:
         """Add a second consumer at the current position, to track changes while all rows are copied.
 
         Training can continue during the copy. At the end, read the second consumer's delta and overwrite the copied
-        rows with it. The result equals a copy made at that read.
+        rows with it. The result equals a copy made at the time of that read.
 
         The second consumer is reserved for the same owner and is not saved in checkpoints. Its name is this consumer's
         name followed by ``" (snapshot)"``.
@@ -192,7 +192,7 @@ class ConsumerHandle:
     def annotate(self, note: object) -> None:
         """Set the note about the consumer. Notes are saved with the tracker's state.
 
-        If the notes of the ranks differ, the note of the lowest rank among the loaded parts is restored.
+        If the notes of the ranks differ, the note from the loaded part of the lowest rank is restored.
 
         Args:
             note: a JSON value; replaces the previous note.

@@ -150,7 +150,7 @@ class ConsumerPositions:
             name: the consumer. It keeps its reservation.
             position: position of the cursor.
             batch: ``step()`` count of the cursor.
-            is_behind: mark the consumer as dropped.
+            is_behind: True to mark the consumer as dropped.
         """
         placed = _Consumer(position=position, batch=batch, is_behind=is_behind)
         known = self._consumers.get(name)
@@ -192,7 +192,7 @@ class ConsumerPositions:
             name: the consumer.
             fqn: the table.
             rows: the rows, with local ids.
-            in_origin: also add the rows to :attr:`origin`, so that :meth:`rewind` makes them pending.
+            in_origin: True to also add the rows to :attr:`origin`, so that :meth:`rewind` makes them pending.
         """
         consumer = self._consumers[name]
         consumer.carried = _over(rows, fqn, consumer.carried)

@@ -1,4 +1,4 @@
-"""Methods that record lookups explicitly, named as in TorchRec's tracker."""
+"""Methods that record lookups explicitly. They have the same names as the methods of TorchRec's tracker."""
 
 from __future__ import annotations
 

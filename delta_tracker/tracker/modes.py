@@ -25,7 +25,7 @@ from delta_tracker.types import EmbdUpdateMode, TrackingMode
 
 
 class Capture(Protocol):
-    """Strategy that implements a tracking mode. It is stateless, so that all tables share one object."""
+    """Strategy that implements a tracking mode. It is stateless, so all tables share one object."""
 
     keeps_old: bool
     """True if the log keeps the state that :meth:`old_states` returned for each changed row before its first change."""

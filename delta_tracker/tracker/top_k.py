@@ -1,8 +1,8 @@
 """Top-k: select the changed rows that a delta of limited size contains.
 
 All ranks find the same threshold for each budget by a radix search over the bits of the scores. The search takes four
-collectives: one histogram for each of three digits, and one for the ties, which are the rows whose score equals the
-threshold. The size of the collectives does not depend on the number of rows. Ranks exchange no rows or scores.
+collectives: three for the histograms of the three digits, and one for the ties, which are the rows whose score equals
+the threshold. The size of the collectives does not depend on the number of rows. Ranks exchange no rows or scores.
 
 Notation: ``G`` is the number of budgets (1, or one per table), ``N`` the number of changed rows of a table.
 """
@@ -44,7 +44,7 @@ class TopK:
         rows: maximum number of rows.
         fraction: maximum fraction of the changed rows, above 0 and at most 1. The number of rows is rounded up.
         num_bytes: maximum number of bytes of values and ids, with 8 bytes per id.
-        per_table: True to apply the budget to each table over all ranks, False to all tables and ranks together.
+        per_table: True for one budget per table, False for one budget for all tables. All ranks share each budget.
         max_age: maximum number of committed reads that leave a row out. The following read selects the row even if the
             delta then exceeds the budget. None for no limit.
         score: function that takes a table's FQN and :class:`~delta_tracker.types.DeltaRows` with values, and returns
@@ -111,7 +111,7 @@ class AllRanks:
     """Implementation of :class:`Agreement` for a group whose ranks all share the budget.
 
     Args:
-        group: the ranks. None creates a group of all ranks of the default process group, which is a collective.
+        group: the ranks. None creates a group of all ranks of the default process group; this is a collective.
 
     Raises:
         RankLostError: in the constructor and in each collective, if a rank dies or does not make the same call in time.
@@ -157,7 +157,7 @@ def choose(
     Raises:
         InvalidArgumentError: if another rank reported an error.
         RankLostError: if a rank died or did not answer in time.
-        Exception: re-raises ``tables`` if it is an exception.
+        Exception: ``tables`` itself, if it is an exception.
     """
     groups = [[fqn] for fqn in fqns] if top_k.per_table else [list(fqns)]
     rounds = _Rounds(ranks, len(groups))
@@ -211,8 +211,9 @@ class _Rounds:
     def next(self, counts: Tensor) -> Tensor:
         """Run the next collective on int64 ``counts`` and return its result.
 
-        The shape of ``counts`` is ``[G, _HEADER + _NUM_BINS]`` for the first collective, ``[G, _NUM_BINS]`` for the
-        other histograms and ``[G]`` for the ties.
+        The shape of ``counts`` is ``[G, _HEADER + _NUM_BINS]`` in the first collective, which adds headers and
+        histograms, and ``[G, _NUM_BINS]`` in the next two, which add histograms. In the last one it is ``[G]``: the
+        cost of the ties (rows whose score equals the threshold) is summed over the lower ranks.
         """
         collective, _ = self._left.pop(0)
         return collective(counts)

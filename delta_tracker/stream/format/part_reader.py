@@ -47,8 +47,8 @@ class _Span:
 class PartReader:
     """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
 
-    A part of at most ``memory_bytes`` is held in memory as a whole. Of a larger part, only a few pieces of 8 MiB and
-    the stored row ids (8 bytes each) are in memory. The returned rows and tensors may be views of the part in
+    A part of at most ``memory_bytes`` is held in memory completely. For a larger part, only a few pieces of 8 MiB
+    and the stored row ids (8 bytes each) are held in memory. The returned rows and tensors may be views of the part in
     memory.
 
     Args:

@@ -1,4 +1,4 @@
-"""Hints of new versions over Redis Streams; requires the extra ``redis``."""
+"""Hints of new versions through Redis Streams; requires the extra ``redis``."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ _COUNT = "_update_count"
 class _Metric:
     """Wrapper that makes a torchmetrics metric a :class:`Mergeable`.
 
-    It replaces the metric's own ``state_dict``, which omits states that are not persistent.
+    The metric's own ``state_dict`` is not used, because it omits states that are not persistent.
 
     Args:
         name: name of the counter, for error messages.
@@ -109,7 +109,7 @@ class _Metric:
         return {**states, _COUNT: self._metric._update_count}  # noqa: SLF001
 
     def merge(self, states: Sequence[State]) -> State:
-        """Merge ``states`` by the reductions that the metric itself applies across ranks.
+        """Merge ``states`` with the reductions that the metric itself applies across ranks.
 
         Returns the metric's default state if ``states`` is empty.
 

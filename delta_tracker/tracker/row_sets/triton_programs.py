@@ -1,4 +1,4 @@
-"""Device programs of :mod:`delta_tracker.tracker.row_sets.triton`. No other module imports triton.
+"""Triton kernels of :mod:`delta_tracker.tracker.row_sets.triton`. No other module imports triton.
 
 Notation: ``R`` is the number of rows of the shard, ``N`` the number of ids, ``B`` the number of blocks of 512 rows. Ids
 outside ``[0, R)`` count as row 0. Shapes:
@@ -7,7 +7,7 @@ outside ``[0, R)`` count as row 0. Shapes:
 - ``summary`` is ``[ceil(B / 32)]`` int32, with one bit per block, which is set if a row of the block is marked.
 - ``ids`` is ``[N]`` int64. Rows and positions are int64 too.
 
-Triton runs each program in many instances at once, each on a different part of the data.
+Each kernel runs as many program instances in parallel, each on a different part of the data.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def mark(
     """Mark the row of each id and update the summary.
 
     If ``wants_fresh`` is set, also write to ``fresh``, ``[N]``: ``fresh[i]`` becomes the row of ``ids[i]`` if this id
-    marked the row, and ``R`` if the row was already marked. Of several equal ids, only one marks the row. Each instance
-    processes ``size`` ids.
+    marked the row, and ``R`` if the row was already marked. If several ids are equal, only one of them marks the row.
+    Each instance processes ``size`` ids.
     """
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = at < num_ids

@@ -255,8 +255,8 @@ class SegmentStore:
         Args:
             start: a position that has been pinned since it was cut. Otherwise :meth:`compact` may have merged the
                 segments before and after the position.
-            stop: another position that has been pinned since it was cut, the position of the last cut, or a higher
-                position.
+            stop: the position of the last cut or a higher position; or, like ``start``, a position that has been pinned
+                since it was cut.
             with_states: return a copy of the old states too, if the store keeps them.
         """
         self._trim()
@@ -293,10 +293,10 @@ class SegmentStore:
                 self._recycle(newer.rows)
 
     def delete(self, before: int | None) -> None:
-        """Drop the segments whose start is lower than ``before``; None drops all segments.
+        """Drop the segments whose start is lower than ``before``.
 
         Args:
-            before: a pinned position.
+            before: a pinned position; None to drop all segments.
         """
         while self._segments and (before is None or self._segments[0].start < before):
             dropped = self._segments.pop(0)

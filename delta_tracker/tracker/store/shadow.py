@@ -34,7 +34,7 @@ class ShadowStore(SegmentStore):
         num_rows: ``R``, number of rows of the shard.
         device: device of the shard.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
-        keeps_states: True to keep the values ``[N, D]`` that changed rows had before the change, as old states.
+        keeps_states: True to keep old states, which are the values ``[N, D]`` that changed rows had before the change.
     """
 
     def __init__(
