@@ -191,8 +191,8 @@ class Publisher:
         Training waits while the rows are read, and twice per version for a short message from the other ranks. A
         version takes at least five calls, because votes that start in one call are counted in the next. A version makes
         progress only in these calls: call :meth:`flush` before training pauses. Only one version is published at a
-        time. Rows that change while it is published stay pending in the tracker, so that a slow store needs no
-        additional memory but makes the next version larger.
+        time. Rows that change while it is published stay pending in the tracker. A slow store therefore makes the
+        next version larger, but needs no additional memory.
 
         This method does not raise the error of a version. The error is logged and kept in :attr:`error`, all rows stay
         pending, and the next version contains them. After a :class:`~delta_tracker.errors.FencedError` or a

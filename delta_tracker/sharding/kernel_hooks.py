@@ -89,7 +89,7 @@ class UpdateListener(Protocol):
         """Handle the launch of a collection's output distribution. Must not block."""
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of each table in ``fqns`` whose weights were written in place without a hook's report."""
+        """Mark all rows of the tables in ``fqns`` whose weights were written in place without a report by a hook."""
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
         """Ignore earlier in-place writes to the weights of the tables ``fqns``, because a hook reported the rows."""
@@ -283,8 +283,8 @@ class _Deaf:
 class _BackwardToken:
     """Callback that reports the end of a backward pass when the callback is deleted.
 
-    The autograd engine has the only reference to the token, and deletes it when no thread works on the pass any
-    more. If the pass fails, the engine deletes the token without calling it.
+    The autograd engine has the only reference to the token, and deletes it when no thread works on the pass anymore. If
+    the pass fails, the engine deletes the token without calling it.
     """
 
     __slots__ = ("_key", "_listener")

@@ -49,9 +49,10 @@ class WriteWatch:
     """Detector of in-place writes to a shard's weights, based on the version counters of the weight tensors.
 
     Torch's in-place operators increment the counter, for example when values are copied into the tensors of a state
-    dict. The fused backward pass and the reads of this module do not. Neither do collectives that write to a tensor
-    (``broadcast``, ``all_reduce``, ``recv``) or writes through ``.data``, ``untyped_storage()``, DLPack, numpy or a raw
-    pointer. The tables of one kernel share a counter: a write to one table is reported for all of these tables.
+    dict. The following do not increment it: the fused backward pass, the reads of this module, collectives that write
+    to a tensor (``broadcast``, ``all_reduce``, ``recv``), and writes through ``.data``, ``untyped_storage()``, DLPack,
+    numpy or a raw pointer. The tables of one kernel share a counter: a write to one table is reported for all of these
+    tables.
 
     Args:
         shard: function that returns the current shard. The result changes when the table is resharded.

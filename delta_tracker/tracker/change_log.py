@@ -332,7 +332,7 @@ class ChangeLog:
             self._stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of those tables in ``fqns`` whose weights were written in place without a hook's report."""
+        """Mark all rows of the tables in ``fqns`` whose weights were written in place without a report by a hook."""
         with self.lock:
             for fqn in fqns:
                 if self._stores[fqn].notice_writes():

@@ -163,8 +163,9 @@ class TorchMetric(Source):
     def merge_ranks(self, group: dist.ProcessGroup | None = None) -> Tensor | Mapping[str, Tensor]:
         """Return the metric's value over the updates of all ranks.
 
-        Every rank must call this method. It waits for the device and for the other ranks. It runs two all-gathers: one
-        of the shapes and dtypes of the states, and one of the states. Unless the backend is NCCL, both run on the host.
+        Every rank must call this method. It waits for the device and for the other ranks. It runs two all-gathers,
+        the first for the shapes and dtypes of the states and the second for the states themselves. Unless the backend
+        is NCCL, both run on the host.
 
         Args:
             group: process group, by default all ranks.

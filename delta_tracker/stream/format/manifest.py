@@ -169,7 +169,7 @@ class Manifest:
 
     @property
     def rows_by_table(self) -> dict[str, int]:
-        """FQN to number of rows of the table, counted as in :attr:`num_rows`. Tables without blocks are omitted."""
+        """Number of rows of each table, by FQN, counted as in :attr:`num_rows`. Tables without blocks are omitted."""
         found: dict[str, int] = {}
         for part in self.parts:
             for block in part.blocks:

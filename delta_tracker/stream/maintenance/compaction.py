@@ -47,12 +47,12 @@ def compact(
     the old snapshot and replaces their rows with newer ones. Rows with another encoding or other columns than these
     blocks are stored as additional blocks.
 
-    A call holds the stored rows of versions of at most ``max_bytes`` in memory, and about 40 bytes per row while it
-    sorts the rows. It reads the snapshot one part at a time: a part of up to 256 MiB as a whole, a larger one in pieces
-    of 8 MiB, of which a few are in memory. Versions that do not fit are left for a later call. A single version larger
-    than ``max_bytes`` is never merged, and prevents the fold of all later versions. If the deltas together are larger
-    than ``max_bytes``, several calls fold them, and each call writes the whole snapshot. Therefore choose a
-    ``max_bytes`` of about ``fold`` times the snapshot's size.
+    A call holds at most ``max_bytes`` of versions in memory, and about 40 bytes per row while it sorts the rows. It
+    reads the snapshot one part at a time. A part of up to 256 MiB is read as a whole. A larger part is read in pieces
+    of 8 MiB, and only a few pieces are in memory at a time. Versions that do not fit are left for a later call. A
+    single version larger than ``max_bytes`` is never merged, and prevents the fold of all later versions. If the deltas
+    together are larger than ``max_bytes``, several calls fold them, and each call writes the whole snapshot. Therefore
+    choose a ``max_bytes`` of about ``fold`` times the snapshot's size.
 
     Args:
         stream: storage of the stream, or its log.

@@ -19,7 +19,7 @@ class Upkeep:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
     A pass compacts before it deletes. A failure is kept in :attr:`error` and not raised in the caller. It is logged,
-    unless the preceding pass failed with the same text. The next pass retries.
+    unless the preceding pass failed with the same message. The next pass retries.
 
     Args:
         storage: store of the stream.

@@ -91,7 +91,7 @@ class Storage:
         create: True to create a missing local directory. If False, a missing directory is read as an empty store until
             it is created, so that a reader may start before the writer.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
-        options: options of a remote store under the names that obstore uses, such as ``endpoint``, ``region``,
+        options: options of a remote store, with the names that obstore uses, such as ``endpoint``, ``region``,
             ``access_key_id``, ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A
             request fails if no byte arrives for ``read_timeout``, 30s by default. ``timeout`` limits the whole request;
             default: no limit.
@@ -531,7 +531,7 @@ def open_storage(url: str | Storage, *, create: bool = False) -> Storage:
 def _chunks(buffers: Iterable[memoryview]) -> Iterator[bytes]:
     """Yield the bytes of ``buffers`` in chunks of 8 MiB. The last chunk may be smaller.
 
-    The chunks are copies, because obstore refers to a chunk while it requests the next one.
+    The chunks are copies, because obstore still uses a chunk while it requests the next one.
     """
     chunk = bytearray()
     for piece in pieces(buffers):

@@ -91,7 +91,7 @@ def connection(url: str, options: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def check_name(argument: str, name: object) -> None:
-    """Reject an object name that is not below the store's URL, or that not all kinds of stores support.
+    """Reject an object name that leads outside the store's URL, or that some kinds of stores do not support.
 
     Args:
         argument: name of the caller's argument, for the error.
