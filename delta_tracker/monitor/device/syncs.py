@@ -3,8 +3,8 @@
 The ``device`` of a tensor returned by :func:`on_device` is a simulated device, but the data is on the CPU. The context
 manager :func:`find_syncs` records each operation on these tensors that would wait for a real device: reading a number
 on the host, computing a result whose shape depends on data, creating a tensor from host data, and copying between host
-and device without ``non_blocking``. If nothing is recorded, this is strong evidence that the code does not wait for the
-device, but no proof. On a GPU, use ``torch.cuda.set_sync_debug_mode("error")``.
+and device without ``non_blocking``. An empty record is strong evidence, but no proof, that the code does not wait for
+the device. On a GPU, use ``torch.cuda.set_sync_debug_mode("error")``.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _number(report: TotalReport, value: float, batch: Batch) -> Any:  # noqa: AN
 
 
 def _histogram(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
-    """Return the histogram data point of a cell. For a cell without buckets, all bucket counts are omitted."""
+    """Return the histogram data point of a cell. If the cell has no buckets, the bucket counts are empty."""
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
 
     figures: Aggregate = report.figures

@@ -271,7 +271,7 @@ class _Leftovers:
         return cls(parts, drafts, max(times, default=0.0))
 
     def orphans(self, named: set[str], head: int, age: float) -> Iterator[StoredObject]:
-        """Yield the objects older than ``age`` seconds: all drafts, and the parts that no entry lists.
+        """Yield the objects older than ``age`` seconds that are orphans: drafts, and parts that no entry lists.
 
         Args:
             named: names of the parts that entries list.
