@@ -89,9 +89,9 @@ class Watch:
         return found
 
     def pulse(self, now: float, count: int) -> list[int]:
-        """Return the bytes of the deltas in each of ``count`` equal intervals, oldest interval first.
+        """Return the total size of the deltas in bytes in each of ``count`` equal intervals, oldest interval first.
 
-        The intervals divide the time span of :meth:`seconds`, which ends at ``now``, a Unix time.
+        The intervals cover the last :meth:`seconds` seconds before ``now``, a Unix time.
         """
         found = Counter[int]()
         for entry in self.recent(now):

@@ -53,9 +53,9 @@ class Cadence:
 
 
 class Pace:
-    """Checker of the bounds of a cadence on one rank.
+    """Check on one rank whether a bound of the cadence is reached.
 
-    Counting the pending rows exactly is slow. This is done only if the last exact count plus the number of rows
+    Counting the pending rows exactly is slow. They are counted only if the last exact count plus the number of rows
     recorded since then reaches a bound.
 
     Args:

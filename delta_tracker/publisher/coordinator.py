@@ -194,7 +194,8 @@ class Coordinator:
 
         Raises:
             FencedError: if a newer publisher has claimed the stream.
-            StorageError: if the store failed. The version may have been committed; the next version then follows it.
+            StorageError: if the store fails. The version may have been committed nevertheless. If so, the next version
+                is committed after it.
         """
         draft = share.draft
         assert self._claim is not None, "only rank 0 commits"

@@ -189,14 +189,15 @@ class Publisher:
         """Publish when a bound of the cadence is reached. Call it on every rank after each ``tracker.step()``.
 
         Training waits while the rows are read, and twice per version for a short message from the other ranks. A
-        version takes at least five calls, because votes that start in one call are counted in the next. A version makes
-        progress only in these calls: call :meth:`flush` before training pauses. Only one version is published at a
-        time. Rows that change while it is published stay pending in the tracker. A slow store therefore makes the
-        next version larger, but needs no additional memory.
+        version takes at least five calls: the ranks vote on each state of a version, and the votes that are sent in one
+        call are counted in the next. A version makes progress only in these calls: call :meth:`flush` before training
+        pauses. Only one version is published at a time. Rows that change while it is published stay pending in the
+        tracker. A slow store therefore makes the next version larger, but needs no additional memory.
 
-        This method does not raise the error of a version. The error is logged and kept in :attr:`error`, all rows stay
-        pending, and the next version contains them. After a :class:`~delta_tracker.errors.FencedError` or a
-        :class:`~delta_tracker.errors.RankLostError` no further version is tried.
+        If a version cannot be published, this method does not raise the error. The error is logged and kept in
+        :attr:`error`, all rows stay pending, and the next version contains them. After a
+        :class:`~delta_tracker.errors.FencedError` or a :class:`~delta_tracker.errors.RankLostError`, the publisher does
+        not try to publish another version.
 
         Raises:
             InvalidArgumentError: if the publisher has no cadence or is closed, or if called from another thread or

@@ -30,11 +30,13 @@ _QUANTISED_FROM = (torch.float32, torch.float16)
 
 
 def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
-    """Yield each possible table of a model: TorchRec's tables as targets, other parameters and buffers as tensors.
+    """Yield all that can receive a table of a stream: TorchRec's tables as targets, other parameters as tensors.
+
+    Buffers are yielded too.
 
     Yields:
-        Pairs of a name and a target or tensor. Names are those of ``state_dict``, without components for wrappers.
-        Names of targets do not end with ``.weight``.
+        Pairs of a name and a target or tensor. Names are those of ``state_dict``, without the parts that modules add
+        which only wrap another module. Names of targets do not end with ``.weight``.
 
     Raises:
         InvalidArgumentError: if the kernel, data type or geometry of a sharded table is not supported.

@@ -48,9 +48,9 @@ class OdistSlot:
 class PostOdistHook(Watcher):
     """Hook that reports each launch of a collection's output distributions.
 
-    A collection has one output distribution per sharding type. The hook uses the collection's post-odist slot if
-    TorchRec calls the function in it, otherwise module hooks on the distributions. A managed-collision module
-    distributes the output of its collection itself and does not use the slot.
+    A collection has one output distribution per sharding type. If TorchRec calls the collection's post-odist function,
+    the hook is installed as that function. Otherwise, it registers module hooks on the distributions. TorchRec does not
+    call the function of a collection inside a managed-collision module, which distributes the output itself.
 
     Args:
         module: the collection.
@@ -58,7 +58,7 @@ class PostOdistHook(Watcher):
         listener: receives the reports. Its ``output_launched`` must neither block nor wait for the device.
         keys: not used by this hook.
         recorder: records errors.
-        has_slot: True if TorchRec calls the function in the collection's slot.
+        has_slot: True if TorchRec calls the collection's post-odist function.
     """
 
     def __init__(

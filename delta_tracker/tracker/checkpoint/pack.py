@@ -113,7 +113,7 @@ def _encode(header: dict[str, object], rows: Mapping[str, Tensor], counters: Cou
 
 
 def _filled_up(tensor: Tensor) -> Tensor:
-    """Return the ``B`` bytes of a tensor as ``[B]`` uint8, padded at the end to a multiple of ``ALIGNMENT``."""
+    """Return the bytes of a tensor as a 1-D uint8 tensor, padded with zeros to a multiple of ``ALIGNMENT``."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT))
 
