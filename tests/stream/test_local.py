@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from delta_tracker.stream.storage import local as files
-from delta_tracker.stream.storage.local import write_file
+from delta_tracker.stream.storage.local import make_directory, write_file
 
 
 @pytest.mark.parametrize("fsync", [True, False])
@@ -33,3 +33,30 @@ def test_writeback_starts_early_for_synced_files_only(
     assert told == list(itertools.pairwise(edges)), "gaps, or bytes told of twice"
     assert all(end - begin >= 16 for begin, end in told)
     assert (edges[-1] > 80) == fsync
+
+
+@pytest.mark.xfail(strict=True, reason="what the first call made is taken to be on disk")
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_directory_whose_name_was_not_synced_is_synced_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """The first call failed, or its process was killed, before the name of the ``depth``-th directory was on disk."""
+    synced: list[str] = []
+
+    def record(descriptor: int) -> None:
+        synced.append(os.path.relpath(Path(f"/proc/self/fd/{descriptor}").readlink(), tmp_path))
+        if len(synced) == fails_at:
+            raise OSError(5, "I/O error")
+
+    monkeypatch.setattr(os, "fsync", record)
+    names = [".", "a", "a/b"]
+    fails_at = depth + 1  # the first sync is that of the directory above
+    with pytest.raises(OSError, match="I/O error"):
+        make_directory(tmp_path / "a" / "b" / "c", fsync=True)
+    fails_at, done = 0, synced[:-1]
+    synced.clear()
+    make_directory(tmp_path / "a" / "b" / "c", fsync=True)
+    assert {*done, *synced} >= set(names), "some names may be lost"
+    synced.clear()
+    make_directory(tmp_path / "a" / "b" / "c", fsync=True)
+    assert synced == ["a/b"]
