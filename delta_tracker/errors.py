@@ -272,6 +272,18 @@ class NameConflictError(StorageError):
         self.attempts = attempts
 
 
+class NotDurableError(StorageError):
+    """The names in the directory ``directory`` of a local store cannot be flushed to disk.
+
+    A new object is visible to readers, but may be missing after a power loss. A deleted one may be there again.
+    """
+
+    def __init__(self, url: str, directory: str, name: str, reason: str) -> None:
+        super().__init__(url, f"{name} is not on disk, because {directory}/ cannot be synced: {reason}")
+        self.directory = directory
+        self.name = name
+
+
 class UnsafeStoreError(StreamError, RuntimeError):
     """The store at ``url`` has no atomic operation that creates an object only if it does not exist.
 

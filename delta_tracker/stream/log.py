@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from delta_tracker.errors import FencedError, MalformedError, NameConflictError, StorageError
+from delta_tracker.errors import FencedError, MalformedError, NameConflictError, NotDurableError, StorageError
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.storage.storage import Storage, back_off
@@ -220,6 +220,7 @@ class StreamLog:
         Raises:
             NameConflictError: if the store refuses to create the next entry, but lists no entry of that name.
             MalformedError: if an entry does not follow the format.
+            NotDurableError: if the claim was created, but may be missing after a power loss. The next claim follows it.
             StorageError: if the store fails, or every attempt was lost to another publisher. If the store failed, the
                 claim may have been created.
         """
@@ -296,12 +297,18 @@ class StreamLog:
         """Create an entry; return False if another entry has the name.
 
         If the store fails or reports that the name is taken, the stored entry is read and compared with ``data``,
-        because an earlier request may have created it.
+        because an earlier request may have created it. An entry of a local store that is found in this way is flushed
+        to disk: a successful read only proves that it is in memory.
+
+        Raises:
+            NotDurableError: if the entry exists, but may be missing after a power loss.
+            NameConflictError: if the store refuses the name, but has no such entry.
+            StorageError: if the store fails, and the entry cannot be read back.
         """
         try:
             if self.storage.create(name, data):
                 return True
-        except NameConflictError:
+        except (NameConflictError, NotDurableError):
             raise
         except StorageError:
             there = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
@@ -309,7 +316,10 @@ class StreamLog:
                 raise
         else:
             there = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
-        return there is not None and there.tobytes() == data
+        is_own = there is not None and there.tobytes() == data
+        if is_own:
+            self.storage.sync(name.rpartition("/")[0])
+        return is_own
 
 
 class Claim:
@@ -352,6 +362,9 @@ class Claim:
             NameConflictError: if the store refuses to create the entry, but has no entry of that name; nothing was
                 committed.
             MalformedError: if the entry does not follow the format; nothing was committed.
+            NotDurableError: if the entry was created, but may be missing after a power loss, because its directory
+                cannot be flushed to disk. The version is not acknowledged. Readers can apply it, and the next commit
+                continues after it; that commit flushes the directory, and so makes both versions durable or fails too.
             StorageError: if the store fails. The entry may have been created. Readers can then apply it, and the next
                 commit continues after it.
         """

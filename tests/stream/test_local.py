@@ -35,7 +35,6 @@ def test_writeback_starts_early_for_synced_files_only(
     assert (edges[-1] > 80) == fsync
 
 
-@pytest.mark.xfail(strict=True, reason="what the first call made is taken to be on disk")
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_directory_whose_name_was_not_synced_is_synced_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int

@@ -6,6 +6,7 @@ requests the next one, so the buffers would have to be copied.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -27,8 +28,8 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
         name: path of the file, relative to ``directory``. Missing parent directories are created.
         buffers: contents of the file.
         overwrite: True to replace an existing file of this name.
-        fsync: True to flush the bytes to disk before the file is renamed, and to flush the new name afterwards. If
-            False, the system decides when the file reaches the disk.
+        fsync: True to flush the bytes to disk before the file is renamed. If False, the system decides when the bytes
+            reach the disk. In both cases, :func:`sync_names` flushes the new name.
 
     Returns:
         True if the file was written; False if the name exists and ``overwrite`` is False.
@@ -62,11 +63,30 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
             return False
     finally:
         draft.unlink(missing_ok=True)
-    if fsync:
-        # Sync the name, and the names of the directories above it, which may be new.
-        for above in Path(name).parents:
-            _fsync(directory / above)
     return True
+
+
+def sync_names(directory: Path, name: str) -> None:
+    """Flush the names of all files in a directory of the store to disk, and the deletions of such names.
+
+    The directories above it may be new, so their names are flushed as well, up to ``directory``.
+
+    Args:
+        directory: directory of the store.
+        name: path of the directory whose names are flushed, relative to ``directory``. No-op if it does not exist.
+
+    Raises:
+        OSError: if the names cannot be flushed.
+    """
+    for path in (Path(name), *Path(name).parents):
+        try:
+            descriptor = os.open(directory / path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def make_directory(directory: Path, *, fsync: bool) -> None:
@@ -74,15 +94,22 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 
     Args:
         directory: directory to create.
-        fsync: True to wait until the names of the new directories are on disk.
+        fsync: True to wait until the name of the directory and those of the new directories above it are on disk. An
+            existing directory may be from a process that was killed before its sync, so the name of the lowest existing
+            one is flushed too.
 
     Raises:
-        OSError: if the directory cannot be created.
+        OSError: if the directory cannot be created, or its name cannot be flushed. A later call then flushes it.
     """
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in missing if fsync else ():
-        _fsync(path.parent)
+    missing = list(itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents)))
+    lowest = missing[-1].parent if missing else directory
+    # Flush each name before the next directory is created: if a directory exists, the names above it are on disk.
+    if fsync and not lowest.is_mount():  # a mount point was not created here
+        _sync_name(lowest)
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        if fsync:
+            _sync_name(path)
 
 
 def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -111,9 +138,9 @@ def _link(draft: Path, target: Path) -> bool:
     return True
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _sync_name(path: Path) -> None:
+    """Flush the name of a directory to disk. If its parent is not readable, flush everything, which may be slow."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_names(path.parent, ".")
+    except PermissionError:
+        os.sync()

@@ -25,12 +25,13 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     MalformedError,
     NameConflictError,
+    NotDurableError,
     StorageError,
     UnsafeStoreError,
     is_panic,
 )
 from delta_tracker.stream.interruption import answer, check, checked
-from delta_tracker.stream.storage.local import CHUNK_BYTES, make_directory, pieces, write_file
+from delta_tracker.stream.storage.local import CHUNK_BYTES, make_directory, pieces, sync_names, write_file
 from delta_tracker.stream.storage.url import check_name, connection, is_remote, local_directory
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class Storage:
         and none for a local directory. A remote object may have up to 80 GB.
 
         Raises:
+            NotDurableError: if the object was written, but its name cannot be flushed to disk.
             StorageError: if the object cannot be written; no partial object is visible then.
         """
         check_name("name", name)
@@ -146,6 +148,7 @@ class Storage:
 
         Raises:
             NameConflictError: if the store refused every attempt, and no object of that name exists.
+            NotDurableError: if the object exists, but its name cannot be flushed to disk.
             StorageError: if the object cannot be written. If the response was lost, the object may exist.
         """
         check_name("name", name)
@@ -257,6 +260,8 @@ class Storage:
     def delete(self, name: str) -> None:
         """Delete an object; no-op if it does not exist.
 
+        A local object may be there again after a power loss, unless :meth:`sync` is called afterwards.
+
         Raises:
             StorageError: if the object cannot be deleted.
         """
@@ -270,6 +275,19 @@ class Storage:
                     (self._directory / name).unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return
+
+    def sync(self, prefix: str) -> None:
+        """Wait until all creations and deletions of objects in the directory ``prefix`` are on disk.
+
+        :meth:`put`, :meth:`create` and :meth:`replace` wait for the object that they write; :meth:`delete` does not
+        wait. One call is enough after many deletions, and for objects that another process is writing. No-op for remote
+        stores, which guarantee durability, with ``fsync=False``, and if the directory does not exist.
+
+        Raises:
+            NotDurableError: if the system cannot flush the directory.
+        """
+        check_name("prefix", prefix)
+        self._sync(prefix, f"what was created or deleted in {prefix}/")
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         """Return all objects in the directory ``prefix`` and its subdirectories, sorted by name.
@@ -500,7 +518,19 @@ class Storage:
     def _write_file(self, name: str, buffers: Iterable[memoryview], *, overwrite: bool) -> bool:
         self._open_store()
         assert self._directory is not None
-        return write_file(self._directory, name, buffers, overwrite=overwrite, fsync=self._fsync)
+        is_new = write_file(self._directory, name, buffers, overwrite=overwrite, fsync=self._fsync)
+        if is_new:
+            self._sync(name.rpartition("/")[0], name)
+        return is_new
+
+    def _sync(self, prefix: str, name: str) -> None:
+        """Flush the names in the directory ``prefix`` of a local store to disk; ``name`` is for the error."""
+        if self._directory is None or not self._fsync:
+            return
+        try:
+            sync_names(self._directory, prefix)
+        except OSError as error:
+            raise NotDurableError(self.url, prefix or ".", name, f"{type(error).__name__}: {error}") from error
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
