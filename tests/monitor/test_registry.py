@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor import Kind
+from delta_tracker.monitor import Kind, Monitor
 from delta_tracker.monitor.names import exposed
 
 
@@ -16,6 +16,46 @@ def test_definitions_are_unique(monitor) -> None:
         with pytest.raises(InvalidArgumentError, match="defined as"):
             monitor.stat(name, "Loss.", **options)
     assert exposed("training.loss") == "training_loss"
+
+
+@pytest.mark.xfail(strict=True, reason="only names that differ in dots and underscores are compared")
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("counter", "x"), ("counter", "x_total")),
+        (("counter", "x"), ("gauge", "x.total")),
+        (("counter", "x"), ("gauge", "x_created")),
+        (("gauge", "x"), ("gauge", "x_seconds")),
+        (("histogram", "x"), ("gauge", "x_seconds_bucket")),
+        (("histogram", "x"), ("stat", "x.seconds.sum")),
+        (("stat", "x"), ("counter", "x_seconds_count")),
+        (("counter", "x"), ("counter", "x.seconds")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_names_that_are_equal_in_prometheus_are_rejected(first, second, is_swapped) -> None:
+    monitor = Monitor()
+    unit = "seconds" if "seconds" in second[1] else ""
+
+    def define(kind: str, name: str) -> None:
+        getattr(monitor, kind)(name, unit=unit if (kind, name) == first else "")
+
+    one, other = (second, first) if is_swapped else (first, second)
+    define(*one)
+    with pytest.raises(InvalidArgumentError, match="Prometheus") as caught:
+        define(*other)
+    assert (caught.value.value, repr(one[1]) in caught.value.remedy) == (other[1], True)
+    assert [stat.name for stat in monitor.find()] == [one[1]]
+    monitor.registry.unregister(one[1])
+    define(*other)
+
+
+def test_names_that_differ_in_prometheus_are_accepted(monitor) -> None:
+    for name in ("x", "x_bucket", "x_sum", "_total"):
+        monitor.counter(name)
+    monitor.gauge("x_total_bytes", unit="bytes")
+    assert len(monitor.find()) == 5
 
 
 def test_find_by_pattern_and_kind(monitor) -> None:
