@@ -30,6 +30,7 @@ class Registry:
         self._hooks = hooks or Hooks()
         self._lock = threading.RLock()
         self._stats: dict[str, Stat] = {}
+        self._exposed: dict[str, Stat] = {}  # by each of Definition.exposed_names
         self._defaults: dict[str, Policy] = {}
         self._rules: dict[str, dict[str, Any]] = {}
         self._sources: dict[str, Source] = {}
@@ -42,18 +43,22 @@ class Registry:
             settings: fields of :class:`~delta_tracker.monitor.policy.Policy`; :meth:`configure` overrides them.
 
         Raises:
-            InvalidArgumentError: for an invalid setting, or if the name is registered with another definition. Names
-                that differ only in dots and underscores are the same name.
+            InvalidArgumentError: for an invalid setting, if the name is registered with another definition, or if
+                Prometheus cannot distinguish the stat from a registered one, see
+                :attr:`~delta_tracker.monitor.stat.Definition.exposed_names`. Names that differ only in dots and
+                underscores are the same name.
         """
         settings.setdefault("aggregations", DEFAULT_AGGREGATIONS[definition.kind])
         default = replace(Policy(), **_checked(settings))
         with self._lock:
             known = self._stats.get(exposed(definition.name))
             if known is None:
+                self._check_exposed(definition)
                 self._defaults[exposed(definition.name)] = default
                 policy = self._policy(definition.name)
                 known = KINDS[definition.kind](definition, policy, self.progress, self._hooks)
                 self._stats[exposed(definition.name)] = known
+                self._exposed |= dict.fromkeys(definition.exposed_names, known)
             elif known.definition != definition:
                 remedy = f"It is already a {known.definition.kind} defined as {known.definition}: use another name"
                 raise InvalidArgumentError("name", definition.name, remedy)
@@ -129,7 +134,8 @@ class Registry:
     def unregister(self, name: str) -> None:
         """Remove a stat and its callback. Later records of the stat are not collected. No-op if the name is unknown."""
         with self._lock:
-            self._stats.pop(exposed(name), None)
+            stat = self._stats.pop(exposed(name), None)
+            self._exposed = {key: each for key, each in self._exposed.items() if each is not stat}
             self._defaults.pop(exposed(name), None)
             self._sources.pop(name, None)
 
@@ -156,6 +162,12 @@ class Registry:
                 failed.append(source)
                 del self._sources[source.name]
         return failed
+
+    def _check_exposed(self, definition: Definition) -> None:
+        for name in sorted(definition.exposed_names & self._exposed.keys()):
+            known = self._exposed[name].definition
+            remedy = f"Prometheus cannot distinguish it from the {known.kind} {known.name!r}, which also uses the name"
+            raise InvalidArgumentError("name", definition.name, f"{remedy} {name!r}: use another name")
 
     def _policy(self, name: str) -> Policy:
         policy = self._defaults[exposed(name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from functools import partial
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Progress
-from delta_tracker.monitor.names import Labels, check_label_names, check_name, check_unit, order_labels
+from delta_tracker.monitor.names import Labels, check_label_names, check_name, check_unit, exposed, order_labels
 from delta_tracker.monitor.policy import Policy
 from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.timer import Timer
@@ -37,6 +38,16 @@ DEFAULT_AGGREGATIONS: Mapping[Kind, tuple[str, ...]] = {
     Kind.GAUGE: ("value",),
     Kind.STAT: ("count", "mean", "min", "max"),
     Kind.HISTOGRAM: ("count", "mean", "max", "p50", "p95", "p99", "histogram"),
+}
+
+
+_TOTALS = re.compile(r"(_total)+$")
+# https://github.com/prometheus/OpenMetrics/blob/main/specification/OpenMetrics.md#suffixes
+_SAMPLE_SUFFIXES: Mapping[Kind, tuple[str, ...]] = {
+    Kind.COUNTER: ("_total", "_created"),
+    Kind.GAUGE: (),
+    Kind.STAT: ("_count", "_sum", "_created"),
+    Kind.HISTOGRAM: ("_bucket", "_count", "_sum", "_created"),
 }
 
 
@@ -72,12 +83,29 @@ class Definition:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
+        if self.kind is Kind.COUNTER and _TOTALS.fullmatch(exposed(self.name)):
+            raise InvalidArgumentError("name", self.name, "Name what is counted: Prometheus appends _total")
         object.__setattr__(self, "labels", check_label_names(self.labels))
         check_unit(self.unit)
         if type(self.max_cells) is not int or self.max_cells < 1:
             raise InvalidArgumentError("max_cells", self.max_cells, "Pass a whole number of 1 or more")
         if self.is_logical and self.kind is not Kind.COUNTER:
             raise InvalidArgumentError("is_logical", self.is_logical, "Pass it for counters only")
+
+    @property
+    def family(self) -> str:
+        """Name of the stat's metric family in Prometheus, without ``_total`` and with the unit at the end."""
+        name = exposed(self.name)
+        if self.kind is Kind.COUNTER:
+            name = _TOTALS.sub("", name)
+        suffix = f"_{self.unit}" if self.unit else ""
+        return name if name.endswith(suffix) else name + suffix
+
+    @property
+    def exposed_names(self) -> frozenset[str]:
+        """Names in Prometheus that no other stat may use: those of the metric family and of its samples."""
+        family = self.family
+        return frozenset([family, *(family + suffix for suffix in _SAMPLE_SUFFIXES[self.kind])])
 
 
 @dataclass(slots=True)

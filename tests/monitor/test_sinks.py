@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib
 import json
@@ -14,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor
@@ -23,7 +26,7 @@ from delta_tracker.monitor.sinks.jsonl import JsonlSink
 from delta_tracker.monitor.sinks.logs import LoggingSink
 from delta_tracker.monitor.sinks.mlflow import MlflowSink
 from delta_tracker.monitor.sinks.opentelemetry import OpenTelemetrySink
-from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, PrometheusSink
+from delta_tracker.monitor.sinks.prometheus import PrometheusFileSink, PrometheusSink, _Snapshot
 from delta_tracker.monitor.sinks.tensorboard import TensorBoardSink
 from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink, TorchMonitorSource, translated
 from tests.monitor.recording import Kept
@@ -146,6 +149,50 @@ def test_prometheus_before_the_first_collection_and_in_the_open_format() -> None
     assert families["h_bytes"].unit == "bytes"
     assert {"process_cpu_seconds", "process_memory_bytes", "c"} <= set(families)
     monitor.stop()
+
+
+def _families(text: str):
+    """Return the metric families of an OpenMetrics text by name, read by a parser that enforces the specification."""
+    parser = pytest.importorskip("prometheus_client.openmetrics.parser")
+    return {family.name: family for family in parser.text_string_to_metric_families(text)}
+
+
+def _open_metrics(batch) -> str:
+    client = pytest.importorskip("prometheus_client.openmetrics.exposition")
+    snapshot = _Snapshot()
+    snapshot.batch = batch
+    return client.generate_latest(snapshot.registry()).decode()
+
+
+_parts = st.sampled_from(["x", "total", "created", "bucket", "sum", "count", "seconds", "_total"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["counter", "gauge", "stat", "histogram"]),
+            st.builds("{}{}{}".format, _parts, st.sampled_from("._"), _parts) | _parts,
+            st.sampled_from(["", "seconds", "total"]),
+        ),
+        max_size=5,
+    )
+)
+def test_every_accepted_stat_reaches_prometheus(definitions) -> None:
+    monitor = Monitor()
+    accepted = []
+    for kind, name, unit in definitions:
+        with contextlib.suppress(InvalidArgumentError):
+            stat = getattr(monitor, kind)(name, unit=unit, help=str(len(accepted)))
+            accepted.append((stat, len(accepted) + 1))
+            stat.add(len(accepted))
+    families = _families(_open_metrics(monitor.collect()))
+    assert len(families) == len(accepted)
+    for stat, value in accepted:
+        family = families[stat.definition.family]
+        suffix = {"counter": "_total", "gauge": ""}.get(stat.definition.kind, "_sum")
+        assert [s.value for s in family.samples if s.name == family.name + suffix] == [value]
+        assert family.unit == stat.definition.unit
 
 
 def test_prometheus_by_file(tmp_path) -> None:

@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from delta_tracker.errors import MissingExtraError
 from delta_tracker.monitor.batch import Batch, TotalReport
-from delta_tracker.monitor.names import exposed
 from delta_tracker.monitor.sinks.sink import Sink
 from delta_tracker.monitor.stat import Definition, Kind
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
-
-_SUFFIX = "_total"
 
 
 class _Snapshot:
@@ -132,9 +129,6 @@ def family(definition: Definition, reports: Sequence[TotalReport], attributes: S
     """
     from prometheus_client import core  # noqa: PLC0415  optional
 
-    name = exposed(definition.name)
-    if definition.kind is Kind.COUNTER:
-        name = name.removesuffix(_SUFFIX)
     extra = [(key, value) for key, value in attributes if key not in definition.labels]
     names = [*definition.labels, *(key for key, _ in extra)]
     made: Any = {
@@ -142,7 +136,7 @@ def family(definition: Definition, reports: Sequence[TotalReport], attributes: S
         Kind.GAUGE: core.GaugeMetricFamily,
         Kind.STAT: core.SummaryMetricFamily,
         Kind.HISTOGRAM: core.HistogramMetricFamily,
-    }[definition.kind](name, definition.help or definition.name, labels=names, unit=definition.unit)
+    }[definition.kind](definition.family, definition.help or definition.name, labels=names, unit=definition.unit)
     for report in reports:
         values = [*(value for _, value in report.labels), *(value for _, value in extra)]
         figures = report.figures
