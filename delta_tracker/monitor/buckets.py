@@ -130,12 +130,12 @@ class LogBuckets:
         The result is exact for values whose magnitude is above :data:`MIN` and at most :data:`MAX`.
 
         Args:
-            bounds: positive powers of two, ascending.
+            bounds: positive bounds of buckets, which are powers of ``2**(1 / 32)``, ascending.
 
         Returns:
             For each bound, the number of values that are less than or equal to the bound.
         """
-        limits = [round(math.log2(bound)) * PER_OCTAVE for bound in bounds]
+        limits = [round(math.log2(bound) * PER_OCTAVE) for bound in bounds]
         below = self.negative.total() + self.zero
         indices = sorted(self.positive)
         totals = [0, *accumulate(self.positive[index] for index in indices)]

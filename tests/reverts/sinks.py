@@ -12,4 +12,13 @@ REVERTS = [
         generator=_SINKS + "test_every_accepted_stat_reaches_prometheus",
         edits={"delta_tracker/monitor/registry.py": [("                self._check_exposed(definition)\n", "")]},
     ),
+    Revert(
+        defect="a quantile that Prometheus computes is off by up to 100 %",
+        generator=_SINKS + "test_a_quantile_of_prometheus_is_off_by_the_stated_fraction_at_most",
+        edits={
+            "delta_tracker/monitor/sinks/prometheus.py": [
+                ("2.0 ** (exponent / _BOUNDS_PER_OCTAVE) for exponent in exponents", "2.0**n for n in range(low, high)")
+            ]
+        },
+    ),
 ]

@@ -19,6 +19,10 @@ from delta_tracker.monitor.stat import Definition, Kind
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
+# Must divide buckets.PER_OCTAVE, so that the counts are exact. A histogram with the default bounds has 100 series.
+_BOUNDS_PER_OCTAVE = 4
+BUCKET_RATIO = 2 ** (1 / _BOUNDS_PER_OCTAVE)
+"""Ratio of two successive bucket bounds, 1.19. A quantile that Prometheus computes is off by at most 19 %."""
 
 
 class _Snapshot:
@@ -53,8 +57,13 @@ class PrometheusSink(Sink):
     Prometheus scrapes.
 
     Counters are exported as totals since the process started, gauges as their newest reading, stats of kind ``STAT`` as
-    summaries, and histograms as histograms whose bucket bounds are powers of two. Summaries and histograms also cover
-    all records since the process started. The unit is appended to each name, and ``_total`` to the names of counters.
+    summaries, and histograms as histograms. Summaries and histograms also cover all records since the process started.
+    The unit is appended to each name, and ``_total`` to the names of counters.
+
+    A histogram has four buckets per power of two, between the ``bounds`` of its definition. In PromQL, a
+    ``histogram_quantile`` between these bounds is therefore off by at most 19 % (:data:`BUCKET_RATIO`). A cell with the
+    default bounds has 100 series. The bounds are fixed, so histograms of several processes can be summed.
+    :class:`~delta_tracker.monitor.sinks.opentelemetry.OpenTelemetrySink` exports buckets with an error of 1.1 %.
 
     Args:
         port: port to listen on; 0 for any free port, see :attr:`port`.
@@ -157,7 +166,8 @@ def _buckets(definition: Definition, report: TotalReport) -> list[tuple[str, flo
     from prometheus_client.utils import floatToGoString  # noqa: PLC0415  optional
 
     low, high = definition.bounds
-    bounds = [2.0**exponent for exponent in range(low, high + 1)]
+    exponents = range(low * _BOUNDS_PER_OCTAVE, high * _BOUNDS_PER_OCTAVE + 1)
+    bounds = [2.0 ** (exponent / _BOUNDS_PER_OCTAVE) for exponent in exponents]
     buckets = report.figures.buckets
     counts = [] if buckets is None else buckets.cumulative(bounds)
     pairs = [(str(floatToGoString(bound)), float(count)) for bound, count in zip(bounds, counts, strict=False)]
