@@ -447,3 +447,57 @@ def test_a_name_that_is_taken_by_no_object_is_an_error(tmp_path: Path, kind: str
     assert storage.names("drafts") == []
     path.unlink()
     assert storage.create("log/1", b"1")
+
+
+@pytest.mark.xfail(strict=True, reason="one strange name makes the listing fail")
+@pytest.mark.parametrize("kind", ["not UTF-8", "line break", "control character", "loop", "link to itself"])
+def test_a_listing_passes_over_names_that_no_writer_creates(tmp_path: Path, kind: str) -> None:
+    storage = Storage(tmp_path.as_uri())
+    for name in ("log/1", "log/3", "log/below/2"):
+        storage.create(name, b"x")
+    folder = tmp_path / "log"
+    if kind == "loop":
+        (folder / "below" / "loop").symlink_to(folder)
+    elif kind == "link to itself":
+        (folder / "self").symlink_to("self")
+    else:
+        name = {"not UTF-8": b"\xff.json", "line break": b"a\nb", "control character": b"a\x7fb"}[kind]
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(b"x")
+    assert storage.names("log") == ["log/1", "log/3", "log/below/2"]
+    assert [stored.name for stored in storage.objects("log", after="log/1")] == ["log/3", "log/below/2"]
+
+
+def test_a_listing_follows_links_and_passes_over_what_is_no_file(tmp_path: Path) -> None:
+    storage = Storage(tmp_path.as_uri())
+    storage.create("log/1", b"x")
+    storage.create("elsewhere/2", b"22")
+    folder = tmp_path / "log"
+    (folder / "file").symlink_to("1")
+    (folder / "folder").symlink_to(tmp_path / "elsewhere")
+    (folder / "nothing").symlink_to("missing")
+    os.mkfifo(folder / "pipe")
+    assert [(each.name, each.num_bytes) for each in storage.objects("log")] == [
+        ("log/1", 1), ("log/file", 1), ("log/folder/2", 2)
+    ]  # fmt: skip
+
+
+@pytest.mark.xfail(strict=True, reason="one unreadable folder makes the listing fail")
+def test_a_listing_passes_over_unreadable_folders_but_not_over_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(tmp_path.as_uri())
+    for name in ("log/1", "log/below/2"):
+        storage.create(name, b"x")
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if os.fspath(path).endswith(denied):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may read every folder
+    denied = "log/below"
+    assert storage.names("log") == ["log/1"]
+    denied = "log"
+    with pytest.raises(StorageError, match="Permission denied"):
+        storage.names("log")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +17,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS, Retained, Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.histories import Clock, ClockedStorage, History, Reader
+from tests.stream.streams import Writer
 
 
 @pytest.fixture
@@ -472,3 +478,50 @@ def test_a_compaction_that_takes_too_long_names_no_parts(history: History, clock
     with pytest.raises(StorageError, match="took 1801 s"):
         compact(storage, now=clock)
     assert history.log.merged() == []
+
+
+@contextmanager
+def _disk_calls(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Record deletions and syncs of directories as ``delete log`` and ``sync log``."""
+    calls: list[str] = []
+    unlink, fsync = os.unlink, os.fsync
+
+    def delete(path: str | Path) -> None:
+        calls.append(f"delete {os.path.relpath(path, root).partition('/')[0]}")
+        unlink(path)
+
+    def sync(descriptor: int) -> None:
+        calls.append(f"sync {os.path.relpath(Path(f'/proc/self/fd/{descriptor}').readlink(), root)}")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", delete)
+        patch.setattr(os, "fsync", sync)
+        yield calls
+
+
+@pytest.mark.xfail(strict=True, reason="after a power loss, an entry is there whose parts are gone")
+@pytest.mark.parametrize("num_deltas", [3, 30])
+def test_a_pass_syncs_before_and_between_its_deletions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_deltas: int
+) -> None:
+    storage = Storage(tmp_path.as_uri())
+    writer = Writer(storage)
+    writer.snapshot()
+    for _ in range(num_deltas):
+        writer.delta([1])
+    compact(storage, fold=10.0)
+    writer.snapshot()
+    with _disk_calls(tmp_path, monkeypatch) as calls:
+        assert retain(storage, Retention(versions=1, grace_seconds=0)).versions == num_deltas
+    groups = [what for what, _ in itertools.groupby(calls)]
+    directories = {"sync log", "sync merged", "sync ."}
+    assert groups.index("delete merged") < groups.index("delete parts") == len(groups) - 1
+    first = groups.index("delete log")
+    assert set(groups[:first]) == directories, "a reader may depend on a newer entry that is not on disk"
+    deletions = groups[first : groups.index("delete merged") + 1]
+    assert deletions == ["delete log", "delete merged"]
+    assert set(groups[first + 2 : -1]) == directories, "the entries may be there again, and their parts gone"
+    with _disk_calls(tmp_path, monkeypatch) as calls:
+        assert retain(storage, Retention(versions=1, grace_seconds=0)) == Retained()
+    assert calls == [], "nothing to delete"
