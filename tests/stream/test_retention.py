@@ -500,7 +500,6 @@ def _disk_calls(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
         yield calls
 
 
-@pytest.mark.xfail(strict=True, reason="after a power loss, an entry is there whose parts are gone")
 @pytest.mark.parametrize("num_deltas", [3, 30])
 def test_a_pass_syncs_before_and_between_its_deletions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_deltas: int

@@ -224,6 +224,8 @@ class _Compaction:
                 self._log.storage.url,
                 f"a compaction took {seconds:.0f} s; parts without an entry are deleted after {ORPHAN_SECONDS:.0f} s",
             )
+        # After a power loss, no merged entry may replace versions that are not in the log.
+        self._log.storage.sync("log")
         if not self._log.create_merged(draft):
             for part in parts:
                 self._log.storage.delete(part.name)

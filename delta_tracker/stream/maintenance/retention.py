@@ -1,9 +1,12 @@
 """Retention: deletion of versions and objects that no reader needs.
 
-The entries that readers use always form a contiguous range: versions are deleted oldest first, each entry before its
-parts. Retention keeps the head and the head's parent. It also keeps the newest snapshot that is older than the grace
-period, and all later versions. A reader that started at the preceding snapshot therefore has the grace period to
+The entries that readers use always form a contiguous range: versions are deleted oldest first, all entries before the
+first part. Retention keeps the head and the head's parent. It also keeps the newest snapshot that is older than the
+grace period, and all later versions. A reader that started at the preceding snapshot therefore has the grace period to
 finish. A reader that lags further finds its next version missing and resyncs.
+
+In a local store, the kept entries are synced before anything is deleted, and the deletions of entries are synced before
+their parts are deleted. After a power loss, every entry therefore has its parts.
 
 Each claim and the entry before it are kept forever, without their parts: at most two entries per generation. A
 publisher that was fenced by a claim and has not detected this yet tries to create one of these two entries. The attempt
@@ -21,12 +24,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.stream.format.manifest import Manifest, Part
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage, StoredObject
 
@@ -127,30 +130,37 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     stale = _superseded(held, start, clock - retention.grace_seconds)
     kept = {part.name for manifest in held.without(old, stale) for part in manifest.parts}
 
-    num_bytes = 0
     removed = [*sorted(version for version in held.below if version not in guards)]
     removed += [version for version in old if version not in guards]
     emptied = sorted(version for version in (*held.below, *old) if version in guards)
     gone = [(entry_name(version), held[version].parts) for version in removed]
     gone += [(merged.name, held.merged[merged].parts) for merged in stale]
-    for name, parts in gone:
-        log.storage.delete(name)
-        num_bytes += _remove(log.storage, [part for part in parts if part.name not in kept])
-    for version in emptied:  # an earlier pass deleted the parts of most of them
-        parts = held[version].parts
-        num_bytes += _remove(
-            log.storage, [part for part in parts if part.name not in kept and part.name in leftovers.names]
-        )
-        gone.append((entry_name(version), parts))
     named = kept | {part.name for _, parts in gone for part in parts}
+    unused = {part.name: part.num_bytes for _, parts in gone for part in parts if part.name not in kept}
+    for version in emptied:  # an earlier pass deleted the parts of most of them
+        named |= {part.name for part in held[version].parts}
+        unused |= {
+            part.name: part.num_bytes
+            for part in held[version].parts
+            if part.name not in kept and part.name in leftovers.names
+        }
     orphans = list(leftovers.orphans(named, held.head.version, retention.orphan_seconds))
-    for orphan in orphans:
-        log.storage.delete(orphan.name)
+    if not gone and not unused and not orphans:
+        return Retained()
+    # The entries that were read make these objects unnecessary, so they must be on disk first. An entry whose deletion
+    # is not on disk may be there again after a power loss, and must find its parts then.
+    _sync_entries(log.storage)
+    for name, _ in gone:
+        log.storage.delete(name)
+    if gone:
+        _sync_entries(log.storage)
+    for name in (*unused, *(orphan.name for orphan in orphans)):
+        log.storage.delete(name)
     return Retained(
         versions=len(removed),
         merged=len(stale),
         orphans=len(orphans),
-        num_bytes=num_bytes + sum(orphan.num_bytes for orphan in orphans),
+        num_bytes=sum(unused.values()) + sum(orphan.num_bytes for orphan in orphans),
     )
 
 
@@ -335,10 +345,7 @@ def _superseded(held: _Held, start: int, before: float) -> list[Merged]:
     return sorted(filter(is_covered, merged), key=lambda each: each.name)
 
 
-def _remove(storage: Storage, parts: Iterable[Part]) -> int:
-    """Delete parts and return their size in bytes."""
-    num_bytes = 0
-    for part in parts:
-        storage.delete(part.name)
-        num_bytes += part.num_bytes
-    return num_bytes
+def _sync_entries(storage: Storage) -> None:
+    """Wait until all entries that were created or deleted are on disk."""
+    storage.sync("log")
+    storage.sync("merged")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -110,6 +111,63 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
         path.mkdir(exist_ok=True)
         if fsync:
             _sync_name(path)
+
+
+def list_files(directory: Path, prefix: str, after: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the regular files in a directory and its subdirectories, in no order. Follows links.
+
+    Skips links that lead nowhere or back to a directory above, pipes, unreadable subdirectories, and files that are
+    deleted meanwhile.
+
+    Args:
+        directory: directory of the store.
+        prefix: path of the listed directory, relative to ``directory``. If it does not exist, nothing is yielded.
+        after: only paths that sort after this one are yielded.
+
+    Yields:
+        The path of a file, relative to ``directory`` and with forward slashes, and the file's status.
+
+    Raises:
+        OSError: if the listed directory cannot be read.
+    """
+    root = os.fspath(directory)
+    try:
+        # Device and inode numbers of the directories down to the listed one, to detect loops.
+        top = _identity((directory / prefix).stat())
+        waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [(prefix, (top,))]
+        while waiting:
+            folder, above = waiting.pop()
+            for name, status in _scan(root, folder, after, may_fail=folder != prefix):
+                if stat.S_ISREG(status.st_mode) and name > after:
+                    yield name, status
+                elif stat.S_ISDIR(status.st_mode) and _identity(status) not in above:
+                    waiting.append((name, (*above, _identity(status))))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the paths in a directory and their status; nothing if it cannot be read and ``may_fail`` is True."""
+    try:
+        entries = os.scandir(f"{root}/{folder}")
+    except OSError:
+        if may_fail:
+            return
+        raise
+    with entries:
+        for entry in entries:
+            name = f"{folder}/{entry.name}"
+            if name <= after and entry.is_file(follow_symlinks=False):
+                continue  # its status is not needed
+            try:
+                status = entry.stat()
+            except OSError:  # deleted meanwhile, or a link that leads nowhere
+                continue
+            yield name, status
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:

@@ -31,8 +31,8 @@ from delta_tracker.errors import (
     is_panic,
 )
 from delta_tracker.stream.interruption import answer, check, checked
-from delta_tracker.stream.storage.local import CHUNK_BYTES, make_directory, pieces, sync_names, write_file
-from delta_tracker.stream.storage.url import check_name, connection, is_remote, local_directory
+from delta_tracker.stream.storage.local import CHUNK_BYTES, list_files, make_directory, pieces, sync_names, write_file
+from delta_tracker.stream.storage.url import check_name, connection, is_name, is_remote, local_directory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -292,7 +292,8 @@ class Storage:
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         """Return all objects in the directory ``prefix`` and its subdirectories, sorted by name.
 
-        If ``after`` is given, only objects whose names sort after it are returned.
+        If ``after`` is given, only objects whose names sort after it are returned. In a local directory, files whose
+        names no method accepts, links that lead nowhere or in a circle, and unreadable subdirectories are skipped.
 
         Raises:
             StorageError: if the store cannot be listed.
@@ -301,10 +302,11 @@ class Storage:
         if after is not None:
             check_name("after", after)
         with self._translated():
-            self._refuse_after_fork()
-            store = self._find_store()
-            if store is None:
-                return []
+            if self._directory is not None:
+                # obstore is not used here: it fails at a strange name or link, and takes longer.
+                files = [] if self._find_store() is None else sorted(list_files(self._directory, prefix, after or ""))
+                return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if is_name(name)]
+            store = self._open_store()
             pages = obstore.list(store, prefix, offset=after, chunk_size=_PAGE_OBJECTS)
             found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
             metas = sorted(found, key=operator.itemgetter("path"))

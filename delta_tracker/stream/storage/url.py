@@ -42,8 +42,9 @@ _CLIENT_OPTIONS = frozenset(
     }
 )
 _OPTION_PREFIX = re.compile(r"^(aws|google|azure)_")
-# Control characters, backslashes, and #, which obstore uses to mark a file that is still being written.
-_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\#]")
+# Control characters, backslashes, #, which obstore uses to mark a file that is still being written, and surrogates,
+# which replace bytes that are not UTF-8.
+_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\#\ud800-\udfff]")
 _NO_PARTS = frozenset(("", ".", ".."))
 _MAX_NAME_BYTES = 1024
 
@@ -100,15 +101,19 @@ def check_name(argument: str, name: object) -> None:
     Raises:
         InvalidArgumentError: if the object name is invalid.
     """
-    if (
-        not isinstance(name, str)
-        or _FORBIDDEN.search(name)
-        or not _NO_PARTS.isdisjoint(name.split("/"))
-        or len(name.encode(errors="replace")) > _MAX_NAME_BYTES
-    ):
+    if not isinstance(name, str) or not is_name(name):
         raise InvalidArgumentError(
             argument, name, "Pass a relative name such as parts/x, without backslash, #, control, empty, . or .. part"
         )
+
+
+def is_name(name: str) -> bool:
+    """Return True if an object of a store may have this name."""
+    return (
+        not _FORBIDDEN.search(name)
+        and _NO_PARTS.isdisjoint(name.split("/"))
+        and len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
+    )
 
 
 def _split(url: object) -> SplitResult:
