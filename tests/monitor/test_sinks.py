@@ -19,8 +19,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor import Monitor
+from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.monitor import Event, Monitor
 from delta_tracker.monitor.buckets import SCALE
 from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
 from delta_tracker.monitor.sinks.jsonl import JsonlSink
@@ -327,6 +327,53 @@ def test_an_unreachable_collector_is_an_error_of_the_sink() -> None:
     batch = monitor.collect()
     with pytest.raises(ConnectionError):
         OpenTelemetrySink("http://127.0.0.1:9", timeout_seconds=0.2).deliver(batch)
+
+
+_SURROGATE = "a\udc80"  # a byte of a file name that is not UTF-8
+_ESCAPED = "a\\udc80"
+
+
+def _with_surrogates(sink) -> Monitor:
+    """Deliver data with surrogates to a sink. If the sink raises, the monitor counts an error."""
+    monitor = Monitor()
+    monitor.counter("c", labels=["path"]).cell(path=_SURROGATE).add(3)
+    monitor.start([sink], attributes={"host": _SURROGATE}, system=False)
+    with monitor.span("s", path=_SURROGATE):
+        monitor.emit(Event("e", _SURROGATE, {_SURROGATE: _SURROGATE}))
+    assert monitor.stop()
+    return monitor
+
+
+@pytest.mark.xfail(strict=True, reason="surrogates are exported, and the text cannot be encoded")
+@pytest.mark.parametrize("kind", ["prometheus", "file", "otlp", "tensorboard", "torch"])
+def test_text_that_is_not_utf8_reaches_every_sink(kind, tmp_path, otlp) -> None:
+    makers = {
+        "prometheus": lambda: _Scraping(port=0),
+        "file": lambda: PrometheusFileSink(tmp_path / "m.prom"),
+        "otlp": lambda: OpenTelemetrySink(f"http://127.0.0.1:{otlp.server.server_port}"),
+        "tensorboard": lambda: TensorBoardSink(tmp_path),
+        "jsonl": lambda: JsonlSink(tmp_path / "m.jsonl"),
+        "chrome": lambda: ChromeTraceSink(tmp_path / "m.json"),
+        "torch": TorchMonitorSink,
+    }
+    try:
+        sink = makers[kind]()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    monitor = _with_surrogates(sink)
+    assert not [cell.labels for cell in monitor.metrics.outlet_errors.cells]
+    if kind == "prometheus":
+        labels = sorted({"path": _ESCAPED, "host": _ESCAPED}.items())
+        assert _samples(sink.text)[f"c_total{labels}"] == 3
+    elif kind != "torch":
+        written = b"".join(path.read_bytes() for path in tmp_path.iterdir()) or str(otlp.got).encode()
+        assert b"udc80" in written
+
+
+@pytest.mark.xfail(strict=True, reason="the text is accepted, and /metrics answers 500")
+def test_a_help_text_that_is_not_utf8_is_rejected(monitor) -> None:
+    with pytest.raises(InvalidArgumentError, match="help"):
+        monitor.counter("c", _SURROGATE)
 
 
 def _accumulated(folder):
