@@ -14,7 +14,7 @@ from enum import IntEnum, StrEnum
 from types import MappingProxyType
 
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.monitor.names import check_name
+from delta_tracker.monitor.names import check_name, encodable
 
 Value = str | int | float | bool
 """Value in an event's data. Nested values are not supported, so that every sink can export the data."""
@@ -99,7 +99,7 @@ def _current(part: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Named occurrence with a message, data and a time.
+    """Named occurrence with a message, data and a time. Surrogates in texts are replaced by escape sequences.
 
     Args:
         name: type of the event; dots separate namespaces, as in ``training.epoch.end``.
@@ -135,7 +135,9 @@ class Event:
         for key, value in self.data.items():
             if type(key) is not str or type(value) not in (str, int, float, bool):
                 raise InvalidArgumentError("data", {key: value}, "Use str keys and str, int, float or bool values")
-        object.__setattr__(self, "data", MappingProxyType(dict(self.data)))
+        data = {encodable(key): encodable(each) if isinstance(each, str) else each for key, each in self.data.items()}
+        object.__setattr__(self, "data", MappingProxyType(data))
+        object.__setattr__(self, "message", encodable(str(self.message)))
         try:
             object.__setattr__(self, "severity", Severity(self.severity))
         except ValueError:

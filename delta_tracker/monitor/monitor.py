@@ -17,7 +17,7 @@ from delta_tracker.monitor.event import Event, Severity, Value, renew_ids
 from delta_tracker.monitor.event_log import EventLog, EventRule, Handler, Subscription
 from delta_tracker.monitor.label_names import LabelNames
 from delta_tracker.monitor.library import LibraryMetrics
-from delta_tracker.monitor.names import check_label_names
+from delta_tracker.monitor.names import check_label_names, encodable
 from delta_tracker.monitor.polled_stats import Readings, Source
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
@@ -308,7 +308,8 @@ class Monitor(Forkable):
             RuntimeError: if no thread can be started.
         """
         seconds = _seconds("interval", interval)
-        labels = dict(zip(check_label_names(attributes or {}), map(str, (attributes or {}).values()), strict=True))
+        texts = [encodable(str(value)) for value in (attributes or {}).values()]
+        labels = dict(zip(check_label_names(attributes or {}), texts, strict=True))
         if self.is_running:
             raise InvalidArgumentError("start", "twice", "Call stop() first")
         if system:

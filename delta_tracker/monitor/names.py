@@ -69,6 +69,18 @@ def check_unit(unit: str) -> str:
     return unit
 
 
+def encodable(text: str) -> str:
+    """Return ``text`` with each surrogate replaced by an escape sequence, because UTF-8 cannot encode surrogates.
+
+    Python represents bytes that are not UTF-8, for example in file names, by surrogates.
+
+    Example:
+        >>> encodable("a\\udc80"), encodable("ä")
+        ('a\\\\udc80', 'ä')
+    """
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 def exposed(name: str) -> str:
     """Return ``name`` as exposed to Prometheus, with dots replaced by underscores.
 
@@ -80,7 +92,7 @@ def exposed(name: str) -> str:
 
 
 def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]) -> Labels:
-    """Return ``labels`` in the order of ``names``, with values converted to strings.
+    """Return ``labels`` in the order of ``names``, with values converted to encodable strings.
 
     Args:
         stat: name of the stat, for the error message.
@@ -92,7 +104,7 @@ def order_labels(stat: str, names: tuple[str, ...], labels: Mapping[str, object]
     """
     if len(labels) != len(names) or any(name not in labels for name in names):
         raise InvalidArgumentError("labels", dict(labels), f"{stat!r} has exactly the labels {list(names)}")
-    return tuple((name, str(labels[name])) for name in names)
+    return tuple((name, encodable(str(labels[name]))) for name in names)
 
 
 def label_pairs(labels: Labels) -> list[str]:

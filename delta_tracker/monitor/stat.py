@@ -11,7 +11,15 @@ from functools import partial
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.clock import Progress
-from delta_tracker.monitor.names import Labels, check_label_names, check_name, check_unit, exposed, order_labels
+from delta_tracker.monitor.names import (
+    Labels,
+    check_label_names,
+    check_name,
+    check_unit,
+    encodable,
+    exposed,
+    order_labels,
+)
 from delta_tracker.monitor.policy import Policy
 from delta_tracker.monitor.series import Cell
 from delta_tracker.monitor.timer import Timer
@@ -68,8 +76,8 @@ class Definition:
         bounds: lowest and highest bucket bound for sinks with fixed buckets, each as an exponent of 2.
 
     Raises:
-        InvalidArgumentError: for an invalid name, label or unit, ``max_cells`` below 1, or a logical stat that is not a
-            counter.
+        InvalidArgumentError: for an invalid name, label, unit or help text, ``max_cells`` below 1, or a logical stat
+            that is not a counter.
     """
 
     name: str
@@ -87,6 +95,8 @@ class Definition:
             raise InvalidArgumentError("name", self.name, "Name what is counted: Prometheus appends _total")
         object.__setattr__(self, "labels", check_label_names(self.labels))
         check_unit(self.unit)
+        if encodable(self.help) != self.help:
+            raise InvalidArgumentError("help", self.help, "Pass a text that UTF-8 can encode")
         if type(self.max_cells) is not int or self.max_cells < 1:
             raise InvalidArgumentError("max_cells", self.max_cells, "Pass a whole number of 1 or more")
         if self.is_logical and self.kind is not Kind.COUNTER:
@@ -191,7 +201,7 @@ class Stat:
         if unknown:
             remedy = f"{self.name!r} has the labels {list(self.definition.labels)}"
             raise InvalidArgumentError("labels", sorted(unknown), remedy)
-        wanted = {(name, str(value)) for name, value in labels.items()}
+        wanted = {(name, encodable(str(value))) for name, value in labels.items()}
         with self._lock:
             for key in [key for key in self._cells if wanted.issubset(key)]:
                 del self._cells[key]

@@ -21,4 +21,14 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="a label that UTF-8 cannot encode makes /metrics answer 500",
+        generator=_SINKS + "test_text_that_is_not_utf8_reaches_every_sink[prometheus]",
+        edits={"delta_tracker/monitor/names.py": [("encodable(str(labels[name]))", "str(labels[name])")]},
+    ),
+    Revert(
+        defect="an event that UTF-8 cannot encode blocks a sink forever",
+        generator=_SINKS + "test_text_that_is_not_utf8_reaches_every_sink[tensorboard]",
+        edits={"delta_tracker/monitor/event.py": [("encodable(str(self.message))", "self.message")]},
+    ),
 ]
