@@ -3,11 +3,14 @@
 The sink uses the data model and exporters of the OpenTelemetry SDK. It does not use the instruments of the SDK, because
 recording a value with an instrument takes many times as long.
 
-Histograms are exported as exponential histograms with the buckets of :mod:`delta_tracker.monitor.buckets`.
+Histograms are exported as exponential histograms with the buckets of :mod:`delta_tracker.monitor.buckets`. A stat whose
+records are not all counted in buckets is exported as a histogram with a single bucket, because the specification
+requires that the buckets add up to the count.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -15,13 +18,14 @@ from typing import Any
 from delta_tracker.errors import MissingExtraError
 from delta_tracker.monitor.aggregate import Aggregate
 from delta_tracker.monitor.batch import Batch, TotalReport
-from delta_tracker.monitor.buckets import SCALE
+from delta_tracker.monitor.buckets import LOWEST, SCALE
 from delta_tracker.monitor.event import Event, Phase, Severity
 from delta_tracker.monitor.sinks.sink import Sink
 from delta_tracker.monitor.stat import Definition, Kind
 
 _SCOPE = "delta_tracker"
 _NS_PER_S = 1_000_000_000
+_INT64 = 2**63
 # OpenTelemetry uses UCUM units: https://opentelemetry.io/docs/specs/semconv/general/metrics/#instrument-units
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "joules": "J", "watts": "W"}
 # https://opentelemetry.io/docs/specs/otel/logs/data-model/#field-severitynumber
@@ -119,6 +123,7 @@ def metrics_data(batch: Batch, resource: Any) -> Any:  # noqa: ANN401  the SDK's
 def _metric(definition: Definition, reports: Sequence[TotalReport], batch: Batch) -> Any:  # noqa: ANN401
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
 
+    totals = [report.figures for report in reports]
     cumulative = sdk.AggregationTemporality.CUMULATIVE
     data: Any
     if definition.kind is Kind.COUNTER:
@@ -126,45 +131,71 @@ def _metric(definition: Definition, reports: Sequence[TotalReport], batch: Batch
         data = sdk.Sum(points, cumulative, is_monotonic=True)
     elif definition.kind is Kind.GAUGE:
         data = sdk.Gauge([_number(report, report.figures.last, batch) for report in reports])
+    elif all(figures.buckets is not None and figures.buckets.count == figures.count for figures in totals):
+        data = sdk.ExponentialHistogram([_exponential(report, batch) for report in reports], cumulative)
     else:
-        data = sdk.ExponentialHistogram([_histogram(report, batch) for report in reports], cumulative)
+        data = sdk.Histogram([_single_bucket(report, batch) for report in reports], cumulative)
     return sdk.Metric(definition.name, definition.help, _UNITS.get(definition.unit, definition.unit), data)
 
 
 def _number(report: TotalReport, value: float, batch: Batch) -> Any:  # noqa: ANN401
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
 
-    return sdk.NumberDataPoint(dict(report.labels), batch.begin_ns, batch.time_ns, value)
+    exported = value if -_INT64 <= value < _INT64 else float(value)
+    return sdk.NumberDataPoint(dict(report.labels), batch.begin_ns, batch.time_ns, exported)
 
 
-def _histogram(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
-    """Return the histogram data point of a cell. If the cell has no buckets, the bucket counts are empty."""
+def _exponential(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
+    """Return the data point of a cell whose records are all counted in buckets.
+
+    The bucket at :data:`LOWEST` also counts smaller magnitudes. Its counts are added to the count of zeros, which the
+    specification defines as the count of numbers that were rounded to zero.
+    """
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
 
-    figures: Aggregate = report.figures
-    counted = figures.buckets
+    counted = report.figures.buckets
+    assert counted is not None, "checked by the caller"
     return sdk.ExponentialHistogramDataPoint(
-        attributes=dict(report.labels),
-        start_time_unix_nano=batch.begin_ns,
-        time_unix_nano=batch.time_ns,
-        count=figures.count,
-        sum=figures.total,
+        **_common(report, batch),
         scale=SCALE,
-        zero_count=0 if counted is None else counted.zero,
-        positive=_dense({} if counted is None else counted.positive),
-        negative=_dense({} if counted is None else counted.negative),
+        zero_count=counted.zero + counted.positive[LOWEST] + counted.negative[LOWEST],
+        positive=_dense(counted.positive),
+        negative=_dense(counted.negative),
         flags=0,
-        min=figures.min,
-        max=figures.max,
     )
+
+
+def _single_bucket(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
+    from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
+
+    return sdk.HistogramDataPoint(**_common(report, batch), bucket_counts=[report.figures.count], explicit_bounds=[])
+
+
+def _common(report: TotalReport, batch: Batch) -> dict[str, Any]:
+    """Return the fields that both kinds of histograms have. None omits an optional field.
+
+    The sum is omitted if a record is negative: receivers take it for a monotonic counter, and each decrease for a
+    restart.
+    """
+    figures: Aggregate = report.figures
+    return {
+        "attributes": dict(report.labels),
+        "start_time_unix_nano": batch.begin_ns,
+        "time_unix_nano": batch.time_ns,
+        "count": figures.count,
+        "sum": None if figures.min < 0 else figures.total,
+        "min": None if math.isnan(figures.min) else figures.min,
+        "max": None if math.isnan(figures.max) else figures.max,
+    }
 
 
 def _dense(counts: Mapping[int, int]) -> Any:  # noqa: ANN401
     from opentelemetry.sdk.metrics.export import Buckets  # noqa: PLC0415
 
-    if not counts:
+    places = counts.keys() - {LOWEST}
+    if not places:
         return Buckets(0, [])
-    first, last = min(counts), max(counts)
+    first, last = min(places), max(places)
     return Buckets(first, [counts.get(index, 0) for index in range(first, last + 1)])
 
 
