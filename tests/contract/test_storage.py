@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import threading
@@ -154,6 +155,33 @@ def test_buffers_that_fail_leave_nothing(storage: Storage, num_bytes: int) -> No
             storage.put(name, buffers())
     assert storage.read("x", max_bytes=3).tobytes() == b"old"
     assert storage.size("y") is None
+
+
+@pytest.mark.xfail(strict=True, reason="a write creates the missing directory")
+@pytest.mark.parametrize("is_emptied", [False, True])  # a mount point without its volume is an empty directory
+def test_a_directory_that_vanished_is_not_created_again(tmp_path: Path, *, is_emptied: bool) -> None:
+    root = tmp_path / "stream"
+    storage = Storage(root.as_uri(), create=True)
+    storage.replace("predictors/p.json", b"{}")
+    storage.create("log/1", b"first")
+    shutil.rmtree(root)
+    if is_emptied:
+        root.mkdir()
+    for write in (
+        lambda: storage.put("parts/x", [memoryview(b"x")]),
+        lambda: storage.create("log/2", b"second"),
+        lambda: storage.replace("predictors/p.json", b"{}"),
+    ):
+        with pytest.raises(StorageError, match=r"lost its objects|does not exist"):
+            write()
+    assert list(tmp_path.rglob("*")) == [root] * is_emptied
+    # A new publisher may create it: readers of the old one follow, and so do their heartbeats.
+    Storage(root.as_uri(), create=True).create("log/1", b"another")
+    storage.replace("predictors/p.json", b"{}")
+    shutil.rmtree(root / "drafts")
+    shutil.rmtree(root / "predictors")
+    storage.replace("predictors/p.json", b"{}")
+    assert storage.names("predictors") == ["predictors/p.json"]
 
 
 def test_objects_say_their_size_and_age(storage: Storage) -> None:

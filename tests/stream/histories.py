@@ -81,6 +81,10 @@ class ClockedStorage(Storage):
         super().put(name, buffers)
         self.times[name] = self.clock()
 
+    def replace(self, name, data) -> None:
+        super().replace(name, data)
+        self.times[name] = self.clock()
+
     def create(self, name, data) -> bool:
         created = super().create(name, data)
         if created:

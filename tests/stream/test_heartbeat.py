@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from delta_tracker import Predictor
-from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError
+from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError, StreamError
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, read_heartbeats
 from delta_tracker.stream.storage.storage import Storage
@@ -153,6 +154,28 @@ def test_a_predictor_that_starts_before_its_stream_warns_of_nothing(clock: _Cloc
     predictor.sync()
     (beat,) = read_heartbeats(Storage(url))
     assert beat.version == 1
+
+
+@pytest.mark.xfail(strict=True, reason="the heartbeat creates the missing directory")
+@pytest.mark.parametrize("is_mounted", [False, True])
+def test_a_heartbeat_never_creates_a_stream(clock: _Clock, tmp_path: Path, *, is_mounted: bool) -> None:
+    """The directory vanishes or is an empty mount point, before the first version and after it."""
+    root = tmp_path / "stream"
+    writer = Writer(Storage(root.as_uri(), create=True))
+    writer.snapshot()
+    predictor = Predictor(writer.model(), root.as_uri(), name="p")
+    other = Predictor(writer.model(), root.as_uri(), name="new")
+    predictor.sync()
+    assert [each.name for each in read_heartbeats(writer.storage)] == ["p"]
+    shutil.rmtree(root)
+    if is_mounted:
+        root.mkdir()
+    for each in (predictor, other, Predictor(writer.model(), root.as_uri(), name="newest")):
+        clock.seconds += 5.1
+        with pytest.raises(StreamError):
+            each.sync()
+        each._beat()
+    assert list(tmp_path.rglob("*")) == [root] * is_mounted
 
 
 def test_a_predictor_reports_its_status(clock: _Clock) -> None:

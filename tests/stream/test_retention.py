@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from delta_tracker.errors import FencedError, InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
 from delta_tracker.stream.maintenance.compaction import compact
-from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS, Retained, Retention, retain
+from delta_tracker.stream.maintenance.retention import HEARTBEAT_SECONDS, ORPHAN_SECONDS, Retained, Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.histories import Clock, ClockedStorage, History, Reader
 from tests.stream.streams import Writer
@@ -248,6 +249,48 @@ def test_orphans_are_removed_by_the_clock_of_the_store(history: History, clock: 
     assert [storage.size(name) for name in old] == [None] * 3
     assert [storage.size(name) for name in stays] == [3] * 5
     assert_follows(history)
+
+
+@pytest.mark.xfail(strict=True, reason="heartbeats and probes are kept forever")
+def test_heartbeats_and_probes_of_the_dead_are_removed(history: History, clock: Clock) -> None:
+    storage = history.storage
+    probe, beat = f"probe/{'0' * 32}", "predictors/host-7.json"
+    stays = ["predictors/host 7.json", "predictors/x/y.json", "probe/mine", f"probe/x/{'0' * 32}"]
+    for name in (probe, beat, *stays):
+        storage.replace(name, b"123")
+    clock.seconds += ORPHAN_SECONDS
+    storage.replace("predictors/live.json", b"")
+    assert retain(storage, Retention()) == Retained()
+    clock.seconds += 1
+    storage.replace("predictors/live.json", b"")
+    assert retain(storage, Retention()) == Retained(orphans=1, num_bytes=3)
+    assert (storage.size(probe), storage.size(beat)) == (None, 3)
+    clock.seconds += HEARTBEAT_SECONDS
+    storage.replace("predictors/live.json", b"")
+    assert retain(storage, Retention()) == Retained(orphans=1, num_bytes=3)
+    assert storage.size(beat) is None
+    assert [storage.size(name) for name in (*stays, "predictors/live.json")] == [3, 3, 3, 3, 0]
+
+
+@pytest.mark.xfail(strict=True, reason="an old draft is deleted although its upload runs")
+def test_the_draft_of_a_running_upload_stays(tmp_path: Path) -> None:
+    history = History(Storage(tmp_path.as_uri(), fsync=False), 1)
+    storage, late = history.storage, time.time() + 2 * ORPHAN_SECONDS
+    dead = tmp_path / "drafts" / "0123456789abcdef"
+    dead.write_bytes(b"123")
+
+    def slow() -> Iterator[memoryview]:
+        yield memoryview(b"first")
+        (tmp_path / "parts" / "newest").touch()
+        os.utime(tmp_path / "parts" / "newest", (late, late))
+        assert len(storage.names("drafts")) == 2
+        assert retain(storage, Retention()) == Retained(orphans=1, num_bytes=3)
+        assert not dead.exists()
+        yield memoryview(b"last")
+
+    storage.put("parts/slow", slow())
+    assert storage.read("parts/slow", max_bytes=100).tobytes() == b"firstlast"
+    assert storage.names("drafts") == []
 
 
 def test_parts_of_an_entry_that_comes_while_orphans_are_listed_stay(clock: Clock) -> None:

@@ -35,6 +35,7 @@ from delta_tracker.stream.storage.storage import Storage, StoredObject
 
 # Minimum age of a deleted orphan. A part with a version up to the head's must get its entry within this time.
 ORPHAN_SECONDS = 3600.0
+HEARTBEAT_SECONDS = 86_400.0
 _PART_NAME = re.compile(r"parts/([0-9]{20})-g[0-9]+-[0-9a-z]+-[0-9a-f]{16}\.safetensors")
 _DRAFT_NAME = re.compile(r"drafts/[0-9a-f]{16}")
 
