@@ -1,7 +1,8 @@
 """Heartbeats: objects that predictors write to the stream's store to show their version and their lag.
 
 ``predictors/{name}.json`` is a JSON object with the fields of :class:`Heartbeat`. It is replaced every few seconds. The
-stream does not depend on heartbeats: one may be missing, old or forged.
+stream does not depend on heartbeats: one may be missing, old or forged. Retention deletes a heartbeat that was not
+replaced for a day.
 """
 
 from __future__ import annotations
@@ -101,13 +102,15 @@ class Pulse:
         return time.monotonic() >= self._next
 
     def leave(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
-        """Write a heartbeat.
+        """Write a heartbeat, except to a local directory that is missing or empty: it has no stream.
 
         Args:
             **fields: fields of the :class:`Heartbeat`, except ``name`` and ``time``.
         """
         self._next = time.monotonic() + self._seconds
         try:
+            if not self._storage.exists():
+                return
             leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **fields))
         except StorageError as error:
             if fields["stream"] is None:

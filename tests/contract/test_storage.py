@@ -157,7 +157,6 @@ def test_buffers_that_fail_leave_nothing(storage: Storage, num_bytes: int) -> No
     assert storage.size("y") is None
 
 
-@pytest.mark.xfail(strict=True, reason="a write creates the missing directory")
 @pytest.mark.parametrize("is_emptied", [False, True])  # a mount point without its volume is an empty directory
 def test_a_directory_that_vanished_is_not_created_again(tmp_path: Path, *, is_emptied: bool) -> None:
     root = tmp_path / "stream"

@@ -6,6 +6,48 @@ from tests.reverts.revert import Revert
 
 REVERTS = [
     Revert(
+        defect="heartbeats and probes of the dead are kept forever",
+        generator="tests/stream/test_retention.py::test_heartbeats_and_probes_of_the_dead_are_removed",
+        edits={
+            "delta_tracker/stream/maintenance/retention.py": [
+                ('("parts", "drafts", "probe", "predictors")', '("parts", "drafts", "probe/no", "predictors/no")'),
+            ],
+        },
+    ),
+    Revert(
+        defect="retention deletes the draft of a running upload",
+        generator="tests/stream/test_retention.py::test_the_draft_of_a_running_upload_stays",
+        edits={
+            "delta_tracker/stream/storage/local.py": [
+                ("            _lock(descriptor, fcntl.LOCK_EX)\n", ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="a write creates a directory that vanished",
+        generator="tests/contract/test_storage.py::test_a_directory_that_vanished_is_not_created_again",
+        edits={
+            "delta_tracker/stream/storage/local.py": [
+                (
+                    "        (directory / parent).mkdir(exist_ok",
+                    "        (directory / parent).mkdir(parents=True, exist_ok",
+                ),
+            ],
+            "delta_tracker/stream/storage/storage.py": [
+                ("        if self._has_written and not self.exists():\n", "        if self._has_written < 0:\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a heartbeat is written to an empty mount point",
+        generator="tests/stream/test_heartbeat.py::test_a_heartbeat_never_creates_a_stream",
+        edits={
+            "delta_tracker/stream/heartbeat.py": [
+                ("            if not self._storage.exists():\n                return\n", ""),
+            ],
+        },
+    ),
+    Revert(
         defect="retention frees claims, and random readers take what a sleeper leaves",
         generator="tests/predictor/test_resync_random.py::test_no_reader_applies_the_entries_of_a_sleeper",
         edits={

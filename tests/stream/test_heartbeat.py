@@ -156,7 +156,6 @@ def test_a_predictor_that_starts_before_its_stream_warns_of_nothing(clock: _Cloc
     assert beat.version == 1
 
 
-@pytest.mark.xfail(strict=True, reason="the heartbeat creates the missing directory")
 @pytest.mark.parametrize("is_mounted", [False, True])
 def test_a_heartbeat_never_creates_a_stream(clock: _Clock, tmp_path: Path, *, is_mounted: bool) -> None:
     """The directory vanishes or is an empty mount point, before the first version and after it."""

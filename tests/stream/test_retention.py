@@ -251,7 +251,6 @@ def test_orphans_are_removed_by_the_clock_of_the_store(history: History, clock: 
     assert_follows(history)
 
 
-@pytest.mark.xfail(strict=True, reason="heartbeats and probes are kept forever")
 def test_heartbeats_and_probes_of_the_dead_are_removed(history: History, clock: Clock) -> None:
     storage = history.storage
     probe, beat = f"probe/{'0' * 32}", "predictors/host-7.json"
@@ -272,7 +271,6 @@ def test_heartbeats_and_probes_of_the_dead_are_removed(history: History, clock: 
     assert [storage.size(name) for name in (*stays, "predictors/live.json")] == [3, 3, 3, 3, 0]
 
 
-@pytest.mark.xfail(strict=True, reason="an old draft is deleted although its upload runs")
 def test_the_draft_of_a_running_upload_stays(tmp_path: Path) -> None:
     history = History(Storage(tmp_path.as_uri(), fsync=False), 1)
     storage, late = history.storage, time.time() + 2 * ORPHAN_SECONDS

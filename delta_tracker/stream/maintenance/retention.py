@@ -16,8 +16,9 @@ Any process may run retention at any time, concurrently with publishers, readers
 passes. Retention and compactions delete only objects that no reader will need.
 
 The age of a version is the time since the creation time in its entry, by the clocks of its publisher and of this
-process. An *orphan* is an object that no entry names. The age of an orphan uses only the store's clock: it is the
-modification time of the newest object minus that of the orphan.
+process. An *orphan* is an object that no process needs any more: a part that no entry names, the draft of an
+interrupted write, the object of an interrupted probe, or the heartbeat of a predictor that has ended. The age of an
+orphan uses only the store's clock: it is the modification time of the newest object minus that of the orphan.
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ from delta_tracker.stream.storage.storage import Storage, StoredObject
 
 # Minimum age of a deleted orphan. A part with a version up to the head's must get its entry within this time.
 ORPHAN_SECONDS = 3600.0
-HEARTBEAT_SECONDS = 86_400.0
+HEARTBEAT_SECONDS = 86_400.0  # a predictor replaces its heartbeat every 5 s
 _PART_NAME = re.compile(r"parts/([0-9]{20})-g[0-9]+-[0-9a-z]+-[0-9a-f]{16}\.safetensors")
 _DRAFT_NAME = re.compile(r"drafts/[0-9a-f]{16}")
+_PROBE_NAME = re.compile(r"probe/[0-9a-f]{32}")
+_BEAT_NAME = re.compile(r"predictors/[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
     """Bounds on the number, age and size of the versions that a stream keeps.
 
-    A version that exceeds one of the bounds is deleted once no reader needs it. Without bounds, all versions are kept.
+    A version that exceeds one of the bounds is deleted once no reader needs it. Without bounds, all versions are kept,
+    and only orphans and old heartbeats are deleted.
 
     Args:
         versions: maximum number of versions; None for no bound.
@@ -52,11 +56,12 @@ class Retention:
         num_bytes: maximum size in bytes of all parts, summed from the newest version down; None for no bound.
         grace_seconds: time for which a superseded snapshot and the versions after it are kept, for readers that
             started at the snapshot.
-        orphan_seconds: time for which an object that no entry names is kept; at least 3600, because a compaction writes
-            parts before their entry.
+        orphan_seconds: time for which a part that no entry names, a draft and the object of a probe are kept; at least
+            3600, because a compaction writes parts before their entry. The draft of a running write is always kept.
+        heartbeat_seconds: time for which a heartbeat is kept that its predictor does not replace; at least 3600.
 
     Raises:
-        InvalidArgumentError: for an invalid bound, or an ``orphan_seconds`` below 3600.
+        InvalidArgumentError: for an invalid bound, or an ``orphan_seconds`` or ``heartbeat_seconds`` below 3600.
     """
 
     versions: int | None = None
@@ -64,13 +69,19 @@ class Retention:
     num_bytes: int | None = None
     grace_seconds: float = 600.0
     orphan_seconds: float = ORPHAN_SECONDS
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
 
     def __post_init__(self) -> None:
         for name in ("versions", "num_bytes"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InvalidArgumentError(name, value, "Pass an integer of 1 or more, or None for no bound")
-        for name, least in (("seconds", 0.0), ("grace_seconds", 0.0), ("orphan_seconds", ORPHAN_SECONDS)):
+        for name, least in {
+            "seconds": 0.0,
+            "grace_seconds": 0.0,
+            "orphan_seconds": ORPHAN_SECONDS,
+            "heartbeat_seconds": ORPHAN_SECONDS,
+        }.items():
             value = getattr(self, name)
             if value is None and name == "seconds":
                 continue
@@ -85,7 +96,7 @@ class Retained:
     Args:
         versions: number of deleted log entries.
         merged: number of deleted merged entries.
-        orphans: number of deleted objects that no entry named.
+        orphans: number of deleted parts without an entry, drafts, probes and heartbeats.
         num_bytes: size in bytes of the deleted parts and orphans.
     """
 
@@ -98,9 +109,8 @@ class Retained:
 def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], float] = time.time) -> Retained:
     """Delete the versions, merged entries and orphans that ``retention`` does not keep.
 
-    An orphan is an object that no entry names. Every entry is read first, and nothing is deleted if one cannot be read.
-    An interrupted pass leaves a valid stream and orphans, which a later pass deletes. Objects whose names this library
-    does not create are never deleted.
+    Every entry is read first, and nothing is deleted if one cannot be read. An interrupted pass leaves a valid stream
+    and orphans, which a later pass deletes. Objects whose names this library does not create are never deleted.
 
     Args:
         stream: storage of the stream, or its log.
@@ -145,7 +155,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
             for part in held[version].parts
             if part.name not in kept and part.name in leftovers.names
         }
-    orphans = list(leftovers.orphans(named, held.head.version, retention.orphan_seconds))
+    orphans = list(leftovers.orphans(named, held.head.version, retention))
     if not gone and not unused and not orphans:
         return Retained()
     # The entries that were read make these objects unnecessary, so they must be on disk first. An entry whose deletion
@@ -155,8 +165,9 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
         log.storage.delete(name)
     if gone:
         _sync_entries(log.storage)
-    for name in (*unused, *(orphan.name for orphan in orphans)):
+    for name in unused:
         log.storage.delete(name)
+    orphans = [orphan for orphan in orphans if _discard(log.storage, orphan)]
     return Retained(
         versions=len(removed),
         merged=len(stale),
@@ -255,17 +266,21 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Leftovers:
-    """Listing of the parts and drafts in the store, some of which may be orphans.
+    """Listing of the parts, drafts, probes and heartbeats in the store, some of which may be orphans.
 
     Attributes:
         parts: objects below ``parts/``.
         drafts: objects below ``drafts/``: temporary files from writes to a store in a local directory.
+        probes: objects below ``probe/``.
+        beats: objects below ``predictors/``.
         newest: latest modification time of these objects and of the log's entries, in Unix seconds; 0 if
             there are none.
     """
 
     parts: list[StoredObject]
     drafts: list[StoredObject]
+    probes: list[StoredObject]
+    beats: list[StoredObject]
     newest: float
 
     @property
@@ -275,27 +290,32 @@ class _Leftovers:
 
     @classmethod
     def list(cls, storage: Storage) -> _Leftovers:
-        """List the parts and drafts in the store."""
-        parts, drafts = storage.objects("parts"), storage.objects("drafts")
+        """List these objects in the store."""
+        found = [storage.objects(prefix) for prefix in ("parts", "drafts", "probe", "predictors")]
         # The store's time is not before that of its newest object, so ages relative to that object are never too high.
-        times = [stored.modified for stored in (*parts, *drafts, *storage.objects("log"))]
-        return cls(parts, drafts, max(times, default=0.0))
+        times = [stored.modified for each in (*found, storage.objects("log")) for stored in each]
+        parts, drafts, probes, beats = found
+        return cls(parts, drafts, probes, beats, max(times, default=0.0))
 
-    def orphans(self, named: set[str], head: int, age: float) -> Iterator[StoredObject]:
-        """Yield the objects older than ``age`` seconds that are orphans: drafts, and parts that no entry lists.
+    def orphans(self, named: set[str], head: int, retention: Retention) -> Iterator[StoredObject]:
+        """Yield the objects that ``retention`` does not keep. They include drafts that are still being written.
 
         Args:
             named: names of the parts that entries list.
             head: newest version. Parts with a higher version in their name are not orphans.
-            age: minimum age in seconds.
+            retention: ages in seconds up to which objects are kept.
         """
+        age = retention.orphan_seconds
         for part in self.parts:
             match = _PART_NAME.fullmatch(part.name)
             if match is not None and int(match[1]) <= head and part.name not in named and self._is_old(part, age):
                 yield part
-        for draft in self.drafts:
-            if _DRAFT_NAME.fullmatch(draft.name) is not None and self._is_old(draft, age):
-                yield draft
+        for found, pattern, seconds in (
+            (self.drafts, _DRAFT_NAME, age),
+            (self.probes, _PROBE_NAME, age),
+            (self.beats, _BEAT_NAME, retention.heartbeat_seconds),
+        ):
+            yield from (each for each in found if pattern.fullmatch(each.name) and self._is_old(each, seconds))
 
     def _is_old(self, stored: StoredObject, age: float) -> bool:
         return self.newest - stored.modified > age
@@ -350,3 +370,11 @@ def _sync_entries(storage: Storage) -> None:
     """Wait until all entries that were created or deleted are on disk."""
     storage.sync("log")
     storage.sync("merged")
+
+
+def _discard(storage: Storage, orphan: StoredObject) -> bool:
+    """Delete an orphan; return False if it is a draft that is still being written."""
+    if _DRAFT_NAME.fullmatch(orphan.name) is not None:
+        return storage.delete_draft(orphan.name)
+    storage.delete(orphan.name)
+    return True

@@ -6,6 +6,7 @@ requests the next one, so the buffers would have to be copied.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import secrets
@@ -22,11 +23,13 @@ _EARLY_BYTES = 16 << 20
 def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, overwrite: bool, fsync: bool) -> bool:
     """Write a file under a temporary name and rename it once it is complete, so that no partial file is visible.
 
-    A process that is killed may leave its temporary file in the subdirectory ``drafts``.
+    A process that is killed may leave its temporary file in the subdirectory ``drafts``. While the file is written, it
+    is locked, see :func:`delete_draft`.
 
     Args:
         directory: directory of the store.
-        name: path of the file, relative to ``directory``. Missing parent directories are created.
+        name: path of the file, relative to ``directory``. Missing directories between the two are created, but never
+            ``directory`` itself.
         buffers: contents of the file.
         overwrite: True to replace an existing file of this name.
         fsync: True to flush the bytes to disk before the file is renamed. If False, the system decides when the bytes
@@ -36,15 +39,18 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
         True if the file was written; False if the name exists and ``overwrite`` is False.
 
     Raises:
-        OSError: if the file cannot be written; no partial file is visible then.
+        OSError: if the file cannot be written, for example because ``directory`` does not exist; no partial file is
+            visible then.
     """
     target = directory / name
     draft = directory / "drafts" / secrets.token_hex(8)
-    for path in (draft, target):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    # Not parents=True: if a volume is not mounted, that would create the store on another disk.
+    for parent in (Path("drafts"), *reversed(Path(name).parents[:-1])):
+        (directory / parent).mkdir(exist_ok=True)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
+            _lock(descriptor, fcntl.LOCK_EX)
             begin = end = 0
             for piece in pieces(buffers):
                 end += len(piece)
@@ -88,6 +94,31 @@ def sync_names(directory: Path, name: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def delete_draft(draft: Path) -> bool:
+    """Delete a temporary file of :func:`write_file`, unless a running process of any host is writing it.
+
+    On a file system without locks, the file is deleted even if it is being written; the write then fails.
+
+    Returns:
+        True if the file was deleted; False if it is being written, does not exist or cannot be opened for reading.
+
+    Raises:
+        OSError: if the file cannot be deleted.
+    """
+    try:
+        descriptor = os.open(draft, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        return False
+    try:
+        # Shared, because NFS grants an exclusive lock only to a file opened for writing.
+        if not _lock(descriptor, fcntl.LOCK_SH):
+            return False
+        draft.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def make_directory(directory: Path, *, fsync: bool) -> None:
@@ -193,6 +224,17 @@ def _link(draft: Path, target: Path) -> bool:
         if target.is_dir():
             raise
         return False
+    return True
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock an open file until it is closed. Return False if another process holds a conflicting lock."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system has no locks
+        return True
     return True
 
 

@@ -31,7 +31,15 @@ from delta_tracker.errors import (
     is_panic,
 )
 from delta_tracker.stream.interruption import answer, check, checked
-from delta_tracker.stream.storage.local import CHUNK_BYTES, list_files, make_directory, pieces, sync_names, write_file
+from delta_tracker.stream.storage.local import (
+    CHUNK_BYTES,
+    delete_draft,
+    list_files,
+    make_directory,
+    pieces,
+    sync_names,
+    write_file,
+)
 from delta_tracker.stream.storage.url import check_name, connection, is_name, is_remote, local_directory
 
 if TYPE_CHECKING:
@@ -90,7 +98,9 @@ class Storage:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...`` or ``memory://``.
             Every ``Storage`` of ``memory://`` is a separate store: share the object instead of the URL.
         create: True to create a missing local directory. If False, a missing directory is read as an empty store until
-            it is created, so that a reader may start before the writer.
+            it is created, so that a reader may start before the writer. No later call creates the directory: if it is
+            missing, or if it is empty although this object has written to it, a write raises
+            :class:`StorageError`. It may be on a volume that is not mounted.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
         options: options of a remote store, with the names that obstore uses, such as ``endpoint``, ``region``,
             ``access_key_id``, ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A
@@ -111,6 +121,7 @@ class Storage:
         self.url = url
         self._fsync = fsync
         self._is_remote = is_remote(url)
+        self._has_written = False
         self._settings = connection(url, options)
         with self._translated():
             if self._directory is not None and create:
@@ -288,6 +299,39 @@ class Storage:
         """
         check_name("prefix", prefix)
         self._sync(prefix, f"what was created or deleted in {prefix}/")
+
+    def delete_draft(self, name: str) -> bool:
+        """Delete an interrupted write's temporary file, which has a name in ``drafts/``. Keep it if the write runs.
+
+        Returns:
+            True if the file was deleted; False if it is still being written or does not exist.
+
+        Raises:
+            StorageError: if the file cannot be deleted.
+        """
+        check_name("name", name)
+        if self._directory is None:
+            self.delete(name)  # another program's object: remote stores have no temporary files
+            return True
+        with self._translated():
+            return delete_draft(self._directory / name)
+
+    def exists(self) -> bool:
+        """Return False if the store is a local directory that is missing or empty. Sends no request to a remote store.
+
+        The mount point of a volume that is not mounted is such a directory.
+
+        Raises:
+            StorageError: if the directory cannot be read.
+        """
+        if self._directory is None:
+            return True
+        with self._translated():
+            try:
+                with os.scandir(self._directory) as found:
+                    return next(found, None) is not None
+            except FileNotFoundError:
+                return False
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         """Return all objects in the directory ``prefix`` and its subdirectories, sorted by name.
@@ -520,7 +564,10 @@ class Storage:
     def _write_file(self, name: str, buffers: Iterable[memoryview], *, overwrite: bool) -> bool:
         self._open_store()
         assert self._directory is not None
+        if self._has_written and not self.exists():
+            raise StorageError(self.url, "the directory does not exist, or has lost its objects")
         is_new = write_file(self._directory, name, buffers, overwrite=overwrite, fsync=self._fsync)
+        self._has_written = True
         if is_new:
             self._sync(name.rpartition("/")[0], name)
         return is_new
