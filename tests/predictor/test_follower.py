@@ -25,6 +25,7 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import TableSpec
 from tests.predictor.serving import Breakable, PanicException, eventually, read
 from tests.predictor.waits import shorten_waits
+from tests.raised import has_frames
 from tests.stream.streams import FQN, Writer
 
 
@@ -252,3 +253,27 @@ def test_an_error_that_is_kept_does_not_keep_the_rows_it_was_raised_with(writer:
     with pytest.raises(MemoryError):
         predictor.stop()
     assert len(set(target.addresses[1:])) == 1
+
+
+@pytest.mark.xfail(strict=True, reason="stop() raises the error that the predictor keeps")
+@pytest.mark.parametrize("kind", [StorageError, MemoryError, SystemExit])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_error_that_is_kept_has_no_traceback(writer: Writer, kind: type[BaseException]) -> None:
+    target = Breakable.of(writer.model()[FQN])
+    predictor = Predictor({FQN: target}, writer.storage)
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: predictor.version == 1)
+
+    def write(number: int) -> None:
+        try:
+            raise ValueError(f"the cause of error {number}")
+        except ValueError as error:
+            raise StorageError("memory://", "no route") if kind is StorageError else kind("enough") from error
+
+    target.before_write = write
+    writer.delta([1, 2])
+    eventually(lambda: predictor.error is not None)
+    with pytest.raises((StreamError, MemoryError)) as caught:
+        predictor.stop()
+    assert (type(caught.value), str(caught.value)) == (type(predictor.error), str(predictor.error))
+    assert not has_frames(predictor.error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
@@ -17,11 +18,13 @@ import torch
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
-from delta_tracker.errors import DeltaTrackerError, StorageError
+from delta_tracker.errors import DeltaTrackerError, FencedError, PublishError, RankLostError, StorageError
 from delta_tracker.publisher.cadence import Cadence
+from delta_tracker.publisher.coordinator import Draft
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+from tests.raised import frames_of_each, has_frames
 
 
 def empty_model(tracker: ModelDeltaTracker) -> dict[str, torch.Tensor]:
@@ -159,6 +162,34 @@ def fenced(rank: int, world_size: int, url: str) -> list[str]:
         return messages
 
 
+def forgotten_errors(rank: int, world_size: int, url: str) -> None:
+    """An error that is kept pins no rows of its version, and the next calls raise an error of the same length."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    with ModelDeltaTracker(model, ["first", "second"]) as tracker:
+        storage = _Failing(url, create=True)
+        publisher = Publisher(tracker, storage, "first")
+        publisher.publish()
+        if rank == 0:
+            storage.fails = ["put"]
+        model(batch(spec, torch.Generator().manual_seed(rank))).backward()
+        lengths = frames_of_each(publisher.publish, StorageError if rank == 0 else PublishError)
+        assert len(set(lengths[1:])) == 1, lengths
+        lengths = frames_of_each(publisher.flush, StorageError if rank == 0 else PublishError)
+        assert len(set(lengths[1:])) == 1, lengths
+        assert not has_frames(publisher.error)
+        gc.collect()
+        assert not [each for each in gc.get_objects() if type(each) is Draft], "the rows of a version that failed"
+        storage.fails = ()
+        second = Publisher(tracker, url, "second")
+        lengths = frames_of_each(publisher.publish, FencedError)
+        assert len(set(lengths[1:])) == 1, lengths
+        assert not has_frames(publisher.error)
+        dist.barrier()
+        publisher.close()
+        second.close()
+
+
 def out_of_step(rank: int, world_size: int, url: str) -> list[str]:
     """Ranks at different batches publish nothing."""
     spec = Spec([Table("t", 6, "row")])
@@ -257,6 +288,20 @@ def lost_rank(rank: int, world_size: int, url: str) -> list[str]:
         messages = [] if rank == 1 else [attempt(publisher.publish) for _ in range(2)]
         dist.barrier()
         return messages
+
+
+def lost_rank_again(rank: int, world_size: int, url: str) -> None:
+    """The error of a lost rank is raised again and again, each time with the same number of frames."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, timeout=timedelta(seconds=1))
+        if rank == 0:
+            lengths = frames_of_each(publisher.publish, RankLostError)
+            assert len(set(lengths[1:])) == 1, lengths
+            assert not has_frames(publisher.error)
+            assert not has_frames(publisher._exchange.group._lost)
+        dist.barrier()
 
 
 def top_k_and_snapshots(rank: int, world_size: int, url: str) -> list[int]:
