@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from delta_tracker.errors import RankLostError
+from delta_tracker.errors import RankLostError, unraised
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 TORCH_TIMEOUT = timedelta(minutes=30)  # default of torch's gloo groups, for calls without a timeout argument
@@ -137,7 +137,7 @@ class RankGroup:
             RankLostError: if a rank died or did not answer in time.
         """
         if self._lost is not None:
-            raise self._lost
+            raise unraised(self._lost)
         assert work is not None, "no rank was lost when it was started"
         with self._typed_errors():
             while True:
@@ -170,21 +170,21 @@ class RankGroup:
         if self._is_starting:  # the collective may or may not have been started
             self.leave("this rank was interrupted while it started a collective")
         if self._lost is not None:
-            raise self._lost
+            raise unraised(self._lost)
         assert self._gloo is not None, "the group is closed"
         return self._gloo
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Context manager that re-raises a torch error as ``RankLostError`` and saves that error for later calls."""
+        """Context manager that raises ``RankLostError`` for a torch error, and saves a copy to raise in later calls."""
         try:
             yield
         except RankLostError as error:
-            self._lost = error
+            self._lost = unraised(error)
             raise
         except RuntimeError as error:  # base of DistError; gloo raises it directly
             self._lost = RankLostError(str(error).split("\n", maxsplit=1)[0])
-            raise self._lost from error
+            raise unraised(self._lost) from error
 
 
 @dataclass(frozen=True, slots=True)

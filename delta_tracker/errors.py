@@ -7,7 +7,11 @@ that raises changes no state: no cursor moves, no row is applied, no version is 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
+from typing import Any, Self, TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 def _listed(names: Iterable[object]) -> str:
@@ -27,6 +31,43 @@ class DeltaTrackerError(Exception):
         super().__init__(f"{problem}. {remedy}.")
         self.problem = problem
         self.remedy = remedy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the function that rebuilds the error and its arguments, for pickle and copy."""
+        return _rebuilt, (type(self), self.args, vars(self))
+
+    @classmethod
+    def _with(cls, args: tuple[Any, ...], fields: Mapping[str, Any]) -> Self:
+        """Return an error with these ``args`` and attributes. The constructors of subclasses take other arguments."""
+        error = cls.__new__(cls)
+        super(DeltaTrackerError, error).__init__(*args)
+        vars(error).update(fields)
+        return error
+
+
+def _rebuilt(kind: type[DeltaTrackerError], args: tuple[Any, ...], fields: Mapping[str, Any]) -> DeltaTrackerError:
+    return kind._with(args, fields)  # noqa: SLF001  a function can be pickled by name, a bound method cannot
+
+
+def unraised(error: _Error) -> _Error:
+    """Return a copy of an error without traceback, cause and context, as if it had never been raised.
+
+    An object that keeps an error must keep such a copy, and raise another one. The frames of a traceback keep their
+    variables alive, for example the rows of a version. A raise also adds its frames to those of earlier raises.
+
+    The cause is kept only if it is part of the error, as in :class:`FollowEndedError`. It is copied in the same way. If
+    an error of another package cannot be copied, the error itself is returned after these references are removed.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # noqa: BLE001  the constructor of any class may run
+        copied = error
+    if type(copied) is not type(error) or str(copied) != str(error):
+        copied = error
+    cause = error.__cause__ if isinstance(error, FollowEndedError | PanicError) else None
+    copied.__traceback__ = copied.__context__ = None
+    copied.__cause__ = None if cause is None else unraised(cause)
+    return copied
 
 
 def is_panic(error: BaseException) -> bool:

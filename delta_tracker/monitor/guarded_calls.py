@@ -154,7 +154,7 @@ class Runner:
                 call.error = refused
                 call.is_done.set()
         if call.is_done.wait(self._deadline_seconds):
-            error = call.error
+            error, call.error = call.error, None  # its traceback would keep the batch alive while muted
         else:
             self.stop()  # the worker ends when its call returns
             error = TimeoutError(f"no answer within {self._deadline_seconds} s")

@@ -20,6 +20,7 @@ from delta_tracker.errors import (
     PanicError,
     StreamError,
     is_panic,
+    unraised,
 )
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.stream.cursor import StreamCursor
@@ -76,7 +77,7 @@ class Follower:
 
     Attributes:
         error: error that ended the thread, or error of the last attempt, which the thread will retry; None if there is
-            none.
+            none. It has no traceback.
     """
 
     def __init__(
@@ -162,11 +163,11 @@ class Follower:
         """Stop the thread at its next chunk or request, and wait until it has ended. No-op if there is no thread.
 
         Args:
-            raises: True to raise :attr:`error`; False to log it.
+            raises: True to raise a copy of :attr:`error`; False to log it.
 
         Raises:
             InvalidArgumentError: if called in the thread itself.
-            Exception: :attr:`error`, if it is not None and ``raises`` is True.
+            Exception: a copy of :attr:`error`, if it is not None and ``raises`` is True.
         """
         if self._thread is threading.current_thread():
             raise InvalidArgumentError("stop()", "called in the thread of follow()", "Call it in another thread")
@@ -177,7 +178,7 @@ class Follower:
             self._stop.set()
             self._join(thread)
         if self.error is not None and raises:
-            raise self.error
+            raise unraised(self.error)
         if self.error is not None:
             _logger.warning("predictor stopped with an error: %s", self.error)
 
@@ -241,10 +242,9 @@ class Follower:
             except Interrupted:
                 raise
             except BaseException as error:  # noqa: BLE001  a thread has no caller that could handle it
-                self.error = ended = FollowEndedError(error)
+                self.error = ended = unraised(FollowEndedError(error))
                 url = self._cursor.log.storage.url
                 _logger.error("predictor stopped following %s: %s", url, _described(error))  # noqa: TRY400  see _described
-                _drop_frames(error)
                 self._survives(lambda: self._beat(is_last=True))
                 self.error = ended
 
@@ -325,8 +325,7 @@ class Follower:
         if is_new and not isinstance(error, HeldVersionError):
             _logger.warning("predictor failed and retries: %s", _described(error))
         self._gauges.failed_to_follow(error)
-        _drop_frames(error)
-        self.error = error
+        self.error = unraised(error)
 
 
 def _described(error: BaseException) -> str:
@@ -339,12 +338,3 @@ def _described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__, limit=-1)
     where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in frames)
     return f"{type(error).__name__}: {error}{where}"
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """Remove the tracebacks of an error and its causes, because they keep up to 320 MiB of a version alive."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
-from delta_tracker.errors import HeldVersionError, InvalidArgumentError
+from delta_tracker.errors import HeldVersionError, InvalidArgumentError, unraised
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
 
@@ -56,7 +57,8 @@ class GateKeeper:
         gate: the bounds.
 
     Attributes:
-        held: error of the last held version; None if no version was held, or if a version has been applied since.
+        held: error of the last held version, without a traceback; None if no version was held, or if a version has been
+            applied since.
 
     Raises:
         InvalidArgumentError: if ``gate`` is not a :class:`Gate`.
@@ -68,7 +70,7 @@ class GateKeeper:
         self._gate = gate
         self._sizes: Measure = {}
         self._accepted: set[int] = set()
-        self._refused: dict[Link, HeldVersionError] = {}
+        self._refused: dict[Link, str] = {}  # reasons
         self.held: HeldVersionError | None = None
 
     def accept(self, version: int) -> None:
@@ -88,12 +90,11 @@ class GateKeeper:
         """Reject a version that was held before and has not been accepted since, without reading its rows.
 
         Raises:
-            HeldVersionError: the saved error of the version, if the version was held and is not accepted.
+            HeldVersionError: if the version was held and is not accepted. The reason is the same as before.
         """
-        refused = self._refused.get(manifest.link)
-        if refused is not None and manifest.version not in self._accepted:
-            self.held = refused
-            raise refused
+        reason = self._refused.get(manifest.link)
+        if reason is not None and manifest.version not in self._accepted:
+            self._hold(manifest, reason)
 
     def check(self, manifest: Manifest, contents: Contents) -> Measure:
         """Check the rows and dense tensors of a version.
@@ -112,8 +113,7 @@ class GateKeeper:
         reason = reason or self._drift(measure)
         if reason and manifest.version not in self._accepted:
             _logger.error("version %d is held back by the gate: %s", manifest.version, reason)
-            self.held = self._refused[manifest.link] = HeldVersionError(manifest.version, reason)
-            raise self.held
+            self._hold(manifest, reason)
         return measure
 
     def passed(self, manifest: Manifest, measure: Measure) -> None:
@@ -136,6 +136,11 @@ class GateKeeper:
     def follow(self, manifest: Manifest, contents: Contents) -> Measure:
         """Return the same RMS row norms as :meth:`check`, without rejecting the version."""
         return self._measure(manifest, contents)[0]
+
+    def _hold(self, manifest: Manifest, reason: str) -> NoReturn:
+        self._refused[manifest.link] = reason
+        self.held = HeldVersionError(manifest.version, reason)
+        raise unraised(self.held)  # the traceback of a raised error keeps the rows of the version alive
 
     def _measure(self, manifest: Manifest, contents: Contents) -> tuple[Measure, str]:
         """Return the RMS row norms in a version, and the reason to reject the version for NaN or infinite values.

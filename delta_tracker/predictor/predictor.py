@@ -475,7 +475,7 @@ class Predictor(Forkable):
                 self._take(manifest, is_elsewhere=isinstance(fault, StreamReplacedError))
             except faults as another:
                 if way not in self._dead_ends:  # log a failed resync once, although it is repeated
-                    _logger.warning("cannot resync with version %d: %s", manifest.version, another)
+                    _logger.warning("cannot resync with version %d: %s", manifest.version, str(another))
                     self._dead_ends.append(way)
                 num_unreadable += isinstance(another, StorageError)
                 if num_unreadable == _NUM_TRIES:
@@ -485,7 +485,9 @@ class Predictor(Forkable):
             self._resyncs += 1
             self._gauges.resynced(fault)
             self._last_resync = f"version {before} to {manifest.version}: {type(fault).__name__}: {fault}"
-            _logger.warning("resync of %s from version %s to %d: %s", self._storage.url, before, self.version, fault)
+            url, version = self._storage.url, self.version
+            # As text, because a log handler may keep its arguments, and with the error the rows of the version.
+            _logger.warning("resync of %s from version %s to %d: %s", url, before, version, str(fault))
             return
         raise fault
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from delta_tracker.distributed import DEFAULT_TIMEOUT, Gathering
-from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError, RankLostError
+from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError, RankLostError, unraised
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
@@ -174,7 +174,7 @@ class Publisher:
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last version if it was not published; None otherwise."""
+        """Error of the last version, without a traceback, if the version was not published; None otherwise."""
         return self._error
 
     @property
@@ -250,12 +250,12 @@ class Publisher:
     def flush(self) -> None:
         """Finish a version that :meth:`step` started. Every rank must call this method at the same batch.
 
-        Raises :attr:`error` if it is not None. The errors are those of :meth:`publish`.
+        Raises a copy of :attr:`error` if it is not None. The errors are those of :meth:`publish`.
         """
         self._checked_source()
         self._land()
         if self._error is not None:
-            raise self._error
+            raise unraised(self._error)
 
     def close(self) -> None:
         """Finish a version that :meth:`step` started, release the consumer and leave the process group.
@@ -309,7 +309,7 @@ class Publisher:
         self._votes = self._exchange.start_votes(vote)
         self._complete()
         if self._error is not None:
-            raise self._error
+            raise unraised(self._error)
         return self._writer.head
 
     def _land(self) -> None:
@@ -478,7 +478,7 @@ class Publisher:
     def _fail(self, error: Exception) -> None:
         """Record an error. If a version is being published, abort it; its rows stay pending."""
         flight, self._flight = self._flight, None
-        former, self._error = self._error, error
+        former, self._error = self._error, unraised(error)
         if str(error) != str(former):
             _logger.warning("version %d was not published: %s", self.version + 1, error)
         self._gauges.failed(error)

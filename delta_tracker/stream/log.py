@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from delta_tracker.errors import FencedError, MalformedError, NameConflictError, NotDurableError, StorageError
+from delta_tracker.errors import FencedError, MalformedError, NameConflictError, NotDurableError, StorageError, unraised
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.storage.storage import Storage, back_off
@@ -369,7 +369,7 @@ class Claim:
                 commit continues after it.
         """
         if self._fenced is not None:
-            raise self._fenced
+            raise unraised(self._fenced)
         while True:
             head = self._head
             version = head.version + 1
@@ -394,7 +394,7 @@ class Claim:
                 if taken is None and newest.link == head.link:  # refused, but there is no entry
                     raise NameConflictError(self._log.storage.url, entry_name(version), 1)
                 self._fenced = FencedError(head.generation, newest.generation, newest.version)
-                raise self._fenced
+                raise unraised(self._fenced)
             self._head = taken
 
 

@@ -56,7 +56,6 @@ def test_a_second_publisher_fences_the_first(two_ranks: RankPool, url: str) -> N
             assert message.startswith("FencedError: publisher of generation 1 is fenced: generation 2")
 
 
-@pytest.mark.xfail(strict=True, reason="errors are kept with their tracebacks and raised again")
 @pytest.mark.parametrize("case", ["forgotten_errors", "lost_rank_again"])
 def test_an_error_that_is_raised_again_keeps_no_traceback(two_ranks: RankPool, url: str, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}", url=url)

@@ -127,4 +127,14 @@ REVERTS = [
         generator="tests/predictor/test_stopping.py::test_stop_does_not_wait_for_a_lookup",
         edits={"delta_tracker/predictor/lock.py": [("                    check()\n", "")]},
     ),
+    Revert(
+        defect="the rows of a version that the gate holds stay in memory",
+        generator="tests/predictor/test_gate.py::test_a_held_version_is_not_kept_in_memory",
+        edits={"delta_tracker/predictor/gate.py": [("raise unraised(self.held)", "raise self.held")]},
+    ),
+    Revert(
+        defect="stop() raises the error that the predictor keeps",
+        generator="tests/predictor/test_follower.py::test_the_error_that_is_kept_has_no_traceback",
+        edits={"delta_tracker/predictor/follower.py": [("raise unraised(self.error)", "raise self.error")]},
+    ),
 ]

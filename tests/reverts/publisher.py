@@ -61,4 +61,26 @@ REVERTS = [
         generator="tests/system/test_soak.py::test_all_components_at_once_never_wait_long_and_leave_no_thread",
         edits={"delta_tracker/publisher/publisher.py": [("        self._worker.shutdown()\n", "")]},
     ),
+    Revert(
+        defect="a publisher keeps the rows of a version that failed",
+        generator="tests/publisher/test_publisher.py::test_an_error_that_is_raised_again_keeps_no_traceback[forgotten_errors]",
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                ("former, self._error = self._error, unraised(error)", "former, self._error = self._error, error")
+            ]
+        },
+    ),
+    Revert(
+        defect="the traceback of a lost rank grows with each call",
+        generator="tests/publisher/test_publisher.py::test_an_error_that_is_raised_again_keeps_no_traceback[lost_rank_again]",
+        edits={
+            "delta_tracker/distributed.py": [
+                ("            self._lost = unraised(error)\n", "            self._lost = error\n"),
+                (
+                    "unraised(self._lost)\n        assert self._gloo",
+                    "self._lost\n        assert self._gloo",
+                ),
+            ]
+        },
+    ),
 ]

@@ -78,7 +78,6 @@ def test_a_second_claim_fences_the_first() -> None:
     assert StreamLog(storage).newest_snapshot() == second.claim.head
 
 
-@pytest.mark.xfail(strict=True, reason="each commit raises the same error, whose traceback grows")
 def test_a_fenced_publisher_that_tries_again_keeps_no_tracebacks() -> None:
     storage = Storage("memory://")
     first = Writer(storage)

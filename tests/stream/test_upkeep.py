@@ -96,7 +96,6 @@ def test_a_failure_is_logged_once_and_cleared_when_a_pass_succeeds(caplog: pytes
     assert upkeep.error is None
 
 
-@pytest.mark.xfail(strict=True, reason="the traceback of a failed pass is kept")
 def test_the_memory_of_a_failed_pass_is_freed() -> None:
     class Failing(Storage):
         def put(self, name, buffers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, unraised
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import DEFAULT_MAX_BYTES, check_bounds, compact
@@ -67,7 +67,7 @@ class Upkeep:
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last pass, None if it succeeded or no pass has run."""
+        """Error of the last pass, without a traceback; None if it succeeded or no pass has run."""
         return self._error
 
     def after(self, version: int) -> None:
@@ -125,4 +125,4 @@ class Upkeep:
     def _fail(self, error: Exception) -> None:
         if str(error) != str(self._error):
             _logger.warning("upkeep failed, the next pass retries: url=%s error=%s", self._log.storage.url, error)
-        self._error = error
+        self._error = unraised(error)
