@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
+from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.integrations.lightning import TrackerCallback
 from delta_tracker.publisher.cadence import Cadence
 from tests.models import Spec, Table, batch, shard
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.tracker.checkpointing_cases import dump
+from tests.tracker.rank_states_cases import KINDS, count, held, totals, values_of
 
 
 class _Sharded(DDPStrategy):
@@ -105,3 +109,115 @@ def fit(rank: int, world_size: int, folder: str, url: str, num_batches: int, che
     trainer.fit(_Module(spec, folder), loader, ckpt_path=checkpoint)
     assert attempt(lambda: callback.tracker).startswith("DetachedError")
     return watch.seen
+
+
+class _EveryRank(_Sharded):
+    """Each rank writes a checkpoint of its own, and reads it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        file = Path(f"{filepath}.{dist.get_rank()}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(checkpoint, file)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return dict(torch.load(f"{checkpoint_path}.{dist.get_rank()}", weights_only=False))
+
+
+class _Counts(lightning.Callback):
+    """Counts at each batch, and leaves what this rank and all ranks hold at the start and at the end."""
+
+    def __init__(self, url: str, path: str) -> None:
+        self.url, self.path = url, path
+        self.counters: dict[str, Any] = {}
+        self.seen: list[Any] = []
+        self.callback = TrackerCallback(self.build, self.publish)
+
+    def build(self, module: Any) -> ModelDeltaTracker:
+        self.counters = {name: kind() for name, kind in KINDS.items()}
+        count(self.counters, [3.0])  # a load replaces it
+        tracker = ModelDeltaTracker(module.sharded)
+        for name, counter in self.counters.items():
+            tracker.register_counter(name, counter)
+        return tracker
+
+    def publish(self, tracker: ModelDeltaTracker) -> Publisher:
+        return Publisher(tracker, self.url, cadence=Cadence(batches=1), timeout=timedelta(seconds=10))
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.seen.append([held(self.counters), totals(self.counters)])
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        count(self.counters, values_of(dist.get_rank()))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append([held(self.counters), totals(self.counters)])
+        publisher = self.callback.publisher
+        publisher.publish()
+        self.seen.append([publisher.version, str(self.callback.tracker.restored)])
+        trainer.save_checkpoint(self.path)
+
+
+def _continue(counts: _Counts, strategy: Any, num_batches: int, checkpoint: str | None) -> None:
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy(process_group_backend="gloo"),
+        max_steps=num_batches,
+        callbacks=[counts.callback, counts],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    spec = Spec([Table("t", 17, "row"), Table("u", 9, f"table:{dist.get_world_size() - 1}")])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [batch(spec, generator) for _ in range(4)]
+    loader = torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=lambda features: features)
+    trainer.fit(_Module(spec, str(Path(counts.path).parent)), loader, ckpt_path=checkpoint)
+
+
+def fit_counting(rank: int, world_size: int, folder: str, every_rank: bool) -> list[Any]:
+    """Train, save, and continue from the checkpoint; return what this rank held at the start and the end of both."""
+    strategy, path = _EveryRank if every_rank else _Sharded, f"{folder}/checkpoint"
+    seen = []
+    for number in range(2):
+        counts = _Counts(f"file://{folder}/stream", path)
+        _continue(counts, strategy, 1 + number, path if number else None)
+        seen.append(counts.seen)
+    return seen
+
+
+def disagreements(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """Return the errors of a fit whose ranks build different trackers, or load different states."""
+    path = f"{folder}/checkpoint"
+    _continue(_Counts(f"file://{folder}/stream", path), _EveryRank, 1, None)
+
+    def counters(counts: _Counts, tracker: ModelDeltaTracker) -> None:
+        tracker.register_counter("one" if rank else "other", KINDS["sum"]())
+
+    def fails(counts: _Counts, tracker: ModelDeltaTracker) -> None:
+        if rank == 1:
+            raise InvalidArgumentError("built", rank, "Build it")
+
+    messages = {}
+    for name, change in (("counters", counters), ("build", fails)):
+        counts = _Counts(f"file://{folder}/{name}", path)
+        counts.callback = TrackerCallback(partial(_changed, counts, change), counts.publish)
+        messages[name] = attempt(partial(_continue, counts, _EveryRank, 2, None))
+    if rank == 1:
+        file = Path(f"{path}.1")
+        checkpoint = torch.load(file, weights_only=False)
+        torch.save({**checkpoint, "delta_tracker": {}}, file)
+    counts = _Counts(f"file://{folder}/lacking", path)
+    messages["lacking"] = attempt(partial(_continue, counts, _EveryRank, 2, path))
+    if rank == 1:
+        torch.save({**checkpoint, "delta_tracker": {"rank1of2/header": torch.zeros(3, dtype=torch.uint8)}}, file)
+    messages["damaged"] = attempt(partial(_continue, counts, _EveryRank, 2, path))
+    return messages
+
+
+def _changed(counts: _Counts, change: Any, module: Any) -> ModelDeltaTracker:
+    tracker = counts.build(module)
+    change(counts, tracker)
+    return tracker

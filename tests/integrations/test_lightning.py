@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,43 @@ def test_a_checkpoint_without_its_state_makes_every_row_pending(two_ranks: RankP
         "tests.integrations.lightning_cases:fit", num_batches=6, checkpoint=str(file), **arguments
     ):
         assert seen["loaded"] == {"batches": 0, "restored": "Restored.NOTHING"}
+
+
+@pytest.mark.xfail(strict=True, reason="states that are not reduced cannot be registered; rank 1 saves an empty state")
+@pytest.mark.parametrize("every_rank", [False, True], ids=["rank 0 saves", "every rank saves"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_rank_continues_with_its_own_states(
+    one_rank: RankPool, two_ranks: RankPool, tmp_path: Path, world_size: int, every_rank: bool
+) -> None:
+    pool = {1: one_rank, 2: two_ranks}[world_size]
+    _check_states(
+        pool.run("tests.integrations.lightning_cases:fit_counting", folder=str(tmp_path), every_rank=every_rank)
+    )
+
+
+def _check_states(answers: list[Any]) -> None:
+    """Check what :func:`tests.integrations.lightning_cases.fit_counting` returned on each rank."""
+    for (_, saved, (first, _)), (loaded, _, (second, restored)) in answers:
+        assert loaded == saved
+        assert (first, second, restored) == (1, 3, "Restored.STATE")  # claims, and one version each
+    own = [saved[0]["sum.sum_value"] for (_, saved, _), _ in answers]
+    assert own == [6.0, 39.0, 93.0][: len(answers)]
+    assert {loaded[1]["sum"] for _, (loaded, _, _) in answers} == {sum(own)}
+
+
+@pytest.mark.xfail(strict=True, reason="ranks are not compared")
+def test_ranks_that_disagree_are_refused_before_training(two_ranks: RankPool, tmp_path: Path) -> None:
+    for rank, messages in enumerate(
+        two_ranks.run("tests.integrations.lightning_cases:disagreements", folder=str(tmp_path))
+    ):
+        assert messages["counters"].startswith("RankMismatchError"), messages
+        assert "'one'" in messages["counters"], messages
+        assert "'other'" in messages["counters"], messages
+        assert messages["lacking"].startswith("RankMismatchError"), messages
+        assert "state of a checkpoint" in messages["lacking"], messages
+        for name, kind in (("build", "InvalidArgumentError"), ("damaged", "MalformedStateError")):
+            assert messages[name].startswith(kind if rank else "RankMismatchError"), messages
+            assert kind in messages[name], messages
 
 
 def test_without_lightning_the_error_names_the_extra() -> None:
