@@ -223,6 +223,22 @@ class DetachedError(DeltaTrackerError, RuntimeError):
         super().__init__("the tracker is detached from its model", "Build a new ModelDeltaTracker")
 
 
+class RankMismatchError(DeltaTrackerError, ValueError):
+    """The ranks have built different trackers or loaded different states, or a rank failed to.
+
+    ``what`` names the property that differs. ``values`` maps the numbers of some ranks to the value there.
+    """
+
+    def __init__(self, what: str, values: Mapping[int, object]) -> None:
+        self.what = what
+        self.values = dict(values)
+        listed = ", ".join(f"rank {rank}: {value}" for rank, value in self.values.items())
+        super().__init__(
+            f"the {what} differs between ranks: {listed}",
+            "Build the same tracker and load the same checkpoint on every rank",
+        )
+
+
 # Checkpoints
 
 
@@ -248,11 +264,14 @@ class StateMismatchError(CheckpointError):
     ``what`` names the property that differs. ``saved`` is its value in the saved state, ``found`` the expected value.
     """
 
-    def __init__(self, what: str, saved: object, found: object) -> None:
-        super().__init__(
-            f"the saved tracker state has {what} {saved}, where {found} is expected",
-            "Load it into a tracker with the same arguments, or load {} to mark every row as changed",
-        )
+    def __init__(
+        self,
+        what: str,
+        saved: object,
+        found: object,
+        remedy: str = "Load it into a tracker with the same arguments, or load {} to mark every row as changed",
+    ) -> None:
+        super().__init__(f"the saved tracker state has {what} {saved}, where {found} is expected", remedy)
         self.what = what
         self.saved = saved
         self.found = found

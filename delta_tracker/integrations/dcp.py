@@ -77,7 +77,8 @@ class SavedTracker:
                 checkpoint has several trackers.
             UnknownFormatError: if the format version of a header is unknown.
             StateMismatchError: if the saved mode, consumers, tables or counters differ from the tracker's or between
-                ranks, or if the old states belong to other column ranges.
+                ranks, if the old states belong to other column ranges, or if the world size differs and a counter
+                cannot be merged.
             PartialStateError: if parts are missing.
             MalformedStateError: if a header is invalid, or if a tensor that a header lists is missing or has another
                 shape.

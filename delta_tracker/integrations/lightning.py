@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from delta_tracker.distributed import DEFAULT_TIMEOUT, RankGroup
 from delta_tracker.errors import DetachedError, MissingExtraError
 from delta_tracker.publisher.publisher import Publisher
+from delta_tracker.tracker.checkpoint.agreement import agree
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
 try:
@@ -26,9 +28,13 @@ _KEY = "delta_tracker"
 class TrackerCallback(Callback):
     """Callback that builds the tracker when ``fit`` starts, steps it after each batch, and checkpoints its state.
 
-    The state is part of every checkpoint. Lightning writes only rank 0's checkpoint, so the parts of all ranks are
-    gathered on rank 0. After the model is restored, each rank loads the rows of its own shards, at any world size.
-    If the checkpoint has no tracker state, every row is marked as changed.
+    The state is part of every checkpoint, whichever ranks the strategy saves on: the checkpoint of rank 0 has the parts
+    of all ranks, and the checkpoint of any other rank has the part of this rank. After the model is restored, each rank
+    loads the rows of its own shards, at any world size. If the checkpoint has no tracker state, every row is marked as
+    changed. At the world size of the save, each rank also loads its own state of each registered counter.
+
+    When ``fit`` starts, all ranks compare their trackers and the states that they load. If these differ, or if a rank
+    fails, all ranks raise an error. This is a collective.
 
     The training code must prevent Lightning from wrapping the sharded model in ``DistributedDataParallel``, and must
     save and restore sharded tensors. The callback does neither.
@@ -74,15 +80,26 @@ class TrackerCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the tracker and restore its saved state, if there is one.
 
-        Then build the publisher if publishing is enabled.
+        Then build the publisher if publishing is enabled. All ranks must call this method.
+
+        Raises:
+            RankMismatchError: if the trackers or the loaded states of the ranks differ, or if another rank failed.
+            RankLostError: if a rank died or did not build its tracker in time.
+            Exception: the error that was raised while the tracker was built or its state loaded.
         """
         del trainer
-        self._tracker = self._build(pl_module)
-        if self._saved is not None:
-            self._tracker.load_state_dict(self._saved)
-            self._saved = None
+        saved, self._saved = self._saved, None
+        group = RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)
+        try:
+            agree(lambda: self._built(pl_module, saved), group)
+            agree(lambda: self._loaded(saved), group)
+        except BaseException:
+            if self._tracker is not None:
+                self._tracker.detach()
+            self._tracker = None
+            raise
         if self._publish is not None:
-            self._publisher = self._publish(self._tracker)
+            self._publisher = self._publish(self.tracker)
 
     def on_train_batch_end(
         self,
@@ -99,9 +116,13 @@ class TrackerCallback(Callback):
             self._publisher.step()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Gather the tracker state on rank 0 and add it to ``checkpoint``. Called by Lightning on every rank."""
+        """Add the tracker state to ``checkpoint``: on rank 0 the parts of all ranks, on other ranks this rank's part.
+
+        Called by Lightning on every rank.
+        """
         del trainer, pl_module
-        checkpoint[_KEY] = self.tracker.state_dict(strategy="gather")
+        # A strategy may save on rank 0, or on every rank.
+        checkpoint[_KEY] = self.tracker.state_dict(strategy="gather") or self.tracker.state_dict()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the publisher and detach the tracker, even if ``fit`` raised an error."""
@@ -111,3 +132,14 @@ class TrackerCallback(Callback):
         if self._tracker is not None:
             self._tracker.detach()
         self._tracker = self._publisher = None
+
+    def _built(self, pl_module: LightningModule, saved: Mapping[str, Tensor] | None) -> dict[str, object]:
+        """Build the tracker. Return what must be the same on every rank."""
+        self._tracker = self._build(pl_module)
+        state = "no checkpoint" if saved is None else "present" if saved else "missing"
+        return {**self._tracker.description(), "tracker state of a checkpoint": state}
+
+    def _loaded(self, saved: Mapping[str, Tensor] | None) -> dict[str, object]:
+        if saved is not None:
+            self.tracker.load_state_dict(saved)
+        return {}

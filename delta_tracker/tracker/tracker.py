@@ -577,15 +577,21 @@ class ModelDeltaTracker:
         """
         return self._checkpoint.annotations
 
+    def description(self) -> dict[str, object]:
+        """Return the mode, consumers, tables and counters, which must be the same on every rank. JSON serializable."""
+        return self._checkpoint.description()
+
     def register_counter(self, name: str, counter: object) -> None:
         """Register a counter to save and load with the tracker's state.
 
-        A load restores the counter's total over all ranks, even if the world size has changed.
+        At the world size of the save, a load restores the state of each rank. At another world size, it restores the
+        counter's total over all ranks; a metric with a state whose reduction is not sum, max, min or cat is then
+        rejected.
 
         Args:
             name: key in the saved state, the same on every rank.
-            counter: a ``torchmetrics.Metric`` whose states are reduced by sum, max, min or cat, or a
-                :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`.
+            counter: a ``torchmetrics.Metric`` that contains no other metric and is not part of a collection with
+                compute groups, or a :class:`~delta_tracker.tracker.checkpoint.counters.Mergeable`.
 
         Raises:
             InvalidArgumentError: if the counter has another type, or the name is empty, taken or contains a slash.
@@ -601,8 +607,8 @@ class ModelDeltaTracker:
 
         Args:
             strategy: ``"local"`` returns this rank's part without a collective; every rank saves its own part.
-                ``"gather"`` is a collective, which returns all parts with merged counters on rank 0, and an empty dict
-                on the other ranks.
+                ``"gather"`` is a collective, which returns the parts of all ranks on rank 0, and an empty dict on the
+                other ranks.
 
         Returns:
             Key to tensor; keys differ between ranks. The format is defined in
@@ -627,8 +633,9 @@ class ModelDeltaTracker:
 
         Raises:
             UnknownFormatError: if the format version is unknown.
-            StateMismatchError: if the mode, consumers, tables or counters differ, or the old states belong to other
-                column ranges; the error names the difference.
+            StateMismatchError: if the mode, consumers, tables or counters differ, if the old states belong to other
+                column ranges, or if the world size differs and a counter cannot be merged; the error names the
+                difference.
             PartialStateError: if parts are missing.
             MalformedStateError: if the state is invalid in any other way.
             ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this
@@ -643,8 +650,9 @@ class ModelDeltaTracker:
             parts: headers of the saved parts, at least one.
 
         Raises:
-            StateMismatchError: if the mode, consumers, tables or counters differ, or the old states belong to other
-                column ranges.
+            StateMismatchError: if the mode, consumers, tables or counters differ, if the old states belong to other
+                column ranges, or if the world size differs and a counter cannot be merged.
+            MalformedStateError: if the fields of a counter are invalid.
             PartialStateError: if parts are missing.
         """
         return self._checkpoint.plan_load(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,23 +12,24 @@ import pytest
 import torch
 
 from tests.ranks import RankPool
+from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.tracker.checkpoint_files import compare, load, same_weights
+
+_CASES = "tests.integrations.lightning_cases"
 
 pytest.importorskip("pytorch_lightning", exc_type=ModuleNotFoundError)
 
 
 def test_a_trainer_goes_on_where_another_one_stopped(two_ranks: RankPool, tmp_path: Path) -> None:
     arguments = {"folder": str(tmp_path), "url": f"file://{tmp_path}/stream"}
-    for seen in two_ranks.run("tests.integrations.lightning_cases:fit", num_batches=3, checkpoint=None, **arguments):
+    for seen in two_ranks.run(f"{_CASES}:fit", num_batches=3, checkpoint=None, **arguments):
         assert seen["loaded"] == {"batches": 0, "restored": "None"}
         assert seen["saved"] == {"batches": 3, "restored": "None"}
         assert seen["version"] == 2  # the claim, one by cadence, one at the end
         assert seen["errors"] == 0
     (checkpoint,) = tmp_path.glob("*.ckpt")
     saved = load(tmp_path, "saved", 2)
-    for seen in two_ranks.run(
-        "tests.integrations.lightning_cases:fit", num_batches=6, checkpoint=str(checkpoint), **arguments
-    ):
+    for seen in two_ranks.run(f"{_CASES}:fit", num_batches=6, checkpoint=str(checkpoint), **arguments):
         assert seen["loaded"] == {"batches": 3, "restored": "Restored.STATE"}
         assert seen["saved"]["batches"] == 6
         assert seen["version"] == 5
@@ -38,27 +40,34 @@ def test_a_trainer_goes_on_where_another_one_stopped(two_ranks: RankPool, tmp_pa
 
 def test_a_checkpoint_without_its_state_makes_every_row_pending(two_ranks: RankPool, tmp_path: Path) -> None:
     arguments = {"folder": str(tmp_path), "url": f"file://{tmp_path}/stream"}
-    two_ranks.run("tests.integrations.lightning_cases:fit", num_batches=3, checkpoint=None, **arguments)
+    two_ranks.run(f"{_CASES}:fit", num_batches=3, checkpoint=None, **arguments)
     (file,) = tmp_path.glob("*.ckpt")
     checkpoint = torch.load(file, weights_only=False)
     del checkpoint["delta_tracker"]
     torch.save(checkpoint, file)
-    for seen in two_ranks.run(
-        "tests.integrations.lightning_cases:fit", num_batches=6, checkpoint=str(file), **arguments
-    ):
+    for seen in two_ranks.run(f"{_CASES}:fit", num_batches=6, checkpoint=str(file), **arguments):
         assert seen["loaded"] == {"batches": 0, "restored": "Restored.NOTHING"}
 
 
-@pytest.mark.xfail(strict=True, reason="states that are not reduced cannot be registered; rank 1 saves an empty state")
 @pytest.mark.parametrize("every_rank", [False, True], ids=["rank 0 saves", "every rank saves"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_each_rank_continues_with_its_own_states(
-    one_rank: RankPool, two_ranks: RankPool, tmp_path: Path, world_size: int, every_rank: bool
-) -> None:
-    pool = {1: one_rank, 2: two_ranks}[world_size]
-    _check_states(
-        pool.run("tests.integrations.lightning_cases:fit_counting", folder=str(tmp_path), every_rank=every_rank)
-    )
+def test_each_rank_continues_with_its_own_states(two_ranks: RankPool, tmp_path: Path, every_rank: bool) -> None:
+    _check_states(two_ranks.run(f"{_CASES}:fit_counting", folder=str(tmp_path), every_rank=every_rank))
+
+
+@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="make test-sweeps starts a pool of three ranks")
+def test_states_of_one_and_of_three_ranks(one_rank: RankPool, tmp_path: Path) -> None:
+    three_ranks = RankPool(3)
+    try:
+        for pool, every_rank in itertools.product((one_rank, three_ranks), (False, True)):
+            folder = tmp_path / f"{pool.world_size} {every_rank}"
+            _check_states(pool.run(f"{_CASES}:fit_counting", folder=str(folder), every_rank=every_rank))
+        answers = three_ranks.run("tests.tracker.rank_states_cases:rank_states", path=str(tmp_path / "dcp"))
+    finally:
+        three_ranks.stop()
+    assert all(saved == loaded == again for saved, loaded, again in answers)
+    sums = [saved[0]["sum.sum_value"] for saved, _, _ in answers]
+    assert sums == [3.0, 36.0, 90.0]
+    assert {loaded[1]["sum"] for _, loaded, _ in answers} == {sum(sums)}
 
 
 def _check_states(answers: list[Any]) -> None:
@@ -71,16 +80,13 @@ def _check_states(answers: list[Any]) -> None:
     assert {loaded[1]["sum"] for _, (loaded, _, _) in answers} == {sum(own)}
 
 
-@pytest.mark.xfail(strict=True, reason="ranks are not compared")
 def test_ranks_that_disagree_are_refused_before_training(two_ranks: RankPool, tmp_path: Path) -> None:
-    for rank, messages in enumerate(
-        two_ranks.run("tests.integrations.lightning_cases:disagreements", folder=str(tmp_path))
-    ):
+    for rank, messages in enumerate(two_ranks.run(f"{_CASES}:disagreements", folder=str(tmp_path))):
         assert messages["counters"].startswith("RankMismatchError"), messages
         assert "'one'" in messages["counters"], messages
         assert "'other'" in messages["counters"], messages
         assert messages["lacking"].startswith("RankMismatchError"), messages
-        assert "state of a checkpoint" in messages["lacking"], messages
+        assert "tracker state of a checkpoint differs" in messages["lacking"], messages
         for name, kind in (("build", "InvalidArgumentError"), ("damaged", "MalformedStateError")):
             assert messages[name].startswith(kind if rank else "RankMismatchError"), messages
             assert kind in messages[name], messages

@@ -114,4 +114,51 @@ REVERTS = [
         generator="tests/tracker/test_tracker.py::test_a_tracker_that_detaches_leaves_the_memory_of_others_alone",
         edits={"delta_tracker/tracker/tracker.py": [("        MEMORY.leave(self)\n", "        MEMORY.give_back()\n")]},
     ),
+    Revert(
+        defect="rank 1 saves nothing if a Lightning strategy saves on every rank",
+        generator="tests/integrations/test_lightning.py::test_each_rank_continues_with_its_own_states",
+        edits={
+            "delta_tracker/integrations/lightning.py": [
+                ('state_dict(strategy="gather") or self.tracker.state_dict()', 'state_dict(strategy="gather")'),
+            ],
+        },
+    ),
+    Revert(
+        defect="ranks that build different trackers train",
+        generator="tests/integrations/test_lightning.py::test_ranks_that_disagree_are_refused_before_training",
+        edits={
+            "delta_tracker/tracker/checkpoint/agreement.py": [
+                ("            if value != results[0][what]:", "            if False:"),
+            ],
+        },
+        timeout_seconds=300.0,
+        hangs=True,
+    ),
+    Revert(
+        defect="the state of another metric is loaded as 0",
+        generator="tests/tracker/test_rank_states.py::test_a_counter_that_was_not_saved_is_refused_and_nothing_is_loaded",
+        edits={
+            "delta_tracker/tracker/checkpoint/counters.py": [
+                ("            if kind.get(key) != mine.get(key):", "            if False:"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a counter that fails to load leaves the others loaded",
+        generator="tests/tracker/test_rank_states.py::test_a_counter_that_was_not_saved_is_refused_and_nothing_is_loaded",
+        edits={
+            "delta_tracker/tracker/checkpoint/counters.py": [
+                ("            counters[name].load_state_dict(before[name])\n", "            pass\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="states that cannot be merged are loaded at another world size",
+        generator="tests/tracker/test_rank_states.py::test_states_that_cannot_be_merged_need_the_number_of_ranks_that_saved",
+        edits={
+            "delta_tracker/tracker/checkpoint/counters.py": [
+                ("    if unmerged and saved != found:", "    if False:"),
+            ],
+        },
+    ),
 ]

@@ -492,20 +492,9 @@ def counted(rank: int, world_size: int, path: str, how: str) -> dict[str, Any]:
 
 def refused_counters(rank: int, world_size: int) -> dict[str, str]:
     """Return the errors for registering counters that cannot be restored."""
-
-    class Mean(torchmetrics.Metric):
-        def __init__(self) -> None:
-            super().__init__()
-            self.add_state("seen", default=torch.tensor(0.0), dist_reduce_fx="mean")
-
-        def update(self) -> None: ...
-
-        def compute(self) -> None: ...
-
     tracker = ModelDeltaTracker(shard(Spec([Table("t", 6, "row")])))
     tracker.register_counter("total", Total())
     messages = {
-        "mean": attempt(lambda: tracker.register_counter("loss", Mean())),
         "object": attempt(lambda: tracker.register_counter("loss", 3)),
         "twice": attempt(lambda: tracker.register_counter("total", Total())),
         "slash": attempt(lambda: tracker.register_counter("a/b", Total())),

@@ -89,7 +89,7 @@ def held(counters: dict[str, Any]) -> dict[str, Any]:
             state = getattr(counter, field)
             if isinstance(state, list):
                 state = [each.reshape(-1).tolist() for each in state]
-                found[f"{name}.{field}"] = sum(state, []) if name == "cat" else state
+                found[f"{name}.{field}"] = [each for piece in state for each in piece] if name == "cat" else state
             else:
                 found[f"{name}.{field}"] = state.tolist()
         found[f"{name} updates"] = counter._update_count

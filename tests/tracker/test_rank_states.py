@@ -11,7 +11,6 @@ from tests.ranks import RankPool
 _CASES = "tests.tracker.rank_states_cases"
 
 
-@pytest.mark.xfail(strict=True, reason="states that are not reduced by sum, max, min or cat cannot be registered")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_each_rank_has_its_own_states_again(
     one_rank: RankPool, two_ranks: RankPool, tmp_path: Path, world_size: int
@@ -26,7 +25,6 @@ def test_each_rank_has_its_own_states_again(
     assert {saved[1]["sum"] for saved, _, _ in answers} == {sum(sums)}
 
 
-@pytest.mark.xfail(strict=True, reason="states that are not reduced by sum, max, min or cat cannot be registered")
 def test_states_that_cannot_be_merged_need_the_number_of_ranks_that_saved(
     one_rank: RankPool, two_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -40,13 +38,11 @@ def test_states_that_cannot_be_merged_need_the_number_of_ranks_that_saved(
         assert state in answer["refused"]
 
 
-@pytest.mark.xfail(strict=True, reason="gathering merges the states of all ranks into those of rank 0")
 def test_gathered_states_stay_with_their_ranks(two_ranks: RankPool) -> None:
     for before, after in two_ranks.run(f"{_CASES}:gathered"):
         assert after == before
 
 
-@pytest.mark.xfail(strict=True, reason="a load does not check what the saved states belong to")
 def test_a_counter_that_was_not_saved_is_refused_and_nothing_is_loaded(one_rank: RankPool) -> None:
     (messages,) = one_rank.run(f"{_CASES}:unlike_counters")
     assert messages.pop("load") == "OverflowError: 13"
@@ -58,7 +54,6 @@ def test_a_counter_that_was_not_saved_is_refused_and_nothing_is_loaded(one_rank:
     assert "[7, 2, 2]" in messages["number of thresholds"]
 
 
-@pytest.mark.xfail(strict=True, reason="the error for a collection does not say how its metrics are saved")
 def test_what_holds_metrics_is_refused_with_the_way_to_save_it(one_rank: RankPool) -> None:
     (messages,) = one_rank.run(f"{_CASES}:collections_of_metrics")
     for name, message in messages.items():

@@ -2,27 +2,36 @@
 
 The state that one rank saved is loaded by exactly one rank, so that the total over all ranks is the same at any world
 size. Loading the synchronized total on every rank would multiply the total. Loading only rank 0's state would lose the
-counts of the other ranks.
+counts of the other ranks. At the world size of the save, each rank loads its own state. States that cannot be merged,
+because their reduction is not sum, max, min or cat, can be loaded only at that world size.
+
+A part's header has a *kind* for each counter, a JSON object that describes the counter. A load compares the saved kind
+with that of the registered counter before it changes any state.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import xxhash
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError, MalformedStateError
+from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
 
 State = Mapping[str, Any]
+Kind = Mapping[str, Any]
 
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """Interface of a counter whose state can be saved, merged with the states of other ranks, and loaded."""
+    """Interface of a counter whose state can be saved, merged with the states of other ranks, and loaded.
+
+    :meth:`merge` must raise an error for a state of another counter. A load calls it before it changes any state.
+    """
 
     def state_dict(self) -> State:
         """Return a copy of this rank's state, a mapping from field name to tensor or JSON value."""
@@ -45,10 +54,17 @@ def as_mergeable(name: str, counter: object) -> Mergeable:
         counter: the object that the user registers.
 
     Raises:
-        InvalidArgumentError: if ``counter`` is neither a metric nor a :class:`Mergeable`, or is a metric that contains
-            other metrics or has a state that is not reduced by sum, max, min or cat.
+        InvalidArgumentError: if ``counter`` is neither a metric nor a :class:`Mergeable`, or contains metrics.
     """
     torchmetrics = sys.modules.get("torchmetrics")  # already imported if the caller has a metric
+    if torchmetrics is not None and isinstance(counter, torch.nn.Module):
+        inner = [each for each in counter.modules() if each is not counter and isinstance(each, torchmetrics.Metric)]
+        if inner:
+            remedy = (
+                "Register each metric that it contains under a name of its own. Build a MetricCollection with "
+                "compute_groups=False, because otherwise it updates only one metric of each group"
+            )
+            raise InvalidArgumentError(name, type(counter).__name__, remedy)
     if torchmetrics is not None and isinstance(counter, torchmetrics.Metric):
         return _Metric(name, counter)
     if isinstance(counter, Mergeable):
@@ -73,40 +89,56 @@ class _Metric:
 
     Args:
         name: name of the counter, for error messages.
-        metric: the metric.
-
-    Raises:
-        InvalidArgumentError: if a state is not reduced by sum, max, min or cat, or the metric contains other metrics.
+        metric: the metric, which contains no other metric.
     """
 
     def __init__(self, name: str, metric: Any) -> None:  # noqa: ANN401  torchmetrics is not imported here
-        if any(hasattr(each, "_reductions") for each in metric.modules() if each is not metric):
-            raise InvalidArgumentError(name, metric, "Register the metrics that it contains: they hold its states")
         self._name = name
         self._metric = metric
-        self._reductions = {}
-        for field, reduction in metric._reductions.items():  # noqa: SLF001  torchmetrics has no public access
-            found = _REDUCTIONS.get(getattr(reduction, "__name__", ""))
-            if found is None:
-                remedy = (
-                    f"Its state {field!r} must be reduced by sum, max, min or cat. Instead of a mean, keep a sum and a "
-                    "count, because the number of values per rank is unknown"
-                )
-                raise InvalidArgumentError(name, metric, remedy)
-            self._reductions[field] = found
+        self._fields: dict[str, str] = {
+            field: getattr(reduction, "__name__", str(reduction))
+            for field, reduction in metric._reductions.items()  # noqa: SLF001  torchmetrics has no public access
+        }
+
+    @property
+    def unmerged(self) -> Mapping[str, str]:
+        """Mapping from the name of each state that cannot be merged to the name of its reduction."""
+        return {field: reduction for field, reduction in self._fields.items() if reduction not in _REDUCTIONS}
+
+    @property
+    def kind(self) -> Kind:
+        """Class of the metric, and the reductions, default shapes and buffers that its states depend on."""
+        buffers = {
+            name: [str(buffer.dtype), list(buffer.shape), _digest(buffer)]
+            for name, buffer in self._metric.named_buffers(recurse=False)
+            if name not in self._fields
+        }
+        states = {field: [reduction, self._default_shape(field)] for field, reduction in self._fields.items()}
+        return {"class": type(self._metric).__name__, "states": states, "buffers": buffers}
 
     def state_dict(self) -> State:
         """Return copies of the metric's states by name, together with the number of updates.
 
-        A state that is a list is reduced to one tensor. An empty list is omitted.
+        A list that is reduced becomes one tensor, and is omitted if it is empty. Any other list becomes its length and
+        a field for each tensor.
+
+        Raises:
+            InvalidArgumentError: if a list contains anything but tensors.
         """
-        held = {field: getattr(self._metric, field) for field in self._reductions}
-        states = {
-            field: self._reductions[field](value) if isinstance(value, list) else value.clone()
-            for field, value in held.items()
-            if not isinstance(value, list) or value
-        }
-        return {**states, _COUNT: self._metric._update_count}  # noqa: SLF001
+        found: dict[str, Any] = {}
+        for field, reduction in self._fields.items():
+            value = getattr(self._metric, field)
+            if not isinstance(value, list):
+                found[field] = value.clone()
+                continue
+            if any(not isinstance(each, Tensor) for each in value):
+                raise InvalidArgumentError(self._name, field, "Keep only tensors in the lists of a registered metric")
+            if reduction not in _REDUCTIONS:
+                found[f"{field}.length"] = len(value)
+                found |= {f"{field}.{place}": each.clone() for place, each in enumerate(value)}
+            elif value:
+                found[field] = _REDUCTIONS[reduction](value)
+        return {**found, _COUNT: self._metric._update_count}  # noqa: SLF001
 
     def merge(self, states: Sequence[State]) -> State:
         """Merge ``states`` with the reductions that the metric itself applies across ranks.
@@ -116,15 +148,19 @@ class _Metric:
         Raises:
             MalformedStateError: if the states cannot be reduced.
         """
+        if self.unmerged and len(states) > 1:
+            raise MalformedStateError(self._name, f"the states {sorted(self.unmerged)} of several ranks have no sum")
         merged: dict[str, Any] = {_COUNT: sum(state[_COUNT] for state in states)}
-        for field, reduce in self._reductions.items():
+        for field, reduction in self._fields.items():
+            if reduction not in _REDUCTIONS:
+                merged |= self._only(field, states)
+                continue
             parts = [state[field] for state in states if field in state]
-            default = self._metric._defaults[field]  # noqa: SLF001
-            if not parts and not isinstance(default, list):
-                parts = [default.detach().cpu().clone()]
+            if not parts and self._default_shape(field) is not None:
+                parts = [self._default(field)]
             if parts:
                 try:
-                    merged[field] = reduce(parts)
+                    merged[field] = _REDUCTIONS[reduction](parts)
                 except (RuntimeError, TypeError) as error:
                     raise MalformedStateError(self._name, f"its states cannot be merged: {error}") from error
         return merged
@@ -136,18 +172,114 @@ class _Metric:
         """
         metric = self._metric
         metric.reset()
-        for field in self._reductions:
-            default = metric._defaults[field]  # noqa: SLF001
-            if field in state:
+        for field in self._fields:
+            if f"{field}.length" in state:
+                pieces = [state[f"{field}.{place}"] for place in range(state[f"{field}.length"])]
+                setattr(metric, field, [each.to(metric.device) for each in pieces])
+            elif field in state:
                 value = state[field].to(metric.device)
-                setattr(metric, field, [value] if isinstance(default, list) else value)
+                setattr(metric, field, value if self._default_shape(field) is not None else [value])
         metric._update_count = state[_COUNT]  # noqa: SLF001
 
+    def check_fields(self, fields: Mapping[str, object]) -> None:
+        """Check the fields of a saved state.
 
-def loaders(counters: Mapping[str, Mergeable], states: Mapping[str, Sequence[State]]) -> list[Callable[[], None]]:
-    """Merge the saved states of each counter. Return one function per counter, which loads the merged state.
+        Args:
+            fields: name of each saved field to its value, or to its shape if it is a tensor.
 
-    No counter changes until its function is called.
+        Raises:
+            MalformedStateError: if a field is missing, unknown or invalid.
+        """
+        lists = {field for field in self._fields if self._default_shape(field) is None}
+        expected = {_COUNT, *self._fields} - lists
+        for field in lists:
+            length = fields.get(f"{field}.length", 0)
+            if field in self.unmerged and _is_count(length):
+                expected |= {f"{field}.length", *(f"{field}.{place}" for place in range(length))}  # type: ignore[call-overload]
+            elif field in fields:
+                expected.add(field)
+        tensors = {field for field in expected if field != _COUNT and not field.endswith(".length")}
+        if set(fields) != expected or not _is_count(fields[_COUNT]):
+            raise MalformedStateError(self._name, f"it has the fields {sorted(fields)}, not {sorted(expected)}")
+        if strange := sorted(field for field in tensors if not isinstance(fields[field], tuple)):
+            raise MalformedStateError(self._name, f"the fields {strange} are not tensors")
+
+    def _only(self, field: str, states: Sequence[State]) -> State:
+        """Return the fields of a state that cannot be merged, from the only one of ``states``, or the default."""
+        if states:
+            return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
+        return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}
+
+    def _default(self, field: str) -> Tensor:
+        found: Tensor = self._metric._defaults[field].detach().cpu().clone()  # noqa: SLF001
+        return found
+
+    def _default_shape(self, field: str) -> list[int] | None:
+        """Return the default shape of a state; None for a list."""
+        default = self._metric._defaults[field]  # noqa: SLF001
+        return None if isinstance(default, list) else list(default.shape)
+
+
+def kind_of(counter: Mergeable) -> Kind:
+    """Return the kind of a counter, which a load compares with the saved one. It is JSON serializable."""
+    return counter.kind if isinstance(counter, _Metric) else {"class": type(counter).__name__}
+
+
+def check_saved(name: str, counter: Mergeable, kind: Kind | None, fields: Mapping[str, object]) -> None:
+    """Check that a part's state of a counter can be loaded into ``counter``.
+
+    Args:
+        name: name of the counter.
+        counter: the registered counter.
+        kind: saved kind; None if the part was saved by a release that did not save kinds.
+        fields: name of each saved field to its value, or to its shape if it is a tensor.
+
+    Raises:
+        StateMismatchError: if the state was saved by another class, or by a metric with other states or buffers.
+        MalformedStateError: if the fields are not those of the metric.
+    """
+    mine = kind_of(counter)
+    if kind is not None and ("states" in mine or "states" in kind):
+        for key in ("class", "states", "buffers"):
+            if kind.get(key) != mine.get(key):
+                raise StateMismatchError(f"counter {name!r}: {key}", repr(kind.get(key)), repr(mine.get(key)))
+    if isinstance(counter, _Metric):
+        counter.check_fields(fields)
+        if kind is None:
+            for field, (_, shape) in mine["states"].items():
+                # A state without dimensions may have grown some.
+                if shape and field in fields and fields[field] != tuple(shape):
+                    raise StateMismatchError(f"counter {name!r}: {field} of shape", fields[field], tuple(shape))
+
+
+def check_world_size(counters: Mapping[str, Mergeable], saved: int, found: int) -> None:
+    """Check that no state has to be merged that cannot be merged.
+
+    Args:
+        counters: counter name to counter.
+        saved: world size of the save.
+        found: current world size.
+
+    Raises:
+        StateMismatchError: if the world sizes differ, and a counter has a state that cannot be merged.
+    """
+    unmerged = [
+        f"{name!r} (state {field!r}: {reduction})"
+        for name, counter in sorted(counters.items())
+        if isinstance(counter, _Metric)
+        for field, reduction in counter.unmerged.items()
+    ]
+    if unmerged and saved != found:
+        remedy = (
+            f"Load it on {saved} ranks, or keep states that are reduced by sum, max, min or cat, such as a sum and a "
+            "count instead of a mean"
+        )
+        what = f"states of counters that cannot be merged, {', '.join(unmerged)}, and world size"
+        raise StateMismatchError(what, saved, found, remedy)
+
+
+def merged(counters: Mapping[str, Mergeable], states: Mapping[str, Sequence[State]]) -> dict[str, State]:
+    """Return the merged state of each counter by name, without changing any counter.
 
     Args:
         counters: counter name to counter.
@@ -156,4 +288,33 @@ def loaders(counters: Mapping[str, Mergeable], states: Mapping[str, Sequence[Sta
     Raises:
         MalformedStateError: if the states of a counter cannot be merged.
     """
-    return [partial(counter.load_state_dict, counter.merge(states[name])) for name, counter in counters.items()]
+    return {name: counter.merge(states[name]) for name, counter in counters.items()}
+
+
+def load_all(counters: Mapping[str, Mergeable], states: Mapping[str, State]) -> None:
+    """Load a merged state into each counter. If one of them raises an error, restore all.
+
+    Args:
+        counters: counter name to counter.
+        states: result of :func:`merged`.
+    """
+    before = {name: copy.deepcopy(counter.merge([counter.state_dict()])) for name, counter in counters.items()}
+    begun: list[str] = []
+    try:
+        for name, counter in counters.items():
+            begun.append(name)
+            counter.load_state_dict(states[name])
+    except BaseException:
+        for name in begun:
+            counters[name].load_state_dict(before[name])
+        raise
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return a hash of the tensor's bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_128_hexdigest(bytes(flat.numpy()))

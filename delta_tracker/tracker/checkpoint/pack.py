@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
-from delta_tracker.tracker.checkpoint.rank_header import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY, RankHeader
+from delta_tracker.tracker.checkpoint.rank_header import ALIGNMENT, DTYPES, FORMAT_VERSION, HISTORY
 from delta_tracker.tracker.log_state import LogState
 from delta_tracker.types import ShardSpec
 
@@ -27,6 +28,7 @@ def pack(
     state: LogState,
     annotations: Mapping[str, object],
     counters: Counters,
+    kinds: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Encode the state of a rank. Return the CPU tensors to save, by key.
 
@@ -38,6 +40,7 @@ def pack(
         state: state of the rank's log, with local ids.
         annotations: consumer name to the consumer's note, a JSON value.
         counters: counter name to the counter's fields, which are tensors or JSON values.
+        kinds: counter name to the counter's kind, a JSON object.
 
     Raises:
         InvalidArgumentError: if a field of a counter is neither a JSON value nor a tensor of a supported dtype.
@@ -68,23 +71,8 @@ def pack(
         "has_history": state.history is not None,
         "annotations": dict(annotations),
         "pieces": pieces,
+        "counter_kinds": dict(kinds),
     }
-    return _encode(header, rows, counters)
-
-
-def replace_counters(part: RankHeader, saved: Mapping[str, Tensor], counters: Counters) -> dict[str, Tensor]:
-    """Return a part (the saved state of one rank) with ``counters`` in place of its saved counters.
-
-    Args:
-        part: header of the part.
-        saved: saved tensors by key, including the prefix. Tensors of other parts are ignored.
-        counters: counter name to the counter's fields, which are tensors or JSON values.
-
-    Raises:
-        InvalidArgumentError: if a field of a counter is neither a JSON value nor a tensor of a supported dtype.
-    """
-    header = json.loads(bytes(saved[f"{part.prefix}header"].numpy()))
-    rows = {name: saved[part.prefix + name] for fqn in part.shards for name in part.row_layouts(fqn)}
     return _encode(header, rows, counters)
 
 

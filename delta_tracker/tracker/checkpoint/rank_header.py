@@ -9,7 +9,8 @@ followed by one of these names:
 - ``header``: ``[B]`` uint8, the JSON of :class:`RankHeader`.
 - ``rows/{table}``: ``[B]`` uint8, the table's rows in all row sets. There is only one such tensor per table, to
   keep DCP's plan short: the plan has an entry for every tensor.
-- ``counters/{name}/{field}``: tensors of the registered counters.
+- ``counters/{name}/{field}``: tensors of the registered counters. The header has the other fields of each counter and
+  its kind, see :mod:`delta_tracker.tracker.checkpoint.counters`.
 
 A *row set* contains the pending rows of one consumer, and its name is the index of this consumer in the header. The row
 set ``history`` contains all rows changed since the tracker was created. In a ``rows/{table}`` tensor, a row set
@@ -131,6 +132,7 @@ class RankHeader:
         has_history: True if the row set ``history`` is saved.
         annotations: consumer name to the consumer's note.
         counters: counter name to a mapping from field name to value, without the fields that are tensors.
+        counter_kinds: counter name to the counter's kind; empty if an earlier release saved the state.
         layouts: key of each counter tensor, without the prefix, to the tensor's dtype and shape.
         pieces: table FQN to the pieces of its ``rows/{table}`` tensor, in order.
     """
@@ -144,6 +146,7 @@ class RankHeader:
     has_history: bool
     annotations: Mapping[str, object]
     counters: Mapping[str, Mapping[str, object]]
+    counter_kinds: Mapping[str, Mapping[str, object]]
     layouts: Mapping[str, Layout]
     pieces: Mapping[str, tuple[Piece, ...]]
 
@@ -223,6 +226,17 @@ class RankHeader:
         found = {key[len(start) :]: tensors[self.prefix + key] for key in self.layouts if key.startswith(start)}
         return {**self.counters[name], **found}
 
+    def counter_fields(self, name: str) -> dict[str, object] | None:
+        """Return the value of each field of a counter, or its shape if it is a tensor, by field name.
+
+        Returns None if the part has no counter ``name``.
+        """
+        if name not in self.counters:
+            return None
+        start = f"counters/{name}/"
+        shapes = {key[len(start) :]: shape for key, (_, shape) in self.layouts.items() if key.startswith(start)}
+        return {**self.counters[name], **shapes}
+
 
 _Count = Annotated[int, Meta(ge=0)]
 
@@ -251,6 +265,7 @@ class _Header(Struct):
     counters: dict[str, dict[str, object]]
     layouts: dict[str, tuple[str, tuple[_Count, ...]]]  # dtype, shape
     pieces: dict[str, list[tuple[str, str, str, tuple[_Count, ...]]]]  # row set, column, dtype, shape
+    counter_kinds: dict[str, dict[str, object]] = {}
 
 
 def parse(key: str, header: Tensor) -> RankHeader:
@@ -284,6 +299,7 @@ def _part(header: _Header) -> RankHeader:
         has_history=header.has_history,
         annotations=header.annotations,
         counters=header.counters,
+        counter_kinds=header.counter_kinds,
         layouts={name: (DTYPES[dtype], shape) for name, (dtype, shape) in header.layouts.items()},
         pieces={
             fqn: tuple(Piece(row_set, column, DTYPES[dtype], shape) for row_set, column, dtype, shape in pieces)

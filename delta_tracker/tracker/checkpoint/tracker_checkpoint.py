@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,17 @@ from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
 from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
-from delta_tracker.tracker.checkpoint.counters import Mergeable, as_mergeable, loaders
+from delta_tracker.tracker.checkpoint.counters import (
+    Mergeable,
+    as_mergeable,
+    check_saved,
+    check_world_size,
+    kind_of,
+    load_all,
+    merged,
+)
 from delta_tracker.tracker.checkpoint.gather import gather_parts
-from delta_tracker.tracker.checkpoint.pack import pack, replace_counters
+from delta_tracker.tracker.checkpoint.pack import pack
 from delta_tracker.tracker.checkpoint.rank_header import HEADER, RankHeader, check_alike, check_tables, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.modes import Capture
@@ -104,6 +113,15 @@ class TrackerCheckpoint:
             raise InvalidArgumentError("name", name, f"Pass a name without slash, not in {sorted(self._counters)}")
         self._counters[name] = as_mergeable(name, counter)
 
+    def description(self) -> dict[str, object]:
+        """Return the mode, consumers, tables and counters, which must be the same on every rank. JSON serializable."""
+        return {
+            "mode": self._mode.value,
+            "consumers": sorted(self._log.consumers),
+            "tables": {fqn: str(shard.spec.table) for fqn, shard in sorted(self._model.shards.items())},
+            "counters": {name: kind_of(counter) for name, counter in sorted(self._counters.items())},
+        }
+
     def state_dict(self, *, strategy: Strategy = "local") -> dict[str, Tensor]:
         """Return the state to save. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.state_dict`."""
         if strategy not in get_args(Strategy):
@@ -111,25 +129,13 @@ class TrackerCheckpoint:
         rank, world_size = _place()
         shards = {fqn: shard.spec for fqn, shard in self._model.shards.items()}
         counters = {name: counter.state_dict() for name, counter in self._counters.items()}
-        part = pack(rank, world_size, self._mode.value, shards, self._log.state(), self.annotations, counters)
+        kinds = {name: kind_of(counter) for name, counter in self._counters.items()}
+        part = pack(rank, world_size, self._mode.value, shards, self._log.state(), self.annotations, counters, kinds)
         if strategy == "local" or world_size == 1:
             return part
         if self._group is None:
             self._group = RankGroup("parts", 'state_dict(strategy="gather")', TORCH_TIMEOUT)
-        gathered = gather_parts(part, self._group)
-        merged = (
-            {
-                name: counter.merge(_counted(name, _parts(gathered), gathered))
-                for name, counter in self._counters.items()
-            }
-            if rank == 0
-            else {}
-        )
-        return {
-            key: tensor
-            for each in (_parts(gathered) if rank == 0 else [])
-            for key, tensor in replace_counters(each, gathered, {} if each.rank else merged).items()
-        }
+        return gather_parts(part, self._group)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
@@ -149,10 +155,9 @@ class TrackerCheckpoint:
                 found = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                 raise MalformedStateError(key, f"the tensor is {found}, its header says {dtype} of shape {shape}")
             tensors[key] = tensor.detach().cpu()
-        loads = loaders(self._counters, {name: _counted(name, plan.counted, tensors) for name in self._counters})
+        counted = merged(self._counters, {name: _counted(name, plan.counted, tensors) for name in self._counters})
         log_state = plan.state(tensors)
-        for load in loads:
-            load()
+        load_all(self._counters, counted)
         with self._log.lock:
             self._log.restore(log_state)
             self._positions = {name: self._log.position(name) for name in self._log.consumers}
@@ -173,6 +178,11 @@ class TrackerCheckpoint:
         rank, world_size = _place()
         if counters != sorted(self._counters):
             raise StateMismatchError("counters", counters, sorted(self._counters))
+        for part, (name, counter) in itertools.product(parts, self._counters.items()):
+            fields = part.counter_fields(name)
+            if fields is not None:
+                check_saved(name, counter, part.counter_kinds.get(name), fields)
+        check_world_size(self._counters, first.world_size, world_size)
         return Resharding(parts, self._model.shards, self._capture, rank, world_size)
 
 
