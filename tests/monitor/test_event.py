@@ -35,6 +35,25 @@ def test_malformed_events_are_refused() -> None:
         Event("a", severity=25)
 
 
+@pytest.mark.xfail(strict=True, reason="ids are not checked")
+@pytest.mark.parametrize(
+    "ids",
+    [
+        {"id": 2**64},
+        {"span": -1},
+        {"parent": 2**64},
+        {"trace": 2**128},
+        {"trace": 1.0},
+        {"span": 1, "trace": 0, "phase": Phase.END},
+        {"span": 0, "trace": 1, "phase": Phase.BEGIN},
+    ],
+    ids=str,
+)
+def test_ids_that_are_invalid_in_a_trace_are_refused(ids) -> None:
+    with pytest.raises(InvalidArgumentError, match="cannot be used"):
+        Event("a", **ids)
+
+
 def test_an_event_cannot_be_changed_by_its_creator() -> None:
     data = {"x": 1}
     event = Event("a", data=data)

@@ -23,6 +23,7 @@ from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.monitor import Event, Monitor
 from delta_tracker.monitor.buckets import SCALE
 from delta_tracker.monitor.device.metrics import DeviceMean
+from delta_tracker.monitor.event import Phase
 from delta_tracker.monitor.sinks.chrome_trace import ChromeTraceSink
 from delta_tracker.monitor.sinks.jsonl import JsonlSink
 from delta_tracker.monitor.sinks.logs import LoggingSink
@@ -309,7 +310,7 @@ def test_opentelemetry_reaches_a_collector(otlp) -> None:
     ]
     assert [span.name for span in spans] == ["publish", "publish"]
     assert spans[0].end_time_unix_nano - spans[0].start_time_unix_nano == 10**9
-    assert int.from_bytes(spans[0].trace_id, "big") == 7
+    assert len({span.trace_id for span in spans}) == 1
     records = {
         record.event_name: record
         for _, body in otlp.got["/v1/logs"]
@@ -319,6 +320,48 @@ def test_opentelemetry_reaches_a_collector(otlp) -> None:
     assert records["inside"].body.string_value == "in a span"
     assert records["inside"].span_id == spans[1].span_id
     assert records["training.end"].severity_text == "ERROR"
+
+
+@pytest.mark.xfail(strict=True, reason="the trace id of trace=0 is 0")
+def test_otlp_trace_ids_are_valid(otlp) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    logs_proto, traces_proto = (
+        importlib.import_module(f"opentelemetry.proto.collector.{kind}.v1.{kind}_service_pb2")
+        for kind in ("logs", "trace")
+    )
+    monitor = Monitor()
+    monitor.start([OpenTelemetrySink(f"http://127.0.0.1:{otlp.server.server_port}")], system=False)
+    with monitor.span("zero", trace=0), monitor.span("child"):
+        monitor.log("inside")
+    monitor.log("outside")
+    with monitor.span("none"):
+        pass
+    assert monitor.stop()
+    ((_, body),) = otlp.got["/v1/traces"]
+    (scope,) = traces_proto.ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans
+    spans = {span.name: span for span in scope.spans}
+    assert all(len(s.trace_id) == 16 and any(s.trace_id) and len(s.span_id) == 8 for s in spans.values())
+    assert spans["zero"].trace_id == spans["child"].trace_id != spans["none"].trace_id
+    assert (spans["child"].parent_span_id, spans["zero"].parent_span_id) == (spans["zero"].span_id, b"")
+    ((_, body),) = otlp.got["/v1/logs"]
+    (scope,) = logs_proto.ExportLogsServiceRequest.FromString(body).resource_logs[0].scope_logs
+    records = {record.event_name: record for record in scope.log_records}
+    assert records["inside"].trace_id == spans["zero"].trace_id
+    assert records["inside"].span_id == spans["child"].span_id
+    assert (records["outside"].trace_id, records["outside"].span_id) == (b"", b"")
+
+
+@pytest.mark.xfail(strict=True, reason="the assertion that data has seconds fails each delivery")
+def test_otlp_spans_that_are_made_by_hand_do_not_block_the_sink(otlp) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    monitor = Monitor()
+    monitor.start([OpenTelemetrySink(f"http://127.0.0.1:{otlp.server.server_port}")], system=False)
+    for data in ({}, {"seconds": "x"}, {"seconds": float("nan")}, {"seconds": -1}, {"seconds": 1e30}):
+        monitor.emit(Event("e", data=data, phase=Phase.END, span=1, trace=1))
+    monitor.emit(Event("e", time_ns=-1))
+    assert monitor.stop()
+    assert not [cell.labels for cell in monitor.metrics.outlet_errors.cells]
+    assert set(otlp.got) == {"/v1/traces", "/v1/logs", "/v1/metrics"}
 
 
 def _otlp_metrics(monitor: Monitor):

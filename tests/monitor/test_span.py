@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delta_tracker.monitor import Severity
+from delta_tracker.monitor import Monitor, Severity
 from delta_tracker.monitor.event import Phase
 
 
@@ -26,10 +26,48 @@ def test_spans_nest_and_end_also_where_the_body_raises(monitor, clock) -> None:
     assert (after.span, after.trace) == (0, 0)
 
 
-def test_a_trace_can_join_the_spans_of_all_ranks(monitor) -> None:
-    with monitor.span("step", trace=17), monitor.span("part"):
+def _trace(number: int | None, run_id: str | None = None) -> int:
+    """Return the trace of a span in a monitor of its own."""
+    monitor = Monitor()
+    monitor.start(system=False, **({} if run_id is None else {"run_id": run_id}))
+    with monitor.span("step", trace=number), monitor.span("part"):
         pass
-    assert {event.trace for event in monitor.events.recent} == {17}
+    monitor.stop()
+    (trace,) = {event.trace for event in monitor.events.recent}
+    return trace
+
+
+_needs_run = pytest.mark.xfail(strict=True, reason="a trace is the number that was passed")
+
+
+@_needs_run
+def test_a_trace_can_join_the_spans_of_all_ranks() -> None:
+    assert _trace(17, "run 1") == _trace(17, "run 1")
+    traces = {_trace(number, run) for number in (0, 1, 17, -1, 2**128) for run in ("run 1", "run 2", "run 11")}
+    assert len(traces) == 15
+    assert all(2**64 < trace < 2**128 for trace in traces)
+
+
+@_needs_run
+def test_traces_of_two_runs_differ(monkeypatch, caplog) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert len({_trace(17), _trace(17), _trace(None), _trace(None), 0}) == 5
+    assert not caplog.records
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun's default
+    assert _trace(17) != _trace(17)
+    assert ["run_id" in record.getMessage() for record in caplog.records] == [True, True]
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, name)
+        assert _trace(17) == _trace(17) == _trace(17, name)
+
+
+@_needs_run
+def test_traces_without_a_number_have_128_random_bits() -> None:
+    traces = {_trace(None) for _ in range(20)}
+    assert len({trace >> 64 for trace in traces}) == len({trace % 2**64 for trace in traces}) == 20
 
 
 def test_spans_by_start_and_stop(monitor) -> None:
