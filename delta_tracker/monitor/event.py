@@ -20,6 +20,8 @@ Value = str | int | float | bool
 """Value in an event's data. Nested values are not supported, so that every sink can export the data."""
 
 _RANK_BITS, _COUNT_BITS = 16, 48
+_TRACE_BITS = 128
+_IDS, _TRACES = 2**64, 2**_TRACE_BITS
 
 
 class Severity(IntEnum):
@@ -76,6 +78,11 @@ def new_id() -> int:
     return _ids[0].next()
 
 
+def new_trace() -> int:
+    """Return a random 128-bit id for a trace, never 0."""
+    return secrets.randbits(_TRACE_BITS) or new_trace()
+
+
 def renew_ids() -> None:
     """Make later ids continue from a new random number. Called in a forked child."""
     _ids.clear()
@@ -111,11 +118,12 @@ class Event:
         id: 64-bit id, unique across ranks.
         span: id of the span that contains the event, or that the event begins or ends; 0 outside of spans.
         parent: id of the parent span; 0 if there is none.
-        trace: id shared by all related spans and their events; 0 outside of spans.
+        trace: 128-bit id shared by all related spans and their events; 0 outside of spans.
         phase: relation of the event to ``span``.
 
     Raises:
-        InvalidArgumentError: for an invalid name, an unknown severity, or data that is not flat.
+        InvalidArgumentError: for an invalid name, an unknown severity, data that is not flat, an id that has too many
+            bits, or a beginning or ending span whose ``span`` or ``trace`` is 0.
     """
 
     name: str
@@ -132,6 +140,7 @@ class Event:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
+        self._check_ids()
         for key, value in self.data.items():
             if type(key) is not str or type(value) not in (str, int, float, bool):
                 raise InvalidArgumentError("data", {key: value}, "Use str keys and str, int, float or bool values")
@@ -143,6 +152,17 @@ class Event:
         except ValueError:
             known = [each.name for each in Severity]
             raise InvalidArgumentError("severity", self.severity, f"Pass one of {known}") from None
+
+    def _check_ids(self) -> None:
+        low = 0 if self.phase is Phase.INSTANT else 1
+        for name, number, end, least in (
+            ("id", self.id, _IDS, 0),
+            ("span", self.span, _IDS, low),
+            ("parent", self.parent, _IDS, 0),
+            ("trace", self.trace, _TRACES, low),
+        ):
+            if type(number) is not int or not least <= number < end:
+                raise InvalidArgumentError(name, number, f"Pass an int from {least} to {end - 1}")
 
 
 def json_value(value: Value) -> Value:

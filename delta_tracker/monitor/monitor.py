@@ -21,7 +21,7 @@ from delta_tracker.monitor.names import check_label_names, encodable
 from delta_tracker.monitor.polled_stats import Readings, Source
 from delta_tracker.monitor.registry import Registry
 from delta_tracker.monitor.sinks.sink import Sink
-from delta_tracker.monitor.span import Span
+from delta_tracker.monitor.span import Span, launched_run_id, trace_of
 from delta_tracker.monitor.stat import Counter, Definition, Gauge, Histogram, Hooks, Kind, Stat
 from delta_tracker.monitor.system import SystemMetrics
 
@@ -60,6 +60,7 @@ class Monitor(Forkable):
         self, clock: Clock = time, *, capacity: int = 4096, deadline: timedelta = timedelta(seconds=5)
     ) -> None:
         self._clock = clock
+        self._run_id: str | None = None
         self._progress = Progress(clock)
         self.registry = Registry(self._progress, Hooks(self._overflowed))
         self.metrics = LibraryMetrics(self.registry)
@@ -224,11 +225,13 @@ class Monitor(Forkable):
             name: name of both events.
             severity: severity of both events. The end event has severity ERROR if the body of the ``with``
                 statement raises.
-            trace: id of a group of related spans, see :class:`~delta_tracker.monitor.span.Span`. Pass the same number
-                on all ranks to group their spans.
+            trace: number of a group of related spans. Pass the same number, such as the step, on all ranks to group
+                their spans in one trace. Its id is computed from the number and the ``run_id`` of :meth:`start`. None
+                to use the trace of the parent, or a new trace if there is no parent.
             data: data of both events.
         """
-        return Span(self.emit, self._clock, name, data, severity, trace)
+        trace_id = None if trace is None else trace_of(self._run(), trace)
+        return Span(self.emit, self._clock, name, data, severity, trace_id)
 
     def on(self, pattern: str, handler: Handler, severity: Severity = Severity.DEBUG) -> Subscription:
         """Subscribe a handler to events. The handler is called in a thread of the library.
@@ -290,6 +293,7 @@ class Monitor(Forkable):
         interval: timedelta = _INTERVAL,
         attributes: Mapping[str, str] | None = None,
         system: bool = True,
+        run_id: str | None = None,
     ) -> None:
         """Start collecting every ``interval`` in threads of the library, until :meth:`stop` or the end of the program.
 
@@ -301,6 +305,9 @@ class Monitor(Forkable):
             interval: time between two collections.
             attributes: names and values that identify the process, such as ``{"rank": "0"}``. Sinks export them.
             system: True to also record CPU, memory, disk and network of the process, and torch's CUDA memory.
+            run_id: identifier of the training run, equal on all ranks and different in each run. With it, spans of all
+                ranks that pass the same number share a trace. None to use ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``.
+                Without any, ranks do not share traces.
 
         Raises:
             InvalidArgumentError: if the monitor is running, ``interval`` is 0 or less, or an attribute has an invalid
@@ -312,6 +319,7 @@ class Monitor(Forkable):
         labels = dict(zip(check_label_names(attributes or {}), texts, strict=True))
         if self.is_running:
             raise InvalidArgumentError("start", "twice", "Call stop() first")
+        self._run_id = self._run_id if run_id is None else run_id
         if system:
             self.registry.add_source(SystemMetrics(self.registry))
         protect(self)
@@ -351,6 +359,11 @@ class Monitor(Forkable):
         self._collector.after_fork()
         for source in failed:
             self.metrics.outlet_errors.cell(outlet=source.name).add(1)
+
+    def _run(self) -> str:
+        if self._run_id is None:
+            self._run_id = launched_run_id()
+        return self._run_id
 
     def _define(self, definition: Definition, settings: dict[str, Any]) -> Stat:
         protect(self)

@@ -70,7 +70,7 @@ def check_unit(unit: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return ``text`` with each surrogate replaced by an escape sequence, because UTF-8 cannot encode surrogates.
+    r"""Return ``text`` with each surrogate replaced by an escape sequence, because UTF-8 cannot encode surrogates.
 
     Python represents bytes that are not UTF-8, for example in file names, by surrogates.
 

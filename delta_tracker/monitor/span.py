@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Mapping
 from contextvars import Token
 from types import TracebackType
 from typing import Self
 
+import xxhash
+
 from delta_tracker.monitor.clock import Clock
-from delta_tracker.monitor.event import CURRENT_SPAN, Event, Phase, Severity, SpanContext, Value, new_id
+from delta_tracker.monitor.event import CURRENT_SPAN, Event, Phase, Severity, SpanContext, Value, new_id, new_trace
 
 _NS = 1e-9
+_NO_RUN_IDS = frozenset({"", "none"})  # "none" is torchrun's default
+
+_logger = logging.getLogger(__name__)
+
+
+def trace_of(run_id: str, number: int) -> int:
+    """Return the 128-bit id, never 0, of the trace with a given number in a training run.
+
+    The ids are equal on all ranks of a run, and differ between runs.
+
+    Args:
+        run_id: identifier of the training run.
+        number: any integer, such as the step.
+    """
+    return xxhash.xxh3_128_intdigest(f"{run_id}\0{number}".encode()) or 1
+
+
+def launched_run_id() -> str:
+    """Return the id that the launcher gave to the run, from ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``.
+
+    If there is none, return a random id. Then log a warning if there are several ranks.
+    """
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        found = os.environ.get(name, "")
+        if found not in _NO_RUN_IDS:
+            return found
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        _logger.warning("monitor: spans do not share traces between ranks. Pass run_id to monitor.start()")
+    return f"{new_trace():032x}"
 
 
 class Span:
@@ -26,8 +59,8 @@ class Span:
         name: name of both events.
         data: data of both events.
         severity: severity of both events, unless the body raises.
-        trace: id of a group of related spans. Ranks that pass the same number, such as the step, share a trace. None
-            to use the trace of the parent, or a new trace if there is no parent.
+        trace: 128-bit id of a group of related spans, see :func:`trace_of`. None to use the trace of the parent, or a
+            new random trace if there is no parent.
     """
 
     def __init__(
@@ -54,7 +87,7 @@ class Span:
         self.id = new_id()
         self._parent = 0 if parent is None else parent.span
         if self._trace is None:
-            self._trace = self.id if parent is None else parent.trace
+            self._trace = new_trace() if parent is None else parent.trace
         self._token = CURRENT_SPAN.set(SpanContext(self.id, self._trace))
         self._begin_ns = self._clock.monotonic_ns()
         self._emit(self._event(Phase.BEGIN, self._severity, self._begin_ns, self._data))

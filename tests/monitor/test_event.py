@@ -35,7 +35,6 @@ def test_malformed_events_are_refused() -> None:
         Event("a", severity=25)
 
 
-@pytest.mark.xfail(strict=True, reason="ids are not checked")
 @pytest.mark.parametrize(
     "ids",
     [

@@ -53,4 +53,23 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="trace ids repeat between runs, and trace=0 is the invalid id",
+        generator="tests/monitor/test_span.py::test_a_trace_can_join_the_spans_of_all_ranks",
+        edits={"delta_tracker/monitor/monitor.py": [("trace_of(self._run(), trace)", "trace")]},
+    ),
+    Revert(
+        defect="new traces have 64 bits, of which 16 are the rank",
+        generator="tests/monitor/test_span.py::test_traces_without_a_number_have_128_random_bits",
+        edits={"delta_tracker/monitor/span.py": [("new_trace() if parent is None", "self.id if parent is None")]},
+    ),
+    Revert(
+        defect="a span that is made by hand blocks the OTLP sink",
+        generator=_SINKS + "test_otlp_spans_that_are_made_by_hand_do_not_block_the_sink",
+        edits={
+            "delta_tracker/monitor/sinks/opentelemetry.py": [
+                ("not isinstance(seconds, float) or not 0 < seconds < math.inf", "not isinstance(seconds, float)")
+            ],
+        },
+    ),
 ]

@@ -97,7 +97,7 @@ def total_line(report: TotalReport, batch: Batch) -> dict[str, object]:
 def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]:
     """Return an event as a JSON object, with the attributes of the process.
 
-    Ids are hexadecimal strings, because many JSON readers round 64-bit numbers.
+    Ids are hexadecimal strings, because many JSON readers round large numbers.
     """
     return {
         "kind": "event",
@@ -110,7 +110,7 @@ def event_line(event: Event, attributes: Mapping[str, str]) -> dict[str, object]
         "id": f"{event.id:016x}",
         "span": f"{event.span:016x}",
         "parent": f"{event.parent:016x}",
-        "trace": f"{event.trace:x}",
+        "trace": f"{event.trace:032x}",
         "phase": event.phase.value,
         "attributes": dict(attributes),
     }

@@ -205,10 +205,9 @@ def _span(event: Event, resource: Any) -> Any:  # noqa: ANN401
     from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags  # noqa: PLC0415
 
     def context(span: int) -> SpanContext:
-        return SpanContext(_trace_id(event), span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+        return SpanContext(event.trace, span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
-    seconds = event.data.get("seconds", 0.0)
-    assert isinstance(seconds, float), "set at the end of a span"
+    end_ns = _time_ns(event)
     return ReadableSpan(
         event.name,
         context=context(event.span),
@@ -216,8 +215,8 @@ def _span(event: Event, resource: Any) -> Any:  # noqa: ANN401
         resource=resource,
         attributes=dict(event.data),
         status=Status(StatusCode.ERROR if event.severity >= Severity.ERROR else StatusCode.UNSET),
-        start_time=event.time_ns - round(seconds * _NS_PER_S),
-        end_time=event.time_ns,
+        start_time=max(0, end_ns - _duration_ns(event)),
+        end_time=end_ns,
         instrumentation_scope=InstrumentationScope(_SCOPE),
     )
 
@@ -228,10 +227,12 @@ def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context  # noqa: PLC0415
 
-    place = SpanContext(_trace_id(event), event.span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    place = SpanContext(
+        event.trace, event.span if event.trace else 0, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+    )
     record = LogRecord(
-        timestamp=event.time_ns,
-        observed_timestamp=event.time_ns,
+        timestamp=_time_ns(event),
+        observed_timestamp=_time_ns(event),
         context=set_span_in_context(NonRecordingSpan(place)),
         severity_text=event.severity.name,
         severity_number=SeverityNumber(_SEVERITIES[event.severity]),
@@ -242,6 +243,14 @@ def _log_record(event: Event, resource: Any) -> Any:  # noqa: ANN401
     return ReadableLogRecord(record, resource, InstrumentationScope(_SCOPE))
 
 
-def _trace_id(event: Event) -> int:
-    """Return the 128-bit trace id of an event. For an event outside all spans, return 0, which means no trace."""
-    return event.trace % 2**128
+def _time_ns(event: Event) -> int:
+    """Return the time of an event in the range of the protocol."""
+    return min(max(0, event.time_ns), 2**64 - 1)
+
+
+def _duration_ns(event: Event) -> int:
+    """Return the duration of an ended span; 0 if the event was not emitted by a span and has no valid duration."""
+    seconds = event.data.get("seconds", 0.0)
+    if not isinstance(seconds, float) or not 0 < seconds < math.inf:
+        return 0
+    return round(seconds * _NS_PER_S)
