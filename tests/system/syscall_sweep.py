@@ -156,14 +156,13 @@ class Point:
         return f"inject={self.call}:{kind}={self.fault}:when={self.number}"
 
 
-def _act(root: Path, scenario: str, ready: int, go: int) -> None:
+def _act(root: Path, scenario: str, wait: Callable[[], None]) -> None:
     """Prepare a scenario, wait for strace, run it, and retry after an error."""
     stage = Stage(root)
     SCENARIOS[scenario](stage)
     torch.save(stage.states, root / "states.pt")
     (root / "modules.json").write_text(json.dumps(sorted(sys.modules)))
-    os.write(ready, b"x")
-    os.read(go, 1)
+    wait()
     outcome = "done"
     for _ in range(_ATTEMPTS):
         try:
@@ -240,16 +239,26 @@ def _traced(pid: int, log: Path, options: Sequence[str]) -> Iterator[None]:
             raise
 
 
-def _run(root: Path, scenario: str, options: Sequence[str]) -> int:
-    """Run a scenario in a child under strace; return its exit status, negative for a signal."""
-    root.mkdir()
+def run_traced(root: Path, body: Callable[[Callable[[], None]], None], options: Sequence[str]) -> int:
+    """Run ``body`` in a child; return its exit status, negative for a signal.
+
+    Args:
+        root: directory for the trace ``strace`` and, after an exception, its text ``error``.
+        body: called with a function that waits until strace is attached; the body calls it once.
+        options: strace's options.
+    """
     ready, told = os.pipe()
     wait, go = os.pipe()
-    child = _fork(root, partial(_act, root, scenario, told, wait))
+
+    def attached() -> None:
+        os.write(told, b"x")
+        os.read(wait, 1)
+
+    child = _fork(root, partial(body, attached))
     os.close(told)
     try:
         if not os.read(ready, 1):
-            raise AssertionError(f"{scenario}: {(root / 'error').read_text()}")
+            raise AssertionError((root / "error").read_text())
         with _traced(child, root / "strace", options):
             os.write(go, b"x")
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -257,6 +266,12 @@ def _run(root: Path, scenario: str, options: Sequence[str]) -> int:
         for descriptor in (ready, wait, go):
             os.close(descriptor)
     return status
+
+
+def _run(root: Path, scenario: str, options: Sequence[str]) -> int:
+    """Run a scenario in a child under strace; return its exit status, negative for a signal."""
+    root.mkdir()
+    return run_traced(root, partial(_act, root, scenario), options)
 
 
 def points(root: Path, scenario: str, faults: Sequence[str]) -> list[Point]:
