@@ -9,10 +9,12 @@ import json
 import logging
 import math
 import threading
+import time
 import urllib.request
 from collections import Counter, defaultdict
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 
 import pytest
 import torch
@@ -72,6 +74,43 @@ def test_chrome_trace(tmp_path) -> None:
     assert end[0]["ts"] - begin[0]["ts"] == pytest.approx(1e6)
     curves = [line["args"]["mean"] for line in lines if line["ph"] == "C" and line["name"] == "training.loss"]
     assert curves == [11.0, 21.0]
+
+
+@pytest.mark.xfail(strict=True, reason="timestamps are those of the monotonic clock")
+def test_a_chrome_trace_has_the_timestamps_of_the_profiler(tmp_path) -> None:
+    """Ranges of both are nested in turn, with pauses between their ends."""
+    monitor, pause_seconds = Monitor(), 0.01
+    monitor.start([ChromeTraceSink(tmp_path / "ours.json")], system=False)
+    ranges = [
+        lambda: monitor.span("outer"),
+        lambda: torch.profiler.record_function("middle"),
+        lambda: monitor.span("inner"),
+    ]
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+        contextlib.ExitStack() as s,
+    ):
+        for each in ranges:
+            s.callback(time.sleep, pause_seconds)
+            s.enter_context(each())
+            time.sleep(pause_seconds)
+    assert monitor.stop()
+    profiler.export_chrome_trace(str(tmp_path / "theirs.json"))
+    events = json.loads((tmp_path / "ours.json").read_text())
+    theirs = json.loads((tmp_path / "theirs.json").read_text())
+    events += theirs["traceEvents"]
+    ours = {(each["name"], each["ph"]): each["ts"] for each in events if each and each["ph"] in "be"}
+    (middle,) = [each for each in events if each and each["name"] == "middle"]
+    places = [ours["outer", "b"], middle["ts"], ours["inner", "b"]]
+    places += [ours["inner", "e"], middle["ts"] + middle["dur"], ours["outer", "e"]]
+    assert places == sorted(places)
+    assert min(b - a for a, b in pairwise(places)) > pause_seconds * 1e6 / 2
+    (labels,) = [
+        each["args"]["labels"]
+        for each in events
+        if each and each["name"] == "process_labels" and "=" in each["args"]["labels"]
+    ]
+    assert labels == f"baseTimeNanoseconds={theirs['baseTimeNanoseconds']}"
 
 
 def test_a_chrome_trace_of_a_killed_program_can_be_read(tmp_path) -> None:
