@@ -76,7 +76,6 @@ def test_chrome_trace(tmp_path) -> None:
     assert curves == [11.0, 21.0]
 
 
-@pytest.mark.xfail(strict=True, reason="timestamps are those of the monotonic clock")
 def test_a_chrome_trace_has_the_timestamps_of_the_profiler(tmp_path) -> None:
     """Ranges of both are nested in turn, with pauses between their ends."""
     monitor, pause_seconds = Monitor(), 0.01
@@ -86,13 +85,11 @@ def test_a_chrome_trace_has_the_timestamps_of_the_profiler(tmp_path) -> None:
         lambda: torch.profiler.record_function("middle"),
         lambda: monitor.span("inner"),
     ]
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
-        contextlib.ExitStack() as s,
-    ):
+    # torch.profiler.profile() is this class with schedules, which import much more.
+    with torch.autograd.profiler.profile(use_kineto=True) as profiler, contextlib.ExitStack() as stack:
         for each in ranges:
-            s.callback(time.sleep, pause_seconds)
-            s.enter_context(each())
+            stack.callback(time.sleep, pause_seconds)
+            stack.enter_context(each())
             time.sleep(pause_seconds)
     assert monitor.stop()
     profiler.export_chrome_trace(str(tmp_path / "theirs.json"))
@@ -105,12 +102,7 @@ def test_a_chrome_trace_has_the_timestamps_of_the_profiler(tmp_path) -> None:
     places += [ours["inner", "e"], middle["ts"] + middle["dur"], ours["outer", "e"]]
     assert places == sorted(places)
     assert min(b - a for a, b in pairwise(places)) > pause_seconds * 1e6 / 2
-    (labels,) = [
-        each["args"]["labels"]
-        for each in events
-        if each and each["name"] == "process_labels" and "=" in each["args"]["labels"]
-    ]
-    assert labels == f"baseTimeNanoseconds={theirs['baseTimeNanoseconds']}"
+    assert f"baseTimeNanoseconds={theirs['baseTimeNanoseconds']}" in (tmp_path / "ours.json").read_text()
 
 
 def test_a_chrome_trace_of_a_killed_program_can_be_read(tmp_path) -> None:
@@ -296,7 +288,7 @@ class _OtlpCollector:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
 
     def stop(self) -> None:

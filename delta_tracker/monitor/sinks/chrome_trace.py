@@ -3,14 +3,19 @@
 Spans are displayed as bars, events as marks, and values of windows as curves.
 
 The format is the JSON array of the Trace Event Format. Its closing bracket is optional, so the file of a program that
-was killed is readable. Timestamps are microseconds of the monotonic clock, like those of torch's profiler on Linux. No
-package is needed.
+was killed is readable. No package is needed.
+
+Timestamps are those of the traces of torch's profiler: microseconds of wall-clock time since a base, which the profiler
+writes as ``baseTimeNanoseconds``. The events of both files can therefore be displayed in one timeline. The base is the
+last multiple of a quarter of a mean year before the sink was created. It is in the labels of the process. If the
+profiler was first used in another quarter, shift one of the traces by the difference of the bases.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 from delta_tracker.monitor.batch import Batch, WindowReport
@@ -19,7 +24,9 @@ from delta_tracker.monitor.names import label_pairs
 from delta_tracker.monitor.sinks.appended_file import AppendedFile
 from delta_tracker.monitor.sinks.sink import Sink
 
-_US = 1e-3
+_NS_PER_US = 1000
+# Kineto's ChromeTraceBaseTime: a quarter of the mean Gregorian year of 365.2425 days.
+_QUARTER_NS = 7_889_238 * 10**9
 _PHASES = {Phase.BEGIN: "b", Phase.END: "e", Phase.INSTANT: "i"}
 
 
@@ -35,8 +42,11 @@ class ChromeTraceSink(Sink):
 
     def __init__(self, path: str | Path) -> None:
         self._pid = os.getpid()
+        self._base_ns = time.time_ns() // _QUARTER_NS * _QUARTER_NS
         self._file = AppendedFile(path, replace=True)
-        self._file.append("[\n")
+        labels = {"labels": f"baseTimeNanoseconds={self._base_ns}"}
+        base = {"name": "process_labels", "ph": "M", "pid": self._pid, "args": labels}
+        self._file.append(f"[\n{json.dumps(base)},\n")
 
     def deliver(self, batch: Batch) -> None:
         """Append the events and windows of the batch. If the write fails, the file is unchanged.
@@ -64,7 +74,7 @@ class ChromeTraceSink(Sink):
             "name": event.name,
             "cat": "delta_tracker",
             "ph": _PHASES[event.phase],
-            "ts": event.monotonic_ns * _US,
+            "ts": self._timestamp(event.time_ns),
             "pid": self._pid,
             "tid": 0,
             "args": {"message": event.message, **{key: json_value(value) for key, value in event.data.items()}},
@@ -76,7 +86,10 @@ class ChromeTraceSink(Sink):
         return {
             "name": " ".join([report.definition.name, *label_pairs(report.labels)]),
             "ph": "C",
-            "ts": report.window.end_ns * _US,
+            "ts": self._timestamp(report.window.time_ns),
             "pid": self._pid,
             "args": {name: json_value(value) for name, value in report.values.items()},
         }
+
+    def _timestamp(self, time_ns: int) -> float:
+        return (time_ns - self._base_ns) / _NS_PER_US
