@@ -150,6 +150,17 @@ def metrics_of_unequal_ranks(rank: int, world_size: int) -> dict[str, float]:
     return {name: value.item() for name, value in merged.items()}
 
 
+def merged_before_a_reading(rank: int, world_size: int) -> dict[str, Any]:
+    """Merge a metric before the collector has read it."""
+    monitor = Monitor()
+    metric = TorchMetric("m", torchmetrics.SumMetric(), monitor=monitor)
+    metric.update(10.0 * (rank + 1))
+    merged = float(metric.merge_ranks())
+    batches = [monitor.collect() for _ in range(2)]
+    own = [{each.labels[0][1]: each.values["value"] for each in batch.windows if each.labels} for batch in batches]
+    return {"merged": merged, "own": own}
+
+
 def recording_syncs_unpadded(rank: int, world_size: int) -> list[str]:
     """Run the same with stores that read the number of new rows."""
     return recording_syncs(rank, world_size, "embedding", "updates", bag=False, pads=False)["syncs"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -351,6 +352,99 @@ def test_merged_over_ranks(two_ranks: RankPool) -> None:
     assert answers[0]["metric max"] == 8.0
     assert answers[0]["metric mean"] == pytest.approx(5.5)
     assert answers[0]["metric cat"] == pytest.approx(answers[0]["exact cat"])
+
+
+@pytest.mark.xfail(strict=True, reason="a merge over the ranks counts as a reading")
+def test_a_merge_over_ranks_takes_no_reading_from_the_collector(two_ranks: RankPool) -> None:
+    for rank, answer in enumerate(two_ranks.run(f"{_CASES}:merged_before_a_reading")):
+        assert answer == {"merged": 30.0, "own": [{"value": 10.0 * (rank + 1)}, {}]}
+
+
+class _Kept(torchmetrics.Metric):
+    """It keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("newest", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("every", [], dist_reduce_fx="cat")
+
+    def update(self, value) -> None:
+        self.newest = value
+        self.every.append(value[None])
+
+    def compute(self):
+        return self.newest + torch.cat(self.every).sum()
+
+
+@pytest.mark.xfail(strict=True, reason="a metric keeps the tensors that are passed to it")
+def test_a_metric_keeps_neither_the_values_nor_their_graph(monitor) -> None:
+    stat = TorchMetric("m", _Kept(), monitor=monitor)
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * weight).sum()
+    gone = weakref.ref(loss)
+    stat.update(loss)
+    del loss
+    assert gone() is None
+    value = torch.tensor(4.0)
+    stat.update(value=value)
+    value += 100
+    assert _values(monitor, "m") == {"value": 4 + 3 + 4}
+    tensors = [stat.metric.newest, *stat.metric.every]
+    assert not any(each.requires_grad for each in tensors)
+
+
+class _Counting(torchmetrics.SumMetric):
+    """It counts outside of its states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_seen = 0
+
+    def update(self, value) -> None:
+        super().update(value)
+        self.num_seen += 1
+
+    def compute(self):
+        return self.sum_value / max(self.num_seen, 1)
+
+
+class _Listed(_Counting):
+    """It counts in a list, and later in a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.total = [], torch.zeros(2)
+
+    def update(self, value) -> None:
+        if self.seen:
+            self.total[0] += 1
+        else:
+            self.seen.append(1)
+
+
+class _Holding(torchmetrics.SumMetric):
+    """It hides a metric in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = {"list": [torchmetrics.SumMetric()]}
+
+
+@pytest.mark.xfail(strict=True, reason="what a metric keeps outside of its states is read as it was at the start")
+def test_metrics_with_values_outside_of_their_states_are_refused(monitor) -> None:
+    with pytest.raises(InvalidArgumentError, match="inner metrics: SumMetric"):
+        TorchMetric("hidden", _Holding(), monitor=monitor)
+    stat = TorchMetric("m", _Counting(), monitor=monitor)
+    with pytest.raises(InvalidArgumentError, match="'num_seen', which is no state"):
+        stat.update(3.0)
+    with pytest.raises(InvalidArgumentError, match="'seen', which is no state"):
+        TorchMetric("listed", _Listed(), monitor=monitor).update(3.0)
+    later = _Listed()
+    later.seen = [1]
+    with pytest.raises(InvalidArgumentError, match="'total', which is no state"):
+        TorchMetric("later", later, monitor=monitor).update(3.0)
+    monitor.collect()
+    assert not _values(monitor, "m")
 
 
 def test_a_metric_starts_no_collective_in_the_collector(two_ranks: RankPool) -> None:

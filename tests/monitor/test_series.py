@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import enum
+import math
+import warnings
+import weakref
+from decimal import Decimal
 
+import numpy as np
 import pytest
+import torch
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Window
+from delta_tracker.monitor.device.syncs import assert_no_sync, on_device
 from tests.monitor.figures import windows
 
 
@@ -75,3 +82,49 @@ def test_a_label_has_the_cell_of_its_text(monitor) -> None:
     stat.cell(kind="delta").add(1)
     assert stat.cell(kind=Kinds.DELTA) is stat.cell(kind=str(Kinds.DELTA)) is not stat.cell(kind="delta")
     assert stat.cell(kind=[1]) is stat.cell(kind="[1]")
+
+
+@pytest.mark.xfail(strict=True, reason="a record is a reference to the value")
+@pytest.mark.parametrize("make", [lambda: torch.tensor(2.0), lambda: np.array(2.0), lambda: torch.tensor([2])])
+def test_a_record_does_not_change_with_its_value(monitor, make) -> None:
+    stat, value = monitor.stat("s", aggregations=("sum", "count")), make()
+    for _ in range(3):
+        stat.add(value)
+        value += 1
+    assert stat.cells[0].collect_total() == 2 + 3 + 4
+
+
+@pytest.mark.xfail(strict=True, reason="a record keeps the graph of its value")
+def test_a_record_keeps_no_graph(monitor) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * weight).sum()
+    gone = weakref.ref(loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor.stat("s").add(loss)
+    del loss
+    assert gone() is None
+
+
+@pytest.mark.xfail(strict=True, reason="integers of numpy and torch are rounded to floats")
+def test_integers_of_arrays_are_exact(monitor) -> None:
+    stat = monitor.stat("s")
+    stat.add(np.int64(2**53 + 1))
+    stat.add(torch.tensor(2**53 + 1))
+    assert stat.cells[0].collect_total() == 2 * (2**53 + 1)
+
+
+@pytest.mark.xfail(strict=True, reason="a value is converted only when the records are aggregated")
+def test_values_that_are_no_numbers_are_rejected_when_they_are_added(monitor) -> None:
+    stat = monitor.stat("s")
+    bad = [on_device(torch.tensor(1.0)), torch.ones(2), torch.tensor(1j), np.ones(2), np.datetime64("2020"), "x", None]
+    bad += [math.nan, np.inf, 10**400, object()]
+    with assert_no_sync():
+        for value in bad:
+            stat.add(value)
+    stat.add(Decimal("1.5"))
+    stat.add(np.float32(0.5))
+    stat.add(True)
+    assert not [each for each in stat.cells[0]._waiting if type(each) not in (int, float, bool)]
+    assert stat.cells[0].collect_total() == 3
+    assert stat.cells[0].lifetime().num_rejected == len(bad)
