@@ -211,7 +211,7 @@ class Aggregate:
         if _PLAIN_TYPES.issuperset(map(type, values)):
             numbers: list[float] = list(values)  # type: ignore[arg-type]  # the line above checked every type
             # A finite sum has finite terms. Integers beyond the range of a float take the slow path.
-            if _is_finite(sum(numbers)) and not (self._is_counter and min(numbers, default=0) < 0):
+            if _has_finite_sum(numbers) and not (self._is_counter and min(numbers, default=0) < 0):
                 return numbers
         kept = [number for number in map(_number, values) if number is not None]
         if self._is_counter:
@@ -233,11 +233,27 @@ def _sum(numbers: Sequence[float]) -> float:
     return total if _is_finite(total) else sum(map(float, numbers))
 
 
+def _has_finite_sum(numbers: Sequence[float]) -> bool:
+    try:
+        return math.isfinite(sum(numbers))
+    except OverflowError:  # an integer beyond the range of a float
+        return False
+
+
 def _is_finite(number: float) -> bool:
     try:
         return math.isfinite(number)
     except OverflowError:
         return False
+
+
+def plain_number(value: object) -> float:
+    """Return ``value`` as an int, a float or a bool; NaN if it is not a finite number or is a tensor on a device.
+
+    Never raises or waits for a device. Integers of arrays and of tensors on the host stay exact.
+    """
+    number = _number(value)
+    return math.nan if number is None else number
 
 
 def _number(value: object) -> float | None:
@@ -249,7 +265,12 @@ def _number(value: object) -> float | None:
     if device is not None and getattr(device, "type", "cpu") != "cpu":
         return None
     try:
-        number = float(value)  # type: ignore[arg-type]  # raises for values that cannot be converted
+        number: float = value.item()  # type: ignore[attr-defined]  # of arrays, their scalars and tensors
+    except Exception:  # noqa: BLE001  float() decides
+        number = value  # type: ignore[assignment]
+    try:
+        if type(number) not in _PLAIN_TYPES:
+            number = float(number)
     except Exception:  # noqa: BLE001  values of any type are counted as rejected; training must continue
         return None
-    return number if math.isfinite(number) else None
+    return number if _is_finite(number) else None

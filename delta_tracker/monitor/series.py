@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from delta_tracker.monitor.aggregate import Aggregate, needs_buckets
+from delta_tracker.monitor.aggregate import Aggregate, needs_buckets, plain_number
 from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.names import Labels
 from delta_tracker.monitor.policy import Policy
@@ -65,7 +65,6 @@ class Cell:
     """
 
     __slots__ = (
-        "_append",
         "_base",
         "_begin_ns",
         "_closed",
@@ -89,7 +88,6 @@ class Cell:
         self.labels = labels
         self._progress = progress
         self._waiting: deque[object] = deque()
-        self._append = self._waiting.append
         self._base: float = 0
         self.is_remote = False
         self._lifetime = Aggregate(is_counter=is_counter)
@@ -99,12 +97,16 @@ class Cell:
         """Record a number. Never raises or waits for a device. Takes a lock only if the queue of records is full.
 
         Args:
-            value: an int, a float, or any object that ``float()`` accepts. NaN, infinity and tensors on a device are
-                counted as rejected.
+            value: an int, a float, an array or a tensor of one number on the host, or any object that ``float()``
+                accepts. It is converted by the call, so that the record neither changes with a tensor nor keeps its
+                graph. NaN, infinity and tensors on a device are counted as rejected.
         """
         if self.enabled:
-            self._append(value)
-            if len(self._waiting) >= self._limit:
+            if type(value) is not float and type(value) is not int:  # faster than a lookup in a set
+                value = plain_number(value)
+            waiting = self._waiting
+            waiting.append(value)
+            if len(waiting) >= self._limit:
                 self.fold()
 
     def reset(self, policy: Policy | None = None) -> None:

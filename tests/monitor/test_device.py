@@ -354,7 +354,6 @@ def test_merged_over_ranks(two_ranks: RankPool) -> None:
     assert answers[0]["metric cat"] == pytest.approx(answers[0]["exact cat"])
 
 
-@pytest.mark.xfail(strict=True, reason="a merge over the ranks counts as a reading")
 def test_a_merge_over_ranks_takes_no_reading_from_the_collector(two_ranks: RankPool) -> None:
     for rank, answer in enumerate(two_ranks.run(f"{_CASES}:merged_before_a_reading")):
         assert answer == {"merged": 30.0, "own": [{"value": 10.0 * (rank + 1)}, {}]}
@@ -376,7 +375,6 @@ class _Kept(torchmetrics.Metric):
         return self.newest + torch.cat(self.every).sum()
 
 
-@pytest.mark.xfail(strict=True, reason="a metric keeps the tensors that are passed to it")
 def test_a_metric_keeps_neither_the_values_nor_their_graph(monitor) -> None:
     stat = TorchMetric("m", _Kept(), monitor=monitor)
     weight = torch.ones(3, requires_grad=True)
@@ -430,7 +428,6 @@ class _Holding(torchmetrics.SumMetric):
         self.hidden = {"list": [torchmetrics.SumMetric()]}
 
 
-@pytest.mark.xfail(strict=True, reason="what a metric keeps outside of its states is read as it was at the start")
 def test_metrics_with_values_outside_of_their_states_are_refused(monitor) -> None:
     with pytest.raises(InvalidArgumentError, match="inner metrics: SumMetric"):
         TorchMetric("hidden", _Holding(), monitor=monitor)

@@ -102,4 +102,43 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="a record changes with the tensor that was added",
+        generator="tests/monitor/test_series.py::test_a_record_does_not_change_with_its_value",
+        edits={
+            "delta_tracker/monitor/series.py": [
+                ("                value = plain_number(value)\n", "                pass\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="a merge over ranks takes the next reading from the collector",
+        generator="tests/monitor/test_device.py::test_a_merge_over_ranks_takes_no_reading_from_the_collector",
+        edits={
+            "delta_tracker/monitor/device/torchmetric.py": [
+                (
+                    "            states, event = self._start_copies()\n",
+                    "            states, event = self._start_copies()\n            self._num_read = self._num_updates\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a metric keeps the tensors that are passed to it",
+        generator="tests/monitor/test_device.py::test_a_metric_keeps_neither_the_values_nor_their_graph",
+        edits={
+            "delta_tracker/monitor/device/torchmetric.py": [
+                ("            self._copy_kept(passed, lengths)\n", ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="a metric that keeps values outside of its states is read as it was at the start",
+        generator="tests/monitor/test_device.py::test_metrics_with_values_outside_of_their_states_are_refused",
+        edits={
+            "delta_tracker/monitor/device/torchmetric.py": [
+                ("            _check_unchanged(self.name, outside, _outside(self.metric))\n", ""),
+            ],
+        },
+    ),
 ]

@@ -10,11 +10,13 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.monitor.default import MONITOR
@@ -83,6 +85,7 @@ class TorchMetric(Source):
     would run in a thread of the monitor.
 
     Call :meth:`update` and :meth:`reset` of this object, not of the metric, so that the copied states are consistent.
+    :meth:`update` detaches the tensors that are passed to it, and copies those that the metric would keep.
     If the metric's ``update`` waits for the device, :meth:`update` also waits. To avoid the wait, use
     :class:`~delta_tracker.monitor.device.metrics.DeviceMean` or
     :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
@@ -115,9 +118,18 @@ class TorchMetric(Source):
         monitor.registry.add_source(self)
 
     def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  arguments of the metric
-        """Call the metric's ``update`` with the given arguments."""
+        """Call the metric's ``update`` with the given arguments.
+
+        Raises:
+            InvalidArgumentError: if the metric's ``update`` has changed a value that is not one of its states. This
+                value is missing in the copy of the metric, so the update is not recorded.
+        """
+        (args, kwargs), passed = _detached((args, kwargs))
         with self._lock:
+            outside, lengths = _outside(self.metric), self._lengths()
             self.metric.update(*args, **kwargs)
+            _check_unchanged(self.name, outside, _outside(self.metric))
+            self._copy_kept(passed, lengths)
             self._num_updates += 1
 
     def reset(self) -> None:
@@ -136,6 +148,7 @@ class TorchMetric(Source):
         with self._lock:
             pending, self._pending = self._pending, None
             if pending is None and self._num_updates > self._num_read:
+                self._num_read = self._num_updates
                 pending = self._start_copies()
             if pending is None:
                 return
@@ -235,8 +248,31 @@ class TorchMetric(Source):
                 result[name] = _REDUCE[reduction](torch.stack(of_ranks))
         return result
 
+    def _lengths(self) -> dict[str, int]:
+        """Return the length of each state that is a list, by name."""
+        states = {name: getattr(self.metric, name) for name in self._reductions}
+        return {name: len(state) for name, state in states.items() if isinstance(state, list)}
+
+    def _copy_kept(self, passed: Sequence[Tensor], lengths: Mapping[str, int]) -> None:
+        """Copy the states that share memory with a tensor that was passed to ``update``, which may change later.
+
+        Args:
+            passed: the tensors.
+            lengths: lengths of the lists before the update.
+        """
+        memory = {each.untyped_storage().data_ptr() for each in passed if each.numel()}
+        if not memory:
+            return
+        for name in self._reductions:
+            state = getattr(self.metric, name)
+            if isinstance(state, list):
+                for place in range(lengths.get(name, 0), len(state)):
+                    if state[place].untyped_storage().data_ptr() in memory:
+                        state[place] = state[place].clone()
+            elif state.untyped_storage().data_ptr() in memory:
+                setattr(self.metric, name, state.clone())
+
     def _start_copies(self) -> tuple[_Copies, Any]:
-        self._num_read = self._num_updates
         copies: _Copies = {}
         devices = set()
         for name in self._reductions:
@@ -273,7 +309,7 @@ def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
         raise MissingExtraError("torchmetrics", "torchmetrics") from error
     if not isinstance(metric, torchmetrics.Metric):
         raise InvalidArgumentError("metric", type(metric).__name__, "Pass one torchmetrics.Metric")
-    inner = [type(each).__name__ for each in metric.modules() if each is not metric and hasattr(each, "_reductions")]
+    inner = [type(each).__name__ for each in _inner_metrics(metric, torchmetrics.Metric)]
     reductions: Mapping[str, Any] = metric._reductions  # noqa: SLF001  no public equivalent
     if inner or not reductions:
         remedy = f"Pass a metric with states and without inner metrics; inner metrics: {', '.join(inner) or 'none'}"
@@ -292,6 +328,78 @@ def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
             raise InvalidArgumentError("metric", type(metric).__name__, remedy)
         found[name] = known[reduction]
     return found
+
+
+def _inner_metrics(metric: Any, kind: type) -> list[Any]:  # noqa: ANN401
+    """Return the metrics below ``metric``: submodules, and those in the lists, tuples and dicts of its attributes."""
+    found = [each for each in metric.modules() if each is not metric and isinstance(each, kind)]
+    waiting = [each for module in metric.modules() for each in vars(module).values()]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or value is metric:
+            continue
+        seen.add(id(value))
+        if isinstance(value, kind):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return list({id(each): each for each in found}.values())
+
+
+def _detached(arguments: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Tensor]]:
+    """Return a copy of ``arguments`` in which each tensor is detached, and a list of these tensors."""
+    leaves, structure = tree_flatten(arguments)
+    leaves = [each.detach() if isinstance(each, Tensor) else each for each in leaves]
+    return tree_unflatten(leaves, structure), [each for each in leaves if isinstance(each, Tensor)]
+
+
+_PLAIN_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    """Return the names of the attributes that torchmetrics itself sets on every metric."""
+    import torchmetrics  # noqa: PLC0415  checked in the constructor
+
+    return frozenset(vars(torchmetrics.SumMetric()))
+
+
+def _outside(metric: Any) -> dict[str, tuple[object, object]]:  # noqa: ANN401
+    """Return each attribute and buffer that is not a state, with a number that grows if its content changes."""
+    left_out = _own_names() | metric._reductions.keys()  # noqa: SLF001
+    values = {**vars(metric), **metric._buffers}  # noqa: SLF001
+    return {name: (value, _edition(value)) for name, value in values.items() if name not in left_out}
+
+
+def _edition(value: object) -> int:
+    if isinstance(value, Tensor):
+        return 0 if value.is_inference() else value._version  # noqa: SLF001  no public equivalent
+    return len(value) if isinstance(value, list | dict | set) else 0
+
+
+def _check_unchanged(
+    name: str, before: Mapping[str, tuple[object, object]], after: Mapping[str, tuple[object, object]]
+) -> None:
+    """Compare two results of :func:`_outside`.
+
+    Args:
+        name: name of the gauge, for the error message.
+        before: attributes before an update.
+        after: attributes after the update.
+
+    Raises:
+        InvalidArgumentError: if they differ.
+    """
+    missing = (_check_unchanged, 0)
+    for key, (value, edition) in after.items():
+        old, old_edition = before.get(key, missing)
+        is_same = value is old or (isinstance(value, _PLAIN_TYPES) and type(value) is type(old) and value == old)
+        if not is_same or edition != old_edition:
+            remedy = f"Its update() changes {key!r}, which is no state: declare it with add_state()"
+            raise InvalidArgumentError("metric", name, remedy)
 
 
 def _copy_without_sync(metric: Any) -> Any:  # noqa: ANN401
