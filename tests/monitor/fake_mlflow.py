@@ -62,26 +62,33 @@ class MlflowClient:
 
     def get_run(self, run_id: str) -> SimpleNamespace:
         assert run_id == self.runs.info.run_id
+        type(self).num_requests += 1
+        if not self.is_reachable:
+            raise MlflowException("no answer", "INTERNAL_ERROR")
         return self.runs
 
     def log_batch(
         self, run_id: str, metrics: Sequence[Metric] = (), params: Sequence[Param] = (), tags: Sequence[Param] = ()
     ) -> None:
         run = self.get_run(run_id)
-        type(self).num_requests += 1
-        if not self.is_reachable:
-            raise MlflowException("no answer", "INTERNAL_ERROR")
         is_refused = run.info.lifecycle_stage != "active" or len(metrics) > _MAX_METRICS
         is_refused |= any(self._is_bad(each.key) for each in [*metrics, *params, *tags])
         is_refused |= any(
             len(each.value) > _MAX_PARAM or run.data.params.get(each.key, each.value) != each.value for each in params
         )
-        if is_refused:
-            raise MlflowException("refused", "INVALID_PARAMETER_VALUE")
+        if is_refused:  # MLflow's store of files reports refused batches as internal errors
+            is_single = len(metrics) + len(params) + len(tags) == 1
+            raise MlflowException("refused", "INVALID_PARAMETER_VALUE" if is_single else "INTERNAL_ERROR")
         for metric in metrics:
             self.history[metric.key].append(metric)
         run.data.params.update({each.key: each.value for each in params})
         run.data.tags.update({each.key: each.value for each in tags})
+
+    def log_metric(self, run_id: str, key: str, value: float, timestamp: int, step: int) -> None:
+        self.log_batch(run_id, metrics=[Metric(key, value, timestamp, step)])
+
+    def log_param(self, run_id: str, key: str, value: str) -> None:
+        self.log_batch(run_id, params=[Param(key, value)])
 
     def set_tag(self, run_id: str, key: str, value: str) -> None:
         self.log_batch(run_id, tags=[Param(key, value)])

@@ -77,4 +77,23 @@ REVERTS = [
         generator=_SINKS + "test_a_chrome_trace_has_the_timestamps_of_the_profiler",
         edits={"delta_tracker/monitor/sinks/chrome_trace.py": [("(time_ns - self._base_ns)", "(time_ns)")]},
     ),
+    Revert(
+        defect="one parameter that changed makes MLflow lose each batch",
+        generator=_SINKS + "test_mlflow_loses_only_what_it_refuses[fake]",
+        edits={
+            "delta_tracker/monitor/sinks/mlflow.py": [
+                ("            if not self._is_active():\n", "            if items:\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="a metric whose name is too long is lost",
+        generator=_SINKS + "test_mlflow_loses_only_what_it_refuses[fake]",
+        edits={"delta_tracker/monitor/sinks/mlflow.py": [("if len(key) <= _MAX_KEY_LENGTH:", "if key:")]},
+    ),
+    Revert(
+        defect="MLflow is asked again and again for a metric that it refuses",
+        generator=_SINKS + "test_mlflow_tries_again_what_was_not_refused[fake]",
+        edits={"delta_tracker/monitor/sinks/mlflow.py": [('if ("metrics", metric.key) not in self._refused', "")]},
+    ),
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import xxhash
 
 from delta_tracker.errors import MissingExtraError
 from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
@@ -17,7 +20,11 @@ END_EVENT = "training.end"
 
 _MS = 1_000_000
 # Limits of one request: https://mlflow.org/docs/latest/rest-api.html#log-batch
-_MAX_METRICS, _MAX_PARAMS = 1000, 100
+_MAX_ITEMS = {"metrics": 1000, "params": 100, "tags": 100}
+_MAX_KEY_LENGTH = 250
+_REFUSALS = frozenset({"INVALID_PARAMETER_VALUE", "BAD_REQUEST"})
+
+_logger = logging.getLogger(__name__)
 
 
 class MlflowSink(Sink):
@@ -27,6 +34,9 @@ class MlflowSink(Sink):
     tags. The newest published version is also logged as a tag. The values of each window are logged as metrics at the
     window's step. When the sink is closed, the run ends. Its status is FAILED if ``training.end`` had severity ERROR or
     CRITICAL, and FINISHED otherwise.
+
+    If MLflow refuses a metric, parameter or tag, such as a parameter whose value changed, only this one is lost, and a
+    warning is logged once. A key of more than 250 characters is shortened and ends with its hash.
 
     Args:
         experiment: name of the experiment; created if missing.
@@ -48,9 +58,12 @@ class MlflowSink(Sink):
     ) -> None:
         try:
             from mlflow import MlflowClient, entities  # noqa: PLC0415  optional
+            from mlflow.exceptions import MlflowException  # noqa: PLC0415
         except ModuleNotFoundError as error:
             raise MissingExtraError("mlflow-skinny", "mlflow") from error
         self._entities: Any = entities
+        self._error: Any = MlflowException
+        self._refused: set[tuple[str, str]] = set()
         self._client: Any = MlflowClient(tracking_uri)
         found = self._client.get_experiment_by_name(experiment)
         experiment_id = self._client.create_experiment(experiment) if found is None else found.experiment_id
@@ -60,16 +73,18 @@ class MlflowSink(Sink):
         self._log_parameters(parameters or {})
 
     def deliver(self, batch: Batch) -> None:
-        """Log the parameters, metrics and tags of the batch."""
+        """Log the parameters, metrics and tags of the batch.
+
+        Raises:
+            MlflowException: if MLflow did not answer, or the run was deleted.
+        """
         for event in batch.events:
             self._log_event(event)
-        metrics = self._metrics(batch)
-        for begin in range(0, len(metrics), _MAX_METRICS):
-            self._client.log_batch(self.run_id, metrics=metrics[begin : begin + _MAX_METRICS])
+        known = [metric for metric in self._metrics(batch) if ("metrics", metric.key) not in self._refused]
+        self._log("metrics", known)
         version_name = DEFINITIONS["published_version"].name
-        for report in batch.totals:
-            if report.definition.name == version_name:
-                self._client.set_tag(self.run_id, _key(_series(report)), str(int(report.figures.last)))
+        versions = [report for report in batch.totals if report.definition.name == version_name]
+        self._log_tags({_series(report): str(int(report.figures.last)) for report in versions})
 
     def close(self) -> None:
         """End the run."""
@@ -82,7 +97,7 @@ class MlflowSink(Sink):
             step = self._steps.of(series, report)
             time_ms = report.window.time_ns // _MS
             metrics += [
-                self._entities.Metric(f"{_key(series)}.{name}", value, time_ms, step)
+                self._entities.Metric(_key(f"{series}.{name}"), value, time_ms, step)
                 for name, value in report.values.items()
             ]
         return metrics
@@ -91,15 +106,57 @@ class MlflowSink(Sink):
         if event.name == START_EVENT:
             self._log_parameters(event.data)
         elif event.name == END_EVENT:
-            for key, value in event.data.items():
-                self._client.set_tag(self.run_id, _key(key), str(value))
+            self._log_tags(event.data)
             if event.severity.name in ("ERROR", "CRITICAL"):
                 self._status = "FAILED"
 
     def _log_parameters(self, parameters: Mapping[str, Value]) -> None:
         made = [self._entities.Param(_key(key), str(value)) for key, value in parameters.items()]
-        for begin in range(0, len(made), _MAX_PARAMS):
-            self._client.log_batch(self.run_id, params=made[begin : begin + _MAX_PARAMS])
+        self._log("params", made)
+
+    def _log_tags(self, tags: Mapping[str, Value]) -> None:
+        self._log("tags", [self._entities.RunTag(_key(key), str(value)) for key, value in tags.items()])
+
+    def _log(self, kind: str, items: Sequence[Any]) -> None:
+        for begin in range(0, len(items), _MAX_ITEMS[kind]):
+            self._log_request(kind, items[begin : begin + _MAX_ITEMS[kind]])
+
+    def _log_request(self, kind: str, items: Sequence[Any]) -> None:
+        """Log items of one kind in one request. If MLflow refuses the request, log each half of the items."""
+        if len(items) == 1:
+            self._log_single(kind, items[0])
+            return
+        try:
+            self._client.log_batch(self.run_id, **{kind: items})
+        except self._error:
+            # The code of the error does not tell a refusal: for files, MLflow reports both as internal errors.
+            if not self._is_active():
+                raise
+            self._log_request(kind, items[: len(items) // 2])
+            self._log_request(kind, items[len(items) // 2 :])
+
+    def _log_single(self, kind: str, item: Any) -> None:  # noqa: ANN401  an entity of MLflow
+        try:
+            if kind == "metrics":
+                self._client.log_metric(self.run_id, item.key, item.value, item.timestamp, item.step)
+            elif kind == "params":
+                self._client.log_param(self.run_id, item.key, item.value)
+            else:
+                self._client.set_tag(self.run_id, item.key, item.value)
+        except self._error as error:
+            if error.error_code not in _REFUSALS or not self._is_active():
+                raise
+            if (kind, item.key) not in self._refused:
+                self._refused.add((kind, item.key))
+                _logger.warning("monitor: MLflow refused an item: %s=%r error=%s", kind, item.key, error)
+
+    def _is_active(self) -> bool:
+        """Return False if the run was deleted. MLflow then refuses all items.
+
+        Raises:
+            MlflowException: if MLflow does not answer.
+        """
+        return str(self._client.get_run(self.run_id).info.lifecycle_stage) == "active"
 
 
 def _series(report: WindowReport | TotalReport) -> str:
@@ -108,5 +165,13 @@ def _series(report: WindowReport | TotalReport) -> str:
 
 
 def _key(name: str) -> str:
-    """Return ``name`` with underscores in place of the characters that MLflow does not accept."""
-    return "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)
+    """Return ``name`` as a key of MLflow.
+
+    The characters that MLflow does not accept are replaced by underscores. The end of a long name is replaced by the
+    hash of the name.
+    """
+    key = "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)
+    if len(key) <= _MAX_KEY_LENGTH:
+        return key
+    ending = f"-{xxhash.xxh3_64_hexdigest(name.encode())}"
+    return key[: _MAX_KEY_LENGTH - len(ending)] + ending
