@@ -118,7 +118,7 @@ REVERTS = [
             "delta_tracker/monitor/device/torchmetric.py": [
                 (
                     "            states, event = self._start_copies()\n",
-                    "            states, event = self._start_copies()\n            self._num_read = self._num_updates\n",
+                    "            self._num_read, (states, event) = self._num_updates, self._start_copies()\n",
                 ),
             ],
         },
