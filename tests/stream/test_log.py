@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from delta_tracker.errors import (
     StorageError,
     StreamReplacedError,
 )
+from delta_tracker.stream import log as log_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
@@ -86,6 +88,31 @@ def test_a_fenced_publisher_that_tries_again_keeps_no_tracebacks() -> None:
     lengths = frames_of_each(lambda: first.delta([1]), FencedError)
     assert len(set(lengths[1:])) == 1, lengths
     assert not has_frames(first.claim._fenced)
+
+
+@pytest.mark.xfail(strict=True, reason="a malformed entry is parsed at each read")
+def test_a_malformed_entry_is_parsed_once_however_often_it_is_read() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage)
+    good = writer.snapshot()
+    data = good.to_json()
+    storage.replace(entry_name(1), data[:-1])
+    log = StreamLog(storage)
+    with mock.patch.object(log_module, "parse_manifest", side_effect=log_module.parse_manifest) as parse:
+        found = set()
+        for _ in range(5):
+            with pytest.raises(MalformedError) as caught:
+                log.read(1)
+            found.add(str(caught.value))
+            assert log.read(0) is not None
+        assert (len(found), parse.call_count) == (1, 2), "each entry once"
+        storage.replace(entry_name(1), data)
+        assert log.read(1) == good
+        for number in range(20):  # the memory is bounded
+            storage.replace(entry_name(1), data[: number + 2])
+            with pytest.raises(MalformedError):
+                log.read(1)
+    assert len(log._refused) < 20
 
 
 class _LosesAnswers(Storage):

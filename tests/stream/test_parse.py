@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -191,3 +196,129 @@ def test_very_many_large_blocks_are_counted_without_visiting_their_cells() -> No
     entry["parts"][0]["blocks"] = cuts + 100_000 * [rest | {"rows": [0, 60_000], "columns": [0, 60_000]}]
     with pytest.raises(MalformedError, match="overlap"):
         parsed(entry)
+
+
+class _Waiting(threading.Thread):
+    """A thread that needs the interpreter lock again and again, like one that looks up rows.
+
+    Attributes:
+        longest: CPU time in seconds that the thread that created it worked during the longest wait for the lock.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._ended = threading.Event()
+        self.longest = 0.0
+
+    def run(self) -> None:
+        before = time.clock_gettime(self._clock)
+        while not self._ended.wait(0.0005):
+            now = time.clock_gettime(self._clock)
+            self.longest, before = max(self.longest, now - before), now
+
+    def during(self, work: Callable[[], object]) -> float:
+        self.start()
+        work()
+        self._ended.set()
+        self.join()
+        return self.longest
+
+
+def _with_unknown(unit: str, num_bytes: int) -> bytes:
+    """Return an entry with a long array in a field that readers ignore."""
+    array = ",".join([unit] * (num_bytes // (len(unit) + 1)))
+    return json.dumps(some_entry()).encode()[:-1] + f',"more":[{array}]}}'.encode()
+
+
+def _plausible(num_tables: int, num_ranks: int) -> bytes:
+    """Return the entry of a snapshot of tables that are sharded by rows over ranks."""
+    names = [f"sparse.ec.embedding_bags.table_{number}" for number in range(num_tables)]
+    tables = {name: {"num_rows": 1000 * num_ranks, "dim": 128, "dtype": "F32"} for name in names}
+    end = {"num_rows": 1000, "ids": "all", "encoding": "F32"}
+    parts = [
+        {
+            "name": f"parts/00000000000000000003-g1-r{rank}-0123456789abcdef.safetensors",
+            "num_bytes": 1 << 30,
+            "xxh3": HASH,
+            "blocks": [
+                {"table": name, "rows": [1000 * rank, 1000 * rank + 1000], "columns": [0, 128], **end} for name in names
+            ],
+            "dense": [],
+        }
+        for rank in range(num_ranks)
+    ]
+    entry = some_entry() | {"kind": "snapshot", "snapshot": 3, "tables": tables, "dense": {}, "parts": parts}
+    return json.dumps(entry, separators=(",", ":")).encode()
+
+
+@pytest.mark.xfail(strict=True, reason="an object is built for each value, and then collected")
+@pytest.mark.parametrize("unit", ["[]", "[[[[0]]]]"])
+def test_a_lookup_waits_briefly_while_a_manifest_is_parsed(unit: str) -> None:
+    data = _with_unknown(unit, 2_000_000)
+    assert _Waiting().during(lambda: parse_manifest("x", data)) < 0.4  # seconds; 0.01 on a quiet core
+
+
+def test_a_manifest_of_many_tables_and_ranks_is_read() -> None:
+    data = _plausible(1000, 64)
+    assert 8_000_000 < len(data) < 10_000_000
+    read = parse_manifest("x", data)
+    assert (len(read.tables), len(read.parts), sum(len(part.blocks) for part in read.parts)) == (1000, 64, 64_000)
+
+
+@pytest.mark.xfail(strict=True, reason="unknown fields and all blocks are built before the first block is checked")
+@pytest.mark.parametrize("field", ["more", "parts", "tables"])
+@pytest.mark.parametrize("unit", ["[]", "{}", '{"a":"b"}'])
+def test_a_manifest_needs_little_memory_until_it_is_known_to_be_right(field: str, unit: str) -> None:
+    if field == "more":
+        data = _with_unknown(unit, 1_000_000)
+    elif field == "parts":
+        data = _plausible(1, 1).replace(b'"parts":[', b'"parts":[' + f"{unit},".encode() * (1_000_000 // len(unit)))
+    else:
+        many = ",".join(f'"t{number}":{unit}' for number in range(60_000))
+        data = _plausible(1, 1).replace(b'"tables":{', b'"tables":{' + many.encode() + b",")
+    tracemalloc.start()
+    try:
+        parse_manifest("x", data)
+    except MalformedError:
+        assert field != "more"
+    finally:
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert most < 12 * len(data)
+
+
+_NAMES_TWICE = [
+    '{"a":1,"a":2}',
+    '{"a":{},"b":[],"a":2}',
+    '{"a":"}","\\u0061":2}',
+    '[[{"\\"":1 , "\\u0022"\n:2}]]',
+    '{"b":{"b":{"c":1},"c":"b","b":0}}',
+]
+_NAMES_ONCE = ['{"a":"a"}', '{"a":["b","a"],"b":{"a":{"a":"a"}}}', '{"":{"":{}}}', '[{"a":1},{"a":2}]', '"\\"a\\":"']
+
+
+@pytest.mark.parametrize("value", _NAMES_TWICE)
+def test_a_name_twice_in_an_unknown_field_is_refused(value: str) -> None:
+    text = json.dumps(some_entry())[:-1] + f',"more":{value}}}'
+    with pytest.raises(MalformedError, match="twice"):
+        parse_manifest("x", text.encode())
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", " : ")])
+@pytest.mark.parametrize("field", ["format", "num_rows", "dtype", "shape", "xxh3", "columns", "w"])
+def test_a_field_twice_is_refused(field: str, separators: tuple[str, str]) -> None:
+    good = json.dumps(some_entry(), separators=separators)
+    fields = list(re.finditer(rf'"{field}" ?: ?(?:\[.*?\]|\{{.*?\}}|"[^"]*"|[0-9]+)(?=[,}}])', good))
+    assert fields
+    for each in fields:
+        text = f"{good[: each.start()]}{each[0]},{good[each.start() :]}"
+        with pytest.raises(MalformedError, match="twice"):
+            parse_manifest("x", text.encode())
+
+
+@pytest.mark.parametrize("value", _NAMES_ONCE)
+def test_unknown_fields_are_ignored(value: str) -> None:
+    good = json.dumps(some_entry())
+    for text in (good[:-1] + f',"more":{value}}}', good.replace('"table":', f'"more":{value}, "table":')):
+        assert parse_manifest("x", text.encode()) == some_manifest()
