@@ -74,7 +74,8 @@ class Predictor(Forkable):
     Lookups in other threads run inside ``with predictor.reading()``, where no row changes. Rows are written in chunks,
     each while no thread is inside ``reading()``. While a version is applied, lookups see the new values of some of its
     rows and the old values of others, but no torn (partly written) row. All dense tensors change together after the
-    last row.
+    last row. While a manifest is parsed, lookups in other threads wait for Python's interpreter lock, but at most about
+    0.2 s at a time for a manifest of 10 MB (1,000 tables on 64 ranks), and 0.35 s for the largest one, 64 MiB.
 
     Args:
         model: module whose tables have the same names as the tables of the stream (``<fqn>.weight``), or a mapping of

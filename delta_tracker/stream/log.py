@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -33,6 +34,7 @@ from delta_tracker.stream.storage.storage import Storage, back_off
 _DIGITS = 20  # zero-padded, so that names sort by version, up to 2**63
 _CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers
 _REFUSALS = 5  # attempts at one name that the store refuses, although its listing does not show the name
+_MAX_REFUSED = 16  # malformed entries that are remembered
 _MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
 _ENTRY_NAME = re.compile(rf"log/([0-9]{{{_DIGITS}}})\.json")
 _MERGED_NAME = re.compile(rf"merged/([0-9]{{{_DIGITS}}})-([0-9]{{{_DIGITS}}})-(delta|snapshot)\.json")
@@ -74,6 +76,8 @@ class StreamLog:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
+        # Names, hashes and reasons of malformed entries, which readers read again and again.
+        self._refused: deque[tuple[str, str, str]] = deque(maxlen=_MAX_REFUSED)
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist.
@@ -290,7 +294,14 @@ class StreamLog:
         digest = xxhash.xxh3_128_hexdigest(data.data)
         parsed = self._parsed  # another thread may replace it
         if parsed is None or (parsed[0], parsed[1].xxh3) != (name, digest):
-            parsed = self._parsed = name, parse_manifest(name, data.tobytes())
+            for refused, its_digest, reason in tuple(self._refused):
+                if (refused, its_digest) == (name, digest):
+                    raise MalformedError(name, reason)
+            try:
+                parsed = self._parsed = name, parse_manifest(name, data.tobytes())
+            except MalformedError as error:
+                self._refused.append((name, digest, error.reason))
+                raise
         return parsed[1]
 
     def _create(self, name: str, data: bytes) -> bool:

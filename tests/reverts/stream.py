@@ -173,4 +173,21 @@ REVERTS = [
             "delta_tracker/stream/maintenance/upkeep.py": [("self._error = unraised(error)", "self._error = error")]
         },
     ),
+    Revert(
+        defect="a manifest may have a name twice",
+        generator="tests/stream/test_parse.py::test_a_field_twice_is_refused",
+        edits={"delta_tracker/stream/format/parse.py": [("    _check_names(text)\n", "")]},
+    ),
+    Revert(
+        defect="lookups wait until all values of a manifest are built",
+        generator="tests/stream/test_parse.py::test_a_lookup_waits_briefly_while_a_manifest_is_parsed",
+        edits={
+            "delta_tracker/stream/format/parse.py": [("    _check_names(text)\n", "    load_json(data)\n")],
+        },
+    ),
+    Revert(
+        defect="a malformed entry is parsed at each read",
+        generator="tests/stream/test_log.py::test_a_malformed_entry_is_parsed_once_however_often_it_is_read",
+        edits={"delta_tracker/stream/log.py": [("maxlen=_MAX_REFUSED", "maxlen=0")]},
+    ),
 ]

@@ -90,7 +90,6 @@ def test_a_fenced_publisher_that_tries_again_keeps_no_tracebacks() -> None:
     assert not has_frames(first.claim._fenced)
 
 
-@pytest.mark.xfail(strict=True, reason="a malformed entry is parsed at each read")
 def test_a_malformed_entry_is_parsed_once_however_often_it_is_read() -> None:
     storage = Storage("memory://")
     writer = Writer(storage)

@@ -16,7 +16,7 @@ import pytest
 from delta_tracker.errors import (
     MalformedError,
 )
-from delta_tracker.stream.format.parse import parse_manifest
+from delta_tracker.stream.format.parse import load_json, parse_manifest
 from tests.stream.manifests import HASH, parsed, some_entry, some_manifest
 
 _LINK = {"version": 2, "xxh3": HASH}
@@ -140,11 +140,15 @@ def test_mutated_manifests_are_refused_or_right() -> None:
         mutant = bytearray(good)
         for _ in range(draw.randrange(1, 4)):
             mutant[draw.randrange(len(mutant))] = draw.choice(b'0123456789{}[]",:.-aeE \xff\x00')
+        if draw.random() < 0.3:  # also names that are there twice
+            begin, place = draw.randrange(len(mutant)), draw.randrange(len(mutant))
+            mutant[place:place] = mutant[begin : begin + draw.randrange(1, 60)]
         try:
             read = parse_manifest("x", bytes(mutant))
         except MalformedError:
             refused += 1
         else:
+            load_json(bytes(mutant))  # a parser that knows no schema accepts it too
             assert parse_manifest("x", read.to_json()) == read
     assert refused > 1000
     for garbage in (
@@ -252,7 +256,6 @@ def _plausible(num_tables: int, num_ranks: int) -> bytes:
     return json.dumps(entry, separators=(",", ":")).encode()
 
 
-@pytest.mark.xfail(strict=True, reason="an object is built for each value, and then collected")
 @pytest.mark.parametrize("unit", ["[]", "[[[[0]]]]"])
 def test_a_lookup_waits_briefly_while_a_manifest_is_parsed(unit: str) -> None:
     data = _with_unknown(unit, 2_000_000)
@@ -266,16 +269,15 @@ def test_a_manifest_of_many_tables_and_ranks_is_read() -> None:
     assert (len(read.tables), len(read.parts), sum(len(part.blocks) for part in read.parts)) == (1000, 64, 64_000)
 
 
-@pytest.mark.xfail(strict=True, reason="unknown fields and all blocks are built before the first block is checked")
 @pytest.mark.parametrize("field", ["more", "parts", "tables"])
 @pytest.mark.parametrize("unit", ["[]", "{}", '{"a":"b"}'])
 def test_a_manifest_needs_little_memory_until_it_is_known_to_be_right(field: str, unit: str) -> None:
     if field == "more":
-        data = _with_unknown(unit, 1_000_000)
+        data = _with_unknown(unit, 300_000)
     elif field == "parts":
-        data = _plausible(1, 1).replace(b'"parts":[', b'"parts":[' + f"{unit},".encode() * (1_000_000 // len(unit)))
+        data = _plausible(1, 1).replace(b'"parts":[', b'"parts":[' + f"{unit},".encode() * (300_000 // len(unit)))
     else:
-        many = ",".join(f'"t{number}":{unit}' for number in range(60_000))
+        many = ",".join(f'"t{number}":{unit}' for number in range(20_000))
         data = _plausible(1, 1).replace(b'"tables":{', b'"tables":{' + many.encode() + b",")
     tracemalloc.start()
     try:

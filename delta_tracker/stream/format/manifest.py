@@ -21,7 +21,7 @@ Kind = Literal["claim", "snapshot", "delta"]
 IdForm = Literal["all", "list", "gaps"]
 
 MAX_DIMS = 16
-_PartName = Annotated[str, Meta(pattern=r"\Aparts/[0-9a-z-]+\.safetensors\Z")]
+PartName = Annotated[str, Meta(pattern=r"\Aparts/[0-9a-z-]+\.safetensors\Z")]
 DENSE_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -83,7 +83,7 @@ class Part:
         dense: names of the dense tensors in the part.
     """
 
-    name: _PartName
+    name: PartName
     num_bytes: Count
     xxh3: Hex
     blocks: tuple[Block, ...]
