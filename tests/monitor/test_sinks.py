@@ -541,7 +541,6 @@ def test_tensorboard_has_the_step_on_the_x_axis(tmp_path) -> None:
     assert "training.start/text_summary" in found.Tags()["tensors"]
 
 
-@pytest.mark.xfail(strict=True, reason="a bucket begins at the end of the last one that is not empty, however far away")
 def test_tensorboard_draws_each_value_where_it_is(tmp_path) -> None:
     pytest.importorskip("tensorboard")
     values = [-4.0] * 4 + [-0.3, -0.25] + [0.0] * 3 + [0.25, 0.3] + [4.0] * 5

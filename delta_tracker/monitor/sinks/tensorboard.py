@@ -7,7 +7,7 @@ from typing import Any
 
 from delta_tracker.errors import MissingExtraError
 from delta_tracker.monitor.batch import Batch, WindowReport
-from delta_tracker.monitor.buckets import LogBuckets, upper_bound
+from delta_tracker.monitor.buckets import MIN, LogBuckets, upper_bound
 from delta_tracker.monitor.event import Event
 from delta_tracker.monitor.names import Labels, label_pairs
 from delta_tracker.monitor.sinks.sink import Sink
@@ -59,11 +59,7 @@ class TensorBoardSink(Sink):
 
     def _write_histogram(self, series: str, report: WindowReport, buckets: LogBuckets, step: int) -> None:
         figures = report.window.aggregate
-        counts = [
-            (-upper_bound(index - 1), buckets.negative[index]) for index in sorted(buckets.negative, reverse=True)
-        ]
-        counts += [(0.0, buckets.zero)] if buckets.zero else []
-        counts += [(upper_bound(index), buckets.positive[index]) for index in sorted(buckets.positive)]
+        counts = limits(buckets)
         self._writer.add_histogram_raw(
             f"{series}/histogram",
             min=figures.min,
@@ -81,6 +77,27 @@ class TensorBoardSink(Sink):
         data = ", ".join(f"{key}={value}" for key, value in event.data.items())
         text = f"{event.severity.name} {event.phase}: {event.message} {data}"
         self._writer.add_text(event.name, text, walltime=event.time_ns * _S)
+
+
+def limits(buckets: LogBuckets) -> list[tuple[float, int]]:
+    """Return the upper limit and the count of each bucket of TensorBoard, in ascending order.
+
+    In TensorBoard, a bucket begins at the limit of the previous one. Empty buckets therefore fill the gaps.
+    """
+    ranges = [
+        (-upper_bound(index), -upper_bound(index - 1), buckets.negative[index])
+        for index in sorted(buckets.negative, reverse=True)
+    ]
+    ranges += [(-MIN, 0.0, buckets.zero)] if buckets.zero else []
+    ranges += [
+        (upper_bound(index - 1), upper_bound(index), buckets.positive[index]) for index in sorted(buckets.positive)
+    ]
+    found: list[tuple[float, int]] = []
+    for lower, upper, count in ranges:
+        if found and found[-1][0] < lower:
+            found.append((lower, 0))
+        found.append((upper, count))
+    return found
 
 
 def tag(name: str, labels: Labels) -> str:
