@@ -427,6 +427,8 @@ _samples_of_all_sizes = st.builds(
     st.lists(_samples_of_all_sizes, min_size=1, max_size=30),
     st.lists(_samples_of_all_sizes, max_size=5),
 )
+@example("histogram", ("p50",), [1e-20, -1e-20, 0.0, 1.0, -1.0], [])
+@example("histogram", ("p50",), [1.0], [1.0])
 def test_otlp_histograms_follow_the_specification(kind, aggregations, values, earlier) -> None:
     """See ``opentelemetry/proto/metrics/v1/metrics.proto``."""
     monitor = Monitor()
