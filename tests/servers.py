@@ -166,6 +166,9 @@ class Proxy:
     strip_headers: frozenset[str] = frozenset()
     lose_answers: int = 0  # number of PUTs whose answers are lost after the server executed them
     conflicts: int = 0  # number of conditional PUTs that get "409 try again" and are not executed
+    alter: tuple[bytes, bytes] | None = (
+        None  # text that the next conditional PUT with it has, and what is stored instead
+    )
     seen: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -183,6 +186,14 @@ class Proxy:
             self.conflicts -= conflicts
             return conflicts
 
+    def altered(self, headers: Mapping[str, str], body: bytes) -> bytes:
+        """Return the body that reaches the server; at most one is altered."""
+        with self.lock:
+            if self.alter is None or headers.get("If-None-Match") != "*" or self.alter[0] not in body:
+                return body
+            body, self.alter = body.replace(*self.alter, 1), None
+            return body
+
 
 @contextmanager
 def proxy(upstream: int) -> Iterator[Proxy]:
@@ -199,6 +210,7 @@ def proxy(upstream: int) -> Iterator[Proxy]:
             if state.conflicts_with(self.headers):
                 self.answer(409, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
                 return
+            body = state.altered(self.headers, body)
             connection = http.client.HTTPConnection(_HOST, state.upstream, timeout=30)
             try:
                 connection.request(self.command, self.path, body=body, headers=headers)

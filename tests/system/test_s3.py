@@ -157,3 +157,59 @@ def test_a_store_that_always_answers_try_again_fails_and_commits_later(s3: S3, u
     bad.conflicts = 0
     assert StreamLog(storage).versions() == [0, 1]
     assert writer.delta([1]).version == 2  # not fenced
+
+
+_ALTERED = [(b'{"', b"{}"), (b'"pending_rows":0', b'"pending_rows":7')]  # with the second one, the entry stays valid
+
+
+@pytest.mark.xfail(strict=True, reason="the entry is acknowledged, and nothing continues after it")
+@pytest.mark.parametrize("altered", _ALTERED, ids=["malformed", "valid"])
+@pytest.mark.parametrize("kind", ["delta", "snapshot"])
+def test_an_entry_that_was_altered_on_the_way_is_not_acknowledged(
+    s3: S3, url: str, bad: Proxy, altered: tuple[bytes, bytes], kind: str
+) -> None:
+    """The server does not check the hash that the client sends."""
+    storage = Storage(url, options=s3.through(bad.port) | {"skip_signature": "true"})
+    writer = Writer(storage)
+    writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, Storage(url, options=s3.options))
+    predictor.sync()
+    bad.alter = altered
+    with pytest.raises(StorageError, match=r"log/0{19}2.json"):
+        writer.write(kind, [writer.rows(None if kind == "snapshot" else [3])])
+    assert bad.alter is None
+    assert writer.claim.needs_snapshot
+    writer.table += 1
+    assert writer.snapshot().version == 3
+    assert not writer.claim.needs_snapshot
+    assert predictor.sync() == 3
+    assert torch.equal(model[FQN], writer.table)
+    writer.delta([4])
+    late = writer.model()
+    assert predictor.sync() == Predictor(late, storage).sync() == 4
+    assert torch.equal(late[FQN], writer.table)
+    assert Writer(storage).claim.head.version == 5
+
+
+@pytest.mark.xfail(strict=True, reason="the claim is acknowledged, and the stream can never be claimed again")
+@pytest.mark.parametrize("altered", [(b'{"', b"{}"), (b'"generation":', b'"generation":4')], ids=["malformed", "valid"])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_claim_that_was_altered_on_the_way_is_followed_by_another_one(
+    s3: S3, url: str, bad: Proxy, altered: tuple[bytes, bytes], is_new: bool
+) -> None:
+    storage = Storage(url, options=s3.through(bad.port) | {"skip_signature": "true"})
+    if not is_new:
+        Writer(storage).snapshot()
+    head = -1 if is_new else 1
+    bad.alter = altered
+    writer = Writer(storage)
+    assert bad.alter is None
+    assert writer.claim.head.version == head + 2
+    assert writer.claim.head.generation == (2 if is_new else 3)
+    assert writer.claim.needs_snapshot
+    writer.snapshot()
+    writer.delta([1])
+    model = writer.model()
+    assert Predictor(model, storage).sync() == writer.claim.head.version == head + 4
+    assert torch.equal(model[FQN], writer.table)
