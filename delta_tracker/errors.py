@@ -332,6 +332,18 @@ class NameConflictError(StorageError):
         self.attempts = attempts
 
 
+class AlteredEntryError(StorageError):
+    """The store at ``url`` has other bytes under ``name`` than the publisher sent: they were altered on the way.
+
+    The version was not committed. ``xxh3`` is the hash of the stored bytes; the next entry follows them.
+    """
+
+    def __init__(self, url: str, name: str, xxh3: str) -> None:
+        super().__init__(url, f"{name} has other bytes than were sent; the next version must be a snapshot")
+        self.name = name
+        self.xxh3 = xxh3
+
+
 class NotDurableError(StorageError):
     """The names in the directory ``directory`` of a local store cannot be flushed to disk.
 

@@ -91,6 +91,11 @@ class Coordinator:
         """Store of the stream."""
         return self._storage
 
+    @property
+    def needs_snapshot(self) -> bool:
+        """True if the next version must be a snapshot because an entry was altered. False on all ranks but rank 0."""
+        return self._claim is not None and self._claim.needs_snapshot
+
     def open(self, url: str | Storage) -> None:
         """Open the store on every rank, claim the stream on rank 0, and check that all ranks use the same store.
 

@@ -305,7 +305,8 @@ class Publisher:
         self._land()
         self._error = None
         vote = self._writer.vote(Phase.PUBLISHING, self._tracker.num_batches, self._tracker.tables)
-        vote = vote._replace(is_due=True, wants_snapshot=source.needs_snapshot or kind == "snapshot")
+        needs_snapshot = source.needs_snapshot or self._writer.needs_snapshot
+        vote = vote._replace(is_due=True, wants_snapshot=needs_snapshot or kind == "snapshot")
         self._votes = self._exchange.start_votes(vote)
         self._complete()
         if self._error is not None:
@@ -354,8 +355,10 @@ class Publisher:
         try:
             assert self._cadence is not None, "there is a pace"
             every = self._cadence.snapshot_every
-            wants_snapshot = self._checked_source().needs_snapshot or (
-                every is not None and self._num_versions % every == 0
+            wants_snapshot = (
+                self._checked_source().needs_snapshot
+                or self._writer.needs_snapshot
+                or (every is not None and self._num_versions % every == 0)
             )
             return vote._replace(is_due=pace.is_due(is_clock=self._is_first), wants_snapshot=wants_snapshot)
         except Exception as error:  # noqa: BLE001  step() must not raise it, and the other ranks wait for a vote

@@ -8,6 +8,8 @@ The protocol, for each publisher:
    response was lost, and the version is committed. If the existing entry is from another attempt of this publisher,
    that attempt succeeded: continue after the existing entry. If it is from another publisher, this publisher is fenced
    permanently.
+4. A remote store may accept bytes that were altered on the way, so each entry is read back. An altered entry stays: the
+   publisher continues after the stored bytes, with a snapshot.
 
 The log therefore has a single history, even if publishers race, are killed or are suspended at any step. Readers
 ignore objects that no entry names.
@@ -26,7 +28,15 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from delta_tracker.errors import FencedError, MalformedError, NameConflictError, NotDurableError, StorageError, unraised
+from delta_tracker.errors import (
+    AlteredEntryError,
+    FencedError,
+    MalformedError,
+    NameConflictError,
+    NotDurableError,
+    StorageError,
+    unraised,
+)
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.storage.storage import Storage, back_off
@@ -146,11 +156,16 @@ class StreamLog:
 
         Raises:
             MalformedError: if the entry does not follow the format.
+            AlteredEntryError: if a remote store had other bytes than were sent. The entry was deleted.
             StorageError: if the store fails, and the entry cannot be read back.
         """
         name = Merged.of(manifest).name
         parse_manifest(name, manifest.to_json())
-        return self._create(name, manifest.to_json())
+        try:
+            return self._create(name, manifest.to_json())
+        except AlteredEntryError:
+            self.storage.delete(name)  # no entry depends on it
+            raise
 
     def newest_snapshot(self) -> Manifest | None:
         """Return the newest snapshot that a reader can start from; None if there is none.
@@ -219,7 +234,8 @@ class StreamLog:
     def claim(self) -> Claim:
         """Claim the stream with the generation after the head's, and return the claim.
 
-        If the store is empty, the claim starts a new stream.
+        If the store is empty, the claim starts a new stream. If the bytes of the claim are altered on the way to a
+        remote store, another claim follows it, because no other publisher may be able to read the altered one.
 
         Raises:
             NameConflictError: if the store refuses to create the next entry, but lists no entry of that name.
@@ -230,8 +246,9 @@ class StreamLog:
         """
         writer = secrets.token_hex(16)
         refused, name = 0, ""
+        altered: Manifest | None = None  # own claim whose bytes were altered on the way
         for _ in range(_CLAIM_ATTEMPTS):
-            head = self.head()
+            head = altered or self.head()
             next_name = entry_name(0 if head is None else head.version + 1)
             refused, name = (refused + 1 if name == next_name else 0), next_name
             if refused == _REFUSALS:
@@ -246,23 +263,35 @@ class StreamLog:
                 snapshot=None if head is None else head.snapshot,
                 created=time.time(),
             )
-            claimed = self._append(entry)
+            try:
+                claimed = self._append(entry, set())
+            except AlteredEntryError as error:
+                altered = replace(entry, xxh3=error.xxh3)
+                altered = altered if self._confirm(altered) else None
+                continue
             if claimed is not None:
-                return Claim(self, *claimed)
+                return Claim(self, *claimed, needs_snapshot=altered is not None)
+            altered = None
             back_off(refused + 1)
         raise StorageError(self.storage.url, f"lost {_CLAIM_ATTEMPTS} claims to other publishers, the last for {name}")
 
-    def _append(self, draft: Manifest) -> tuple[Manifest, bytes] | None:
+    def _append(self, draft: Manifest, sent: set[str]) -> tuple[Manifest, bytes] | None:
         """Append ``draft`` to the log, and return the entry and its bytes.
 
         Returns None if the version of ``draft`` already has another entry, or had one that retention deleted.
 
+        Args:
+            draft: the entry.
+            sent: the hash of the entry's bytes is added before they are sent.
+
         Raises:
+            AlteredEntryError: if the stored entry has other bytes than were sent.
             MalformedError: if the entry does not follow the format; nothing was created.
             StorageError: if the store fails; the entry may have been created.
         """
         name, data = entry_name(draft.version), draft.to_json()
         entry = parse_manifest(name, data)
+        sent.add(entry.xxh3)
         if not self._create(name, data):
             return None
         return (entry, data) if self._confirm(entry) else None
@@ -312,25 +341,46 @@ class StreamLog:
         to disk: a successful read only proves that it is in memory.
 
         Raises:
+            AlteredEntryError: if the stored entry has other bytes than were sent.
             NotDurableError: if the entry exists, but may be missing after a power loss.
             NameConflictError: if the store refuses the name, but has no such entry.
             StorageError: if the store fails, and the entry cannot be read back.
         """
+        created, failure = False, None
         try:
-            if self.storage.create(name, data):
-                return True
+            created = self.storage.create(name, data)
         except (NameConflictError, NotDurableError):
             raise
-        except StorageError:
-            there = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
-            if there is None:
-                raise
-        else:
-            there = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
-        is_own = there is not None and there.tobytes() == data
-        if is_own:
-            self.storage.sync(name.rpartition("/")[0])
-        return is_own
+        except StorageError as error:
+            failure = error
+        if created and not self.storage.is_remote:
+            return True
+        there = self._bytes(name)
+        if there is None and failure is not None:
+            raise failure
+        if there is None and created:
+            raise StorageError(self.storage.url, f"{name} is missing after it was created")
+        # A client repeats a request whose response was lost, so an unreadable entry may be from this call in any case.
+        if there not in (None, data) and (created or (self.storage.is_remote and not _is_readable(name, there))):
+            again = self._bytes(name)  # the response may have been altered instead
+            if again != data:
+                raise self._altered(name, there, again)
+            there = again
+        if there != data:
+            return False
+        self.storage.sync(name.rpartition("/")[0])
+        return True
+
+    def _bytes(self, name: str) -> bytes | None:
+        """Return the bytes of an entry, None if it does not exist."""
+        array = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
+        return None if array is None else array.tobytes()
+
+    def _altered(self, name: str, there: bytes, again: bytes | None) -> StorageError:
+        """Return the error for an entry with other bytes than were sent, which was read twice."""
+        if again != there:
+            return StorageError(self.storage.url, f"it returned different bytes for {name} when it was read twice")
+        return AlteredEntryError(self.storage.url, name, xxhash.xxh3_128_hexdigest(there))
 
 
 class Claim:
@@ -340,18 +390,29 @@ class Claim:
         log: log of the stream.
         entry: entry of the claim.
         data: bytes of the entry.
+        needs_snapshot: True if the entry before the claim was altered on the way to the store.
     """
 
-    def __init__(self, log: StreamLog, entry: Manifest, data: bytes) -> None:
+    def __init__(self, log: StreamLog, entry: Manifest, data: bytes, *, needs_snapshot: bool = False) -> None:
         self._log = log
         self._head = entry
         self._data = data
+        self._needs_snapshot = needs_snapshot
+        self._sent: set[str] = set()  # hashes of the entries that were sent for the next version
         self._fenced: FencedError | None = None
 
     @property
     def head(self) -> Manifest:
         """Newest entry of this generation."""
         return self._head
+
+    @property
+    def needs_snapshot(self) -> bool:
+        """True if the next version must be a snapshot, because an entry was altered on the way to the store.
+
+        Readers may be unable to pass this entry. They continue from the snapshot.
+        """
+        return self._needs_snapshot
 
     @property
     def data(self) -> bytes:
@@ -373,6 +434,8 @@ class Claim:
             NameConflictError: if the store refuses to create the entry, but has no entry of that name; nothing was
                 committed.
             MalformedError: if the entry does not follow the format; nothing was committed.
+            AlteredEntryError: if a remote store has other bytes than were sent. The version was not committed. The next
+                commit continues after the stored bytes, and should be a snapshot, see :attr:`needs_snapshot`.
             NotDurableError: if the entry was created, but may be missing after a power loss, because its directory
                 cannot be flushed to disk. The version is not acknowledged. Readers can apply it, and the next commit
                 continues after it; that commit flushes the directory, and so makes both versions durable or fails too.
@@ -394,19 +457,54 @@ class Claim:
                 snapshot=version if entry.kind == "snapshot" else head.snapshot,
                 created=time.time(),
             )
-            committed = self._log._append(draft)  # noqa: SLF001  both classes implement one protocol
-            if committed is not None:
-                self._head, self._data = committed
-                return self._head
-            taken = self._log.read(version)
-            if taken is None or taken.writer != head.writer or not self._log._confirm(taken):  # noqa: SLF001  same protocol
-                is_other = taken is not None and taken.writer != head.writer
-                newest = (taken if is_other else self._log.head()) or head
-                if taken is None and newest.link == head.link:  # refused, but there is no entry
-                    raise NameConflictError(self._log.storage.url, entry_name(version), 1)
-                self._fenced = FencedError(head.generation, newest.generation, newest.version)
-                raise unraised(self._fenced)
-            self._head = taken
+            altered: AlteredEntryError | None = None
+            try:
+                committed = self._log._append(draft, self._sent)  # noqa: SLF001  both classes implement one protocol
+            except AlteredEntryError as error:
+                altered, taken = error, None
+            else:
+                if committed is not None:
+                    self._head, self._data = committed
+                    self._sent.clear()
+                    self._needs_snapshot = self._needs_snapshot and entry.kind != "snapshot"
+                    return self._head
+                taken = self._log.read(version)
+                is_own = taken is not None and taken.writer == head.writer
+                if taken is not None and is_own and self._log.storage.is_remote and taken.xxh3 not in self._sent:
+                    altered = AlteredEntryError(self._log.storage.url, entry_name(version), taken.xxh3)
+            if altered is not None:  # continue after the stored bytes, but trust nothing that they say
+                taken = replace(draft, snapshot=head.snapshot, xxh3=altered.xxh3)
+            self._head = self._checked(taken, head)
+            self._sent.clear()
+            if altered is not None:
+                self._needs_snapshot = True
+                raise altered
+
+    def _checked(self, taken: Manifest | None, head: Manifest) -> Manifest:
+        """Return the entry after ``head``, if this publisher created it and it is part of the log.
+
+        Raises:
+            FencedError: if the entry is from another publisher, or the log continued elsewhere.
+            NameConflictError: if there is no such entry, and ``head`` is the newest.
+        """
+        log = self._log
+        if taken is not None and taken.writer == head.writer and log._confirm(taken):  # noqa: SLF001  same protocol
+            return taken
+        is_other = taken is not None and taken.writer != head.writer
+        newest = (taken if is_other else log.head()) or head
+        if taken is None and newest.link == head.link:  # refused, but there is no entry
+            raise NameConflictError(log.storage.url, entry_name(head.version + 1), 1)
+        self._fenced = FencedError(head.generation, newest.generation, newest.version)
+        raise unraised(self._fenced)
+
+
+def _is_readable(name: str, data: bytes) -> bool:
+    """Return True if ``data`` is a well-formed entry."""
+    try:
+        parse_manifest(name, data)
+    except MalformedError:
+        return False
+    return True
 
 
 def entry_name(version: int) -> str:

@@ -658,3 +658,41 @@ def counted_steps(rank: int, world_size: int, url: str) -> list[int]:
         publisher.flush()
         publisher.close()
         return versions
+
+
+class _Altering(Storage):
+    """A store that stores other bytes than it is sent, once, in place of an entry."""
+
+    is_remote = True
+    alters = False
+
+    def create(self, name: str, data: bytes) -> bool:
+        if self.alters and name.startswith("log/"):
+            self.alters, data = False, data.replace(b"{", b"[", 1)
+        return super().create(name, data)
+
+
+def altered_entry(rank: int, world_size: int, url: str) -> list[str]:
+    """The version fails on every rank. The next one is a snapshot on every rank, which readers continue from."""
+    model_spec = Spec.every_sharding(world_size)
+    model = shard(model_spec)
+    errors, kinds = [], []
+    with ModelDeltaTracker(model) as tracker:
+        storage = _Altering(url, create=True)
+        publisher = Publisher(tracker, storage)
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        for step in range(4):
+            model(batch(model_spec, torch.Generator().manual_seed(10 * step + rank))).backward()
+            tracker.step()
+            if step == 1:
+                storage.alters = rank == 0
+                errors.append(attempt(publisher.publish))
+                assert sum(tracker.num_pending().values()) > 0
+            kinds.append(publisher.publish().kind)
+            predictor.sync()
+            assert predictor.version == publisher.version
+            assert_equal(tracker, held)
+        publisher.close()
+    assert kinds == ["snapshot", "snapshot", "delta", "delta"]
+    return errors

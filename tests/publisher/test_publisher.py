@@ -49,6 +49,13 @@ def test_a_failing_rank_loses_nothing(two_ranks: RankPool, url: str, broken_rank
             assert "No space left on device" in message
 
 
+@pytest.mark.promise("lossless")
+def test_after_an_entry_that_the_store_altered_a_snapshot_follows(two_ranks: RankPool, url: str) -> None:
+    (own,), (other,) = two_ranks.run(f"{_CASES}:altered_entry", url=url)
+    assert own.startswith("AlteredEntryError: ")
+    assert other.startswith("PublishError: the version was not published: rank 0 failed with AlteredEntryError")
+
+
 @pytest.mark.promise("fenced")
 def test_a_second_publisher_fences_the_first(two_ranks: RankPool, url: str) -> None:
     for messages in two_ranks.run(f"{_CASES}:fenced", url=url):

@@ -68,8 +68,8 @@ REVERTS = [
             ],
             "delta_tracker/stream/log.py": [
                 (
-                    "                if taken is None and newest.link == head.link:",
-                    "                if newest.version < 0:",
+                    "        if taken is None and newest.link == head.link:",
+                    "        if newest.version < 0:",
                 ),
             ],
         },
@@ -135,7 +135,7 @@ REVERTS = [
         edits={
             "delta_tracker/stream/log.py": [
                 ("        except (NameConflictError, NotDurableError):\n", "        except NameConflictError:\n"),
-                ('            self.storage.sync(name.rpartition("/")[0])\n', "            pass\n"),
+                ('        self.storage.sync(name.rpartition("/")[0])\n', ""),
             ],
         },
     ),

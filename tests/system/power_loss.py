@@ -36,7 +36,7 @@ from torch import Tensor
 
 from delta_tracker import Predictor, Storage
 from delta_tracker.cli.main import main as command_line
-from delta_tracker.errors import StorageError
+from delta_tracker.errors import CorruptPartError, StorageError
 from delta_tracker.stream.format.part_reader import read_parts
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
@@ -338,8 +338,11 @@ def _is_undamaged(url: str) -> bool:
     return True
 
 
-def _tables(log: StreamLog) -> dict[int, str]:
-    """Return the table of each version with rows that can be read from a snapshot on, in the log or merged."""
+def _tables(log: StreamLog, first: int) -> dict[int, str]:
+    """Return the table of each version with rows that can be read from a snapshot on.
+
+    Retention may have deleted the parts of the versions before ``first``.
+    """
     merged = {each.last: each for each in log.merged() if each.kind == "snapshot"}
     found: dict[int, str] = {}
     table: Tensor | None = None
@@ -352,8 +355,13 @@ def _tables(log: StreamLog) -> dict[int, str]:
             table, entry = torch.full((_SIZE["num_rows"], _SIZE["dim"]), -1.0), start
         elif version != before + 1:
             table = None
+        try:
+            parts = read_parts(log.storage, entry, memory_bytes=1 << 20)
+        except CorruptPartError:
+            assert version < first
+            table = None
         if table is not None:
-            rows = [each for part in read_parts(log.storage, entry, memory_bytes=1 << 20) for each in part.rows]
+            rows = [each for part in parts for each in part.rows]
             for each in sorted(rows, key=lambda each: each.ids is not None):  # listed rows overlay whole blocks
                 for ids, stored in chunks_of(each, 100):
                     table[ids] = stored
@@ -378,7 +386,7 @@ def check(root: Path, image: Image, known: Known) -> None:
     assert max(versions, default=-1) >= newest, f"version {newest} is lost, and the log has {versions}"
     if versions:
         assert _is_undamaged(url)
-    tables = _tables(StreamLog(storage))
+    tables = _tables(StreamLog(storage), known.first)
     for version, table in tables.items():
         assert table in known.tables[version], f"version {version} has rows that were never published"
     for version, table in known.acknowledged.items():

@@ -132,6 +132,11 @@ class Storage:
             except UnknownConfigurationKeyError as error:
                 raise InvalidArgumentError("options", sorted(options or ()), str(error).split("\n")[0]) from error
 
+    @property
+    def is_remote(self) -> bool:
+        """True if the store is accessed over a network, which may alter what is sent."""
+        return self._is_remote
+
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write the concatenated ``buffers`` as an object, replacing one of the same name.
 
