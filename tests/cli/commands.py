@@ -12,7 +12,7 @@ import torch
 
 from delta_tracker.cli.main import main
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import Heartbeat
+from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import Writer
@@ -81,3 +81,14 @@ def beat(writer: Writer, name: str, **changes) -> Heartbeat:
     head = writer.claim.head
     fields = {"version": head.version - 3, "lag_versions": 1, "lag_seconds": 0.5, "resyncs": 2, "error": None}
     return Heartbeat(**{"name": name, "time": time.time(), "stream": head.stream} | fields | changes)
+
+
+def leave(writer: Writer, beat: Heartbeat, seconds_ago: float = 0.0) -> None:
+    """Write a heartbeat, and date it in the store."""
+    leave_heartbeat(writer.storage, beat)
+    date(path_of(writer, f"predictors/{beat.name}.json"), seconds_ago)
+
+
+def date(path: Path, seconds_ago: float) -> None:
+    modified = time.time() - seconds_ago
+    os.utime(path, (modified, modified))

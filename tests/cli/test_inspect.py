@@ -6,15 +6,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from delta_tracker.cli.followers import GONE_SECONDS, SILENT_SECONDS
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
-from tests.cli.commands import Cli, entry, path_of, url_of
+from tests.cli.commands import Cli, beat, entry, leave, make, path_of, url_of
+from tests.stream.histories import Clock
 from tests.stream.streams import FQN, Writer
 
 
@@ -61,9 +63,10 @@ def test_inspect_says_what_a_new_predictor_really_reads(cli: Cli, writer: Writer
     assert new["is_merged"]
 
 
+@pytest.mark.xfail(strict=True, reason="ages are those of the predictors' clocks")
 def test_inspect_shows_predictors_until_they_are_long_gone(cli: Cli, writer: Writer) -> None:
     url, now = url_of(writer), time.time()
-    beat = Heartbeat(
+    left = Heartbeat(
         name="a",
         time=now,
         stream=writer.claim.head.stream,
@@ -73,12 +76,12 @@ def test_inspect_shows_predictors_until_they_are_long_gone(cli: Cli, writer: Wri
         resyncs=3,
         error="x",
     )
-    leave_heartbeat(writer.storage, beat)
-    leave_heartbeat(writer.storage, replace(beat, name="b", time=now - SILENT_SECONDS - 60))
-    leave_heartbeat(writer.storage, replace(beat, name="c", time=now - GONE_SECONDS - 60))
-    leave_heartbeat(writer.storage, replace(beat, name="d", stream="0" * 32))
-    leave_heartbeat(writer.storage, replace(beat, name="e", version=None, stream=None))
-    leave_heartbeat(writer.storage, replace(beat, name="f", time=now + 1000))
+    leave_heartbeat(writer.storage, left)
+    leave(writer, replace(left, name="b"), SILENT_SECONDS + 60)
+    leave(writer, replace(left, name="c"), GONE_SECONDS + 60)
+    leave_heartbeat(writer.storage, replace(left, name="d", stream="0" * 32))
+    leave_heartbeat(writer.storage, replace(left, name="e", version=None, stream=None))
+    leave_heartbeat(writer.storage, replace(left, name="f", time=now + 1000))
     path_of(writer, "predictors/g.json").write_text("nonsense")
     found = cli.json("inspect", url)
     assert "g.json error=" in cli.err
@@ -107,3 +110,51 @@ def test_inspect_of_a_stream_without_snapshot(cli: Cli, tmp_path: Path) -> None:
     writer = Writer(Storage((tmp_path / "s").as_uri(), create=True))
     assert "has no snapshot yet" in cli.json("inspect", url_of(writer), code=1)["findings"][0]
     assert "has no snapshot to start from" in cli("inspect", url_of(writer), code=1)
+
+
+@pytest.mark.xfail(strict=True, reason="a heartbeat's age is the difference of two hosts' clocks")
+def test_a_dead_predictor_with_a_fast_clock_is_silent(cli: Cli, writer: Writer) -> None:
+    now = time.time()
+    leave(writer, beat(writer, "fast", time=now + 3600), SILENT_SECONDS + 1)
+    leave(writer, beat(writer, "gone", time=now + 7200), GONE_SECONDS + 1)
+    leave(writer, beat(writer, "slow", time=now - 3600))
+    for command in ("inspect", "top --once", "report"):
+        found = cli.json(command.split()[0], url_of(writer), *command.split()[1:])
+        assert {each["name"]: each["state"] for each in found["predictors"]} == {"fast": "silent", "slow": "live"}
+        assert [each.split(" s ")[0] for each in found["skews"]] == [
+            f"the clock of predictor fast is {3600 + SILENT_SECONDS + 1:.0f}",
+            "the clock of predictor slow is 3600",
+        ]
+        assert found["predictors_gone"] == 1
+
+
+@pytest.mark.xfail(strict=True, reason="ages are differences of two hosts' clocks, and skews are not shown")
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+def test_a_publisher_with_a_wrong_clock_is_shown(cli: Cli, tmp_path: Path, ahead: float) -> None:
+    clock = Clock()
+    clock.seconds = time.time()
+    with clock.of_the_log(ahead):
+        writer = make(tmp_path / "s")
+    writer.claim = StreamLog(writer.storage).claim()
+    writer.delta([1])
+    url = url_of(writer)
+    where = "3600 s ahead of the store's" if ahead > 0 else "3600 s behind the store's"
+    expected = f"the clock of the publisher of generation 1 is {where}"
+    leave(writer, beat(writer, "p", version=2, time=time.time()))
+    found = cli.json("inspect", url)
+    assert 0 <= found["head"]["age_seconds"] < 300
+    assert [0 <= time.time() - each["committed"] < 300 for each in found["generations"]] == [True, True]
+    assert 0 <= found["predictors"][0]["behind_seconds"] < 300
+    top = cli.json("top", url, "--once", "--window", "300")
+    assert 0 <= top["head"]["age_seconds"] < 300
+    assert top["versions_per_second"] * top["window_seconds"] == pytest.approx(5)
+    report = cli.json("report", url, "--out", tmp_path / "page.html")
+    assert 0 <= report["time"] - report["versions"]["begin"] < 300
+    assert report["cadence_seconds"]["max"] < 300
+    verify = cli.json("verify", url)
+    for figures in (found, top, report, verify):
+        assert [each.startswith(expected) for each in figures["skews"]] == [True]
+    assert expected in (tmp_path / "page.html").read_text().replace("&#39;", "'")
+    for command in ("inspect", "verify", "top --once"):
+        name, *options = command.split()
+        assert expected in cli(name, url, *options).replace("\n", " ")

@@ -53,8 +53,9 @@ class Clock:
         return self.seconds
 
     @contextlib.contextmanager
-    def of_the_log(self) -> Iterator[None]:
-        with mock.patch.object(log_module, "time", SimpleNamespace(time=self)):
+    def of_the_log(self, ahead: float = 0.0) -> Iterator[None]:
+        """Context manager in which the clock of publishers is this many seconds ahead of the store's."""
+        with mock.patch.object(log_module, "time", SimpleNamespace(time=lambda: self.seconds + ahead)):
             yield
 
 
@@ -66,29 +67,33 @@ class ClockedStorage(Storage):
     """A store in memory that dates its objects by a clock.
 
     ``dies`` kills the publisher right after it creates the next object. ``refusals`` is how often the store answers
-    "try again" when an object is created.
+    "try again" when an object is created. ``resolution`` is that of modification times in seconds, 0 for exact ones.
     """
 
     dies = False
     refusals = 0
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, resolution: float = 0.0) -> None:
         super().__init__("memory://")
         self.clock = clock
+        self.resolution = resolution
         self.times: dict[str, float] = {}
+
+    def _time(self) -> float:
+        return self.clock() // self.resolution * self.resolution if self.resolution else self.clock()
 
     def put(self, name, buffers) -> None:
         super().put(name, buffers)
-        self.times[name] = self.clock()
+        self.times[name] = self._time()
 
     def replace(self, name, data) -> None:
         super().replace(name, data)
-        self.times[name] = self.clock()
+        self.times[name] = self._time()
 
     def create(self, name, data) -> bool:
         created = super().create(name, data)
         if created:
-            self.times[name] = self.clock()
+            self.times[name] = self._time()
             if self.dies:
                 raise Killed
         return created

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
@@ -19,6 +22,7 @@ from delta_tracker.stream.maintenance.retention import HEARTBEAT_SECONDS, ORPHAN
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.histories import Clock, ClockedStorage, History, Reader
 from tests.stream.streams import Writer
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 
 @pytest.fixture
@@ -193,6 +197,65 @@ def test_a_clock_that_was_put_back_makes_no_gap(history: History, clock: Clock) 
     history.delta()
     retain(history.storage, Retention(seconds=75, grace_seconds=0), clock)
     assert versions(history) == [0, *range(2, 14)]
+
+
+@pytest.mark.xfail(strict=True, reason="ages are differences of two hosts' clocks")
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+def test_a_wrong_clock_of_a_publisher_changes_no_age(clock: Clock, ahead: float) -> None:
+    clock.seconds = time.time()
+    with clock.of_the_log(ahead):
+        history = History(ClockedStorage(clock), 1)
+        for kind in ["delta"] * 4 + ["snapshot"] + ["delta"] * 3:
+            clock.seconds += 10
+            getattr(history, kind)()
+        assert retain(history.storage, Retention(seconds=60, grace_seconds=50)) == Retained()
+        assert retain(history.storage, Retention(seconds=60, grace_seconds=30)).versions == 2
+        assert versions(history) == [0, *range(3, 10)]
+        clock.seconds += 60
+        history.snapshot()
+        clock.seconds += 31
+        history.delta()
+        assert retain(history.storage, Retention(seconds=60, grace_seconds=30)).versions == 7
+        assert versions(history) == [0, 10, 11]
+    assert_follows(history)
+
+
+@pytest.mark.xfail(strict=True, reason="a snapshot of a publisher whose clock is behind has no grace period")
+@given(st.integers(0, 2**32))
+@settings(deadline=None, max_examples=300 if SWEEPS_ARE_WHOLE else 3)
+def test_no_reader_within_the_grace_period_loses_its_next_version(seed: int) -> None:
+    """Publishers, compactions and retention run on hosts with random clocks, on a store that may truncate times."""
+    chance, clock = random.Random(seed), Clock()
+    storage = ClockedStorage(clock, resolution=chance.choice([0.0, 1.0]))
+
+    def skewed() -> float:
+        return chance.choice([-7200.0, -3600.0, 0.0, 30.0, 3600.0])
+
+    with clock.of_the_log(skewed()):
+        history = History(storage, seed)
+    readers = [Reader(history, seed + number) for number in range(2)]
+    synced = [clock.seconds] * 2
+    skew = 0.0
+    for _ in range(60):
+        clock.seconds += chance.choice([0.1, 5.0, 50.0, 200.0])
+        for number, reader in enumerate(readers):
+            if clock.seconds - synced[number] > 500 or chance.random() < 0.1:
+                reader.sync()
+                synced[number] = clock.seconds - 200.0 * (chance.random() < 0.2)
+        kind = chance.choice(["delta"] * 5 + ["claim", "snapshot", "snapshot", "compact", "retain", "retain"])
+        if kind == "claim":
+            skew = skewed()
+        with clock.of_the_log(skew):
+            if kind == "compact":
+                host = skewed()
+                compact(storage, fold=chance.choice([1e-9, 1e9]), now=lambda host=host: clock.seconds + host)
+            elif kind == "retain":
+                retain(storage, Retention(versions=1, seconds=chance.choice([None, 1.0]), grace_seconds=1000))
+            else:
+                getattr(history, kind)()
+    for reader in readers:
+        reader.sync()
+        assert (reader.resyncs, reader.held.version) == (0, history.version)
 
 
 def test_claims_and_the_entries_before_them_stay_without_parts(clock: Clock) -> None:
