@@ -42,7 +42,8 @@ class Entry:
         kind: claim, snapshot or delta.
         generation: generation of the publisher.
         cut: time of the cut, in Unix seconds.
-        created: time of the commit, in Unix seconds.
+        created: time of the commit by the publisher's clock, in Unix seconds.
+        committed: time of the commit by the store's clock, in Unix seconds.
         batches: half-open range of the trainer's step counts that the version covers.
         pending_rows: number of changed rows left for later versions.
         num_rows: number of rows in all parts.
@@ -56,12 +57,18 @@ class Entry:
     generation: int
     cut: float
     created: float
+    committed: float
     batches: tuple[int, int]
     pending_rows: int
     num_rows: int
     num_bytes: int
     num_parts: int
     tables: dict[str, Amount]
+
+    @property
+    def skew(self) -> float:
+        """Publisher's clock minus the store's clock at the commit, in seconds; see :attr:`Manifest.skew`."""
+        return self.created - self.committed
 
     @classmethod
     def of(cls, manifest: Manifest) -> Entry:
@@ -72,6 +79,7 @@ class Entry:
             manifest.generation,
             manifest.cut,
             manifest.created,
+            manifest.committed,
             manifest.batches,
             manifest.pending_rows,
             manifest.num_rows,
@@ -88,6 +96,7 @@ class Entry:
             "generation": self.generation,
             "cut": self.cut,
             "created": self.created,
+            "committed": self.committed,
             "batches": list(self.batches),
             "pending_rows": self.pending_rows,
             "rows": self.num_rows,

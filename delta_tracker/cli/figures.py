@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from delta_tracker.monitor.buckets import PER_OCTAVE, LogBuckets, upper_bound
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
 from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.store_clock import StoreClock
 
 Figures = dict[str, Any]
 
@@ -58,7 +58,9 @@ class _Reading:
 
 
 def gather(stream: Stream, limits: Limits) -> Figures:
-    """Read a stream and return the data of its report as JSON values. Times are Unix seconds.
+    """Read a stream and return the data of its report as JSON values.
+
+    Times are Unix seconds by the store's clock.
 
     Raises:
         InvalidArgumentError: if there is no stream.
@@ -70,12 +72,19 @@ def gather(stream: Stream, limits: Limits) -> Figures:
     names = sorted(history.tables, key=lambda fqn: (-history.totals[fqn].num_bytes, fqn))
     movement = Movement({fqn: history.tables[fqn] for fqn in names[:MAX_TABLES]})
     reading = _read_rows(stream, movement, sizes, faults)
-    followers, num_gone = read_followers(stream.storage, head, now := time.time())
+    clock = StoreClock()
+    clock.saw("log", [(history.newest or head).committed], began=clock.reader_time())
+    followers, num_gone = read_followers(stream.storage, head, clock)
     return {
         "url": stream.storage.url,
         "stream": head.stream,
-        "time": now,
-        "head": {"version": head.version, "created": head.created, "generation": head.generation},
+        "time": clock.now(),
+        "head": {
+            "version": head.version,
+            "created": head.created,
+            "committed": head.committed,
+            "generation": head.generation,
+        },
         "versions": _versions(history) | {"older": older},
         "rows_read": asdict(reading),
         "bytes": _bytes(history),
@@ -91,6 +100,7 @@ def gather(stream: Stream, limits: Limits) -> Figures:
         },
         "predictors": [follower.to_dict() | {"behind": follower.behind} for follower in followers],
         "predictors_gone": num_gone,
+        "skews": history.skews.problems(followers, clock),
         "faults": faults[:_MAX_FAULTS],
         "more_faults": len(faults[_MAX_FAULTS:]),
     }

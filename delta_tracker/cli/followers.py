@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.heartbeat import Heartbeat, read_heartbeats
+from delta_tracker.stream.heartbeat import Heartbeat, SeenHeartbeat, see_heartbeats
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.store_clock import StoreClock
 
 # A predictor writes a heartbeat every five seconds while it applies versions or waits for them.
 SILENT_SECONDS = 30.0
@@ -23,7 +24,8 @@ class FollowerView:
     Args:
         beat: last heartbeat.
         state: ``live``, or ``silent`` if the last heartbeat is more than 30 seconds old.
-        seconds_ago: age of the heartbeat in seconds: this host's time minus the time that the predictor's host wrote.
+        seconds_ago: age of the heartbeat in seconds, by the store's clock.
+        skew: predictor's clock minus the store's, in seconds.
         lag_versions: number of versions in the log after the version in the heartbeat; None if the predictor has no
             version or follows another stream.
     """
@@ -31,6 +33,7 @@ class FollowerView:
     beat: Heartbeat
     state: State
     seconds_ago: float
+    skew: float
     lag_versions: int | None
 
     @property
@@ -51,6 +54,7 @@ class FollowerView:
             "name": self.beat.name,
             "state": self.state,
             "seconds_ago": self.seconds_ago,
+            "skew_seconds": self.skew,
             "stream": self.beat.stream,
             "version": self.beat.version,
             "lag_versions": self.lag_versions,
@@ -60,24 +64,24 @@ class FollowerView:
         }
 
 
-def read_followers(storage: Storage, head: Manifest, now: float) -> tuple[list[FollowerView], int]:
+def read_followers(storage: Storage, head: Manifest, clock: StoreClock) -> tuple[list[FollowerView], int]:
     """Return the predictors with a heartbeat in the last hour, sorted by name, and the number of older heartbeats.
 
     Args:
         storage: store of the stream.
         head: newest entry of the stream.
-        now: Unix time in seconds.
+        clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
 
     Raises:
         StorageError: if the store cannot be read.
     """
-    beats = read_heartbeats(storage)
-    found = [_follower(beat, head, max(0.0, now - beat.time)) for beat in beats]
-    heard = [each for each in found if each.seconds_ago <= GONE_SECONDS]
-    return heard, len(found) - len(heard)
+    seen = see_heartbeats(storage, clock, max_age=GONE_SECONDS)
+    found = [_follower(each, head, max(0.0, clock.now() - each.modified)) for each in seen if each is not None]
+    return found, len(seen) - len(found)
 
 
-def _follower(beat: Heartbeat, head: Manifest, seconds_ago: float) -> FollowerView:
+def _follower(seen: SeenHeartbeat, head: Manifest, seconds_ago: float) -> FollowerView:
+    beat = seen.beat
     is_here = beat.stream == head.stream and beat.version is not None
     lag = max(0, head.version - beat.version) if is_here and beat.version is not None else None
-    return FollowerView(beat, "live" if seconds_ago <= SILENT_SECONDS else "silent", seconds_ago, lag)
+    return FollowerView(beat, "live" if seconds_ago <= SILENT_SECONDS else "silent", seconds_ago, seen.skew, lag)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from delta_tracker.cli.entries import Amount, amounts
+from delta_tracker.cli.times import CommitTimes, Skews
 from delta_tracker.monitor.buckets import LogBuckets
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.types import TableSpec
@@ -31,8 +32,8 @@ class Bin:
     Args:
         first: first version.
         last: last version.
-        begin: commit time of the first version.
-        end: commit time of the last version.
+        begin: commit time of the first version, see :class:`~delta_tracker.cli.times.CommitTimes`.
+        end: commit time of the last version, never before ``begin``.
         deltas: number of deltas.
         snapshots: number of snapshots.
         restarts: number of claims between a version and its predecessor, summed over the versions.
@@ -94,6 +95,7 @@ class History:
         gaps: distribution of the seconds between the commits of successive versions.
         delays: distribution of the seconds from a version's cut to its commit.
         newest: the newest entry that was added; None if there is none.
+        skews: differences between the clocks of the publishers and the store's.
         missing: number of missing versions between existing versions. Versions missing after a claim are not counted,
             because retention keeps the claim and deletes the entries after it.
         full_bytes: size of a full snapshot at the newest version, in bytes.
@@ -106,13 +108,15 @@ class History:
         self.sizes = LogBuckets()
         self.gaps = LogBuckets()
         self.delays = LogBuckets()
+        self.skews = Skews()
         self.newest: Manifest | None = None
         self.missing = 0
         self.full_bytes = 0
         self._max_bins = max_bins
         self._width = 1
         self._is_measured = False
-        self._created: float | None = None
+        self._times = CommitTimes()
+        self._committed: float | None = None
         self._restarts = 0
 
     def add(self, manifest: Manifest) -> None:
@@ -120,12 +124,14 @@ class History:
         if self.newest is not None and self.newest.kind != "claim":
             self.missing += manifest.version - self.newest.version - 1
         self.newest = manifest
+        self.skews.add(manifest)
+        committed = self._times.next(manifest)
         if manifest.kind == "claim":
             self._restarts += bool(self.bins)
             return
         self.tables.update(manifest.tables)
         self._learn_full_bytes(manifest)
-        entry = self._bin_of(manifest)
+        entry = self._bin_of(manifest, committed)
         for fqn, amount in entry.tables.items():
             self.totals[fqn] += amount
         if not self.bins or self.bins[-1].count >= self._width:
@@ -135,19 +141,19 @@ class History:
         if len(self.bins) > 2 * self._max_bins:
             self._halve()
 
-    def _bin_of(self, manifest: Manifest) -> Bin:
+    def _bin_of(self, manifest: Manifest, committed: float) -> Bin:
         is_delta = manifest.kind == "delta"
-        gap = None if self._created is None else max(0.0, manifest.created - self._created)
+        gap = None if self._committed is None else committed - self._committed
         self.sizes.extend([manifest.num_bytes] if is_delta else [])
         self.gaps.extend([] if gap is None else [gap])
         self.delays.extend([manifest.created - manifest.cut] if 0 < manifest.cut <= manifest.created else [])
-        self._created = manifest.created
+        self._committed = committed
         restarts, self._restarts = self._restarts, 0
         return Bin(
             manifest.version,
             manifest.version,
-            manifest.created,
-            manifest.created,
+            committed,
+            committed,
             deltas=int(is_delta),
             snapshots=int(not is_delta),
             restarts=restarts,

@@ -22,7 +22,7 @@ _HELP = """Show the contents of a stream, what a new predictor reads, and the pr
 
 Reads every entry of the log, but no rows. Predictors are listed by their heartbeats: "silent" after 30 seconds without
 a heartbeat, and omitted after an hour. Exit code 1 if an entry is malformed, or if a new predictor cannot reach the
-newest version.
+newest version. Times are by the store's clock; a host whose clock differs from it by more than a minute is reported.
 
 \b
 Examples:
@@ -55,6 +55,8 @@ def command(stream: Stream, last: int) -> int:
         for follower in found.followers:
             if follower.beat.error is not None:
                 stream.out.line(f"{follower.beat.name} has an error: {follower.beat.error}", "red")
+        for skew in found.skews:
+            stream.out.line(skew, "yellow")
         for finding in found.findings:
             stream.out.line(f"damaged: {finding}", "bold red")
     return 1 if found.findings else 0
@@ -66,11 +68,12 @@ def _facts(url: str, found: Survey) -> Table:
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
     first = found.entries[0].version if found.entries else head.version
+    age = duration(max(0.0, found.now - head.committed))
     lines = {
         "url": url,
         "stream": head.stream,
-        "head": f"version {head.version}, a {head.kind}, committed {duration(found.now - head.created)} ago "
-        f"({moment(head.created)}) by generation {head.generation}",
+        "head": f"version {head.version}, a {head.kind}, committed {age} ago ({moment(head.committed)}) by generation "
+        f"{head.generation}",
         "pending": f"{several(head.pending_rows, 'changed row')} left for later versions",
         "log": f"versions {first} to {head.version}: {several(kinds['snapshot'], 'snapshot')}, "
         f"{several(kinds['delta'], 'delta')}, {several(kinds['claim'], 'claim')}; "
@@ -118,7 +121,7 @@ def _generations(found: Survey) -> Table:
                 count(kinds["delta"]),
                 count(sum(entry.num_rows for entry in entries)),
                 size(sum(entry.num_bytes for entry in entries)),
-                moment(entries[0].created),
+                moment(entries[0].committed),
             )
         )
     return table((">generation", ">versions", ">snapshots", ">deltas", ">rows", ">bytes", "since"), rows)
@@ -129,7 +132,7 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
         (
             str(entry.version),
             cell(entry.kind, _STYLES[entry.kind]),
-            duration(now - entry.created),
+            duration(max(0.0, now - entry.committed)),
             f"{entry.batches[0]} to {entry.batches[1]}",
             count(entry.num_rows),
             size(entry.num_bytes),

@@ -41,6 +41,9 @@ def screen(view: View, width: int, height: int | None = None) -> RenderableType:
     held = [f"{each.beat.name} has an error: {each.beat.error}" for each in view.followers if _is_held(each)]
     if view.problem is not None or held:
         lines.append(_one_line(view.problem or held[0], "bold red"))
+    elif view.skews:
+        more = f" (and {count(len(view.skews) - 1)} more)" if len(view.skews) > 1 else ""
+        lines.append(_one_line(view.skews[0] + more, "yellow"))
     return Group(*lines)
 
 
@@ -73,7 +76,7 @@ def _head(view: View, width: int) -> list[Text]:
         return [title, _one_line("the stream no longer exists", "bold red"), Text()]
     state = _one_line("")
     state.append_text(cell(f"version {head.version}", "bold"))
-    state.append(f" {head.kind}, {duration(max(0.0, now - head.created))} old  generation {head.generation}")
+    state.append(f" {head.kind}, {duration(max(0.0, now - head.committed))} old  generation {head.generation}")
     state.append(f"  pending {count(head.pending_rows)}")
     resyncs, held = sum(each.beat.resyncs for each in view.followers), sum(_is_held(each) for each in view.followers)
     state.append(f"  resyncs {count(resyncs)}", "yellow" if resyncs else "")
@@ -126,7 +129,7 @@ def _tables(view: View, width: int) -> list[tuple[Text, ...]]:
                 cell("?" if spec is None else f"{count(spec.num_rows)} x {spec.dim}", "dim"),
                 cell(_rate(amount.rows / seconds), "green" if amount.rows else "dim"),
                 cell(size(amount.num_bytes / seconds), "green" if amount.num_bytes else "dim"),
-                cell("none" if last is None else duration(max(0.0, view.now - last.created))),
+                cell("none" if last is None else duration(max(0.0, view.now - last.committed))),
             )
         )
     return found
@@ -146,7 +149,7 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
         made.add_row(
             cell(entry.version),
             cell(entry.kind, _KINDS.get(entry.kind, "")),
-            cell(duration(max(0.0, now - entry.created))),
+            cell(duration(max(0.0, now - entry.committed))),
             cell(count(entry.num_rows)),
             cell(size(entry.num_bytes)),
             cell(len(entry.tables)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,11 @@ from delta_tracker.cli.entries import Amount, Entry, read_all
 from delta_tracker.cli.followers import FollowerView, read_followers
 from delta_tracker.cli.stream_command import Stream
 from delta_tracker.cli.text import plain
+from delta_tracker.cli.times import Skews
 from delta_tracker.errors import MalformedError, NoSnapshotError
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Manifest
+from delta_tracker.stream.store_clock import StoreClock
 from delta_tracker.types import TableSpec
 
 _NONE = Amount()
@@ -61,7 +62,7 @@ class Survey:
 
     Args:
         head: newest entry.
-        now: Unix time of the summary, in seconds.
+        now: Unix time of the summary by the store's clock, in seconds.
         tables: FQN to spec of each table in the newest version that is not a claim.
         entries: entries of the contiguous range of versions that ends at the head, except malformed entries.
         num_strays: number of entries before this range. New predictors do not read them. Retention may leave such
@@ -73,6 +74,7 @@ class Survey:
         start: entries that a new predictor reads; None if there is no snapshot to start from.
         followers: predictors with a heartbeat in the last hour.
         num_gone: number of predictors whose last heartbeat is older than an hour.
+        skews: descriptions of clocks that differ from the store's by more than a minute.
         findings: descriptions of malformed entries, and of the problem that prevents a new predictor from reaching the
             head.
     """
@@ -89,6 +91,7 @@ class Survey:
     start: Start | None
     followers: Sequence[FollowerView]
     num_gone: int
+    skews: Sequence[str]
     findings: Sequence[str]
 
     def in_snapshot(self, fqn: str) -> Amount:
@@ -116,14 +119,14 @@ class Survey:
         waiting = [entry for entry in self.entries if entry.version > held]
         if not waiting:
             return 0.0
-        return self.now - waiting[0].created if waiting[0].version == held + 1 else None
+        return max(0.0, self.now - waiting[0].committed) if waiting[0].version == held + 1 else None
 
     def to_dict(self) -> dict[str, object]:
         """Return the summary as JSON values. Times are Unix seconds."""
         head = self.head
         return {
             "stream": head.stream,
-            "head": Entry.of(head).to_dict() | {"age_seconds": self.now - head.created},
+            "head": Entry.of(head).to_dict() | {"age_seconds": max(0.0, self.now - head.committed)},
             "log": _counts(self.entries)
             | {
                 "merged": self.num_merged,
@@ -134,12 +137,14 @@ class Survey:
             },
             "new_predictor": None if self.start is None else self.start.to_dict(),
             "generations": [
-                {"generation": generation, "created": entries[0].created} | _counts(entries)
+                {"generation": generation, "created": entries[0].created, "committed": entries[0].committed}
+                | _counts(entries)
                 for generation, entries in self.generations()
             ],
             "tables": {fqn: self._table(fqn, spec) for fqn, spec in self.tables.items()},
             "predictors": [each.to_dict() | {"behind_seconds": self.behind_seconds(each)} for each in self.followers],
             "predictors_gone": self.num_gone,
+            "skews": list(self.skews),
             "findings": list(self.findings),
         }
 
@@ -177,10 +182,14 @@ def survey(stream: Stream) -> Survey:
     start, problem = _start(stream, head, {version: entry for version, entry in found if isinstance(entry, Entry)})
     last = next((entry.version for entry in reversed(entries) if entry.kind != "claim"), head.version)
     parts, manifests = storage.objects("parts"), [*storage.objects("log"), *storage.objects("merged")]
-    followers, num_gone = read_followers(storage, head, now := time.time())
+    skews, clock = Skews(), StoreClock()
+    for entry in entries:
+        skews.add(entry)
+    clock.saw("log", [head.committed, *(entry.committed for entry in entries)], began=clock.reader_time())
+    followers, num_gone = read_followers(storage, head, clock)
     return Survey(
         head=head,
-        now=now,
+        now=clock.now(),
         tables=(log.read(last) or head).tables,
         entries=entries,
         num_strays=first,
@@ -191,6 +200,7 @@ def survey(stream: Stream) -> Survey:
         start=start,
         followers=followers,
         num_gone=num_gone,
+        skews=skews.problems(followers, clock),
         findings=[*(plain(entry.problem) for _, entry in found[first:] if isinstance(entry, MalformedError)), *problem],
     )
 

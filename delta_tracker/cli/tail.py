@@ -94,7 +94,7 @@ def _show(stream: Stream, manifest: Manifest) -> int:
         return 1
     took = "" if entry.kind == "claim" else duration(max(0.0, entry.created - entry.cut))
     line = _COLUMNS.format(
-        moment(entry.created),
+        moment(entry.committed),
         entry.version,
         entry.kind,
         entry.generation,

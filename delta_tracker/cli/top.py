@@ -17,6 +17,7 @@ from delta_tracker.cli.screen import screen
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.watch import View, Watch
 from delta_tracker.errors import MalformedError, StorageError
+from delta_tracker.stream.store_clock import StoreClock
 
 _ANSWER_TO_TERMINATE = 128 + signal.SIGTERM
 
@@ -81,20 +82,25 @@ def _views(stream: Stream, window: float) -> Iterator[View]:
     refresh retries.
     """
     stream.head()
-    watch = Watch(stream.log, window)
-    view = View(stream.storage.url, time.time(), watch)
+    watch, clock = Watch(stream.log, window), StoreClock()
+    view = View(stream.storage.url, clock.now(), watch)
     is_first = True
     while True:
-        now = time.time()
+        began = clock.reader_time()
         try:
-            watch.refresh(now)
+            watch.refresh(clock.now())
             if watch.head is not None:
-                followers, num_gone = read_followers(stream.storage, watch.head, now)
-                view = View(stream.storage.url, now, watch, followers, num_gone)
+                if watch.is_complete:
+                    clock.saw("log", [watch.head.committed], began=began)
+                followers, num_gone = read_followers(stream.storage, watch.head, clock)
+                skews = watch.skews.problems(followers, clock)
+                view = View(stream.storage.url, clock.now(), watch, followers, num_gone, skews)
         except (StorageError, MalformedError) as error:
             if is_first:
                 raise
-            view = View(stream.storage.url, now, watch, view.followers, view.num_gone, error.problem)
+            former = view
+            view = View(stream.storage.url, clock.now(), watch, former.followers, former.num_gone, former.skews)
+            view.problem = error.problem
         is_first = False
         yield view
 

@@ -12,6 +12,7 @@ from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.survey import contiguous
 from delta_tracker.cli.text import plain, several, size
+from delta_tracker.cli.times import Skews
 from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.stream.format.manifest import Link, Manifest, Part
 from delta_tracker.stream.format.part_reader import PartReader
@@ -55,6 +56,8 @@ def command(stream: Stream, *, quick: bool) -> int:
             size(check.num_bytes),
         )
     )
+    for skew in check.skews.problems():
+        stream.out.line(skew, "yellow")
     for finding in check.findings:
         away = "" if finding.is_in_the_way else " (older than the newest snapshot: new predictors do not read it)"
         stream.out.line(f"damaged: {finding.where}: {finding.problem}{away}", "red")
@@ -90,6 +93,7 @@ class _Check:
 
     Attributes:
         findings: damage found so far.
+        skews: differences between the clocks of the publishers and the store's.
         num_entries: number of well-formed entries of the log.
         num_merged: number of well-formed merged entries.
         num_parts: number of checked parts, including damaged ones.
@@ -99,6 +103,7 @@ class _Check:
     stream: Stream
     is_quick: bool
     findings: list[Finding] = field(default_factory=list)
+    skews: Skews = field(default_factory=Skews)
     num_entries: int = 0
     num_merged: int = 0
     num_parts: int = 0
@@ -116,6 +121,7 @@ class _Check:
             "merged": self.num_merged,
             "parts": self.num_parts,
             "bytes": self.num_bytes,
+            "skews": self.skews.problems(),
             "findings": [
                 {"where": each.where, "problem": each.problem, "is_in_the_way": each.is_in_the_way}
                 for each in self.findings
@@ -147,6 +153,7 @@ class _Check:
             elif manifest is not None:
                 self.num_entries += 1
                 self._links[version] = manifest.link
+                self.skews.add(manifest)
                 for problem in _chain_problems(manifest, before, head):
                     self._find(entry_name(version), problem, version)
                 self._check_parts(manifest, partial(log.read, version))

@@ -10,6 +10,7 @@ from itertools import islice
 
 from delta_tracker.cli.entries import Amount, Entry
 from delta_tracker.cli.followers import FollowerView
+from delta_tracker.cli.times import Skews
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.types import TableSpec
@@ -32,6 +33,8 @@ class Watch:
         entries: the newest entries in ascending order, at most 5,000.
         tables: FQN to spec of each table in the newest entry that has tables.
         changed: FQN to the newest delta with rows of the table.
+        is_complete: True if the last call of :meth:`refresh` read the newest entry.
+        skews: differences between the clocks of the publishers and the store's.
         starts: number of times that :meth:`refresh` read the log from the head backwards.
     """
 
@@ -40,6 +43,8 @@ class Watch:
         self.entries: deque[Entry] = deque(maxlen=_MAX_KEPT)
         self.tables: Mapping[str, TableSpec] = {}
         self.changed: dict[str, Entry] = {}
+        self.is_complete = False
+        self.skews = Skews()
         self.starts = 0
         self._log = log
         self._window_seconds = window_seconds
@@ -52,7 +57,7 @@ class Watch:
         instead, from the head backwards.
 
         Args:
-            now: Unix time in seconds.
+            now: Unix time in seconds, by the store's clock.
 
         Raises:
             MalformedError: if an entry is malformed.
@@ -60,12 +65,14 @@ class Watch:
         """
         if self.head is None or not self._go_on(self.head):
             self._begin(now)
-        while len(self.entries) > _MIN_KEPT and self.entries[1].created < now - self._window_seconds:
+        while len(self.entries) > _MIN_KEPT and self.entries[1].committed < now - self._window_seconds:
             self.entries.popleft()
 
     def recent(self, now: float) -> list[Entry]:
         """Return the snapshots and deltas of the window that ends at ``now``, a Unix time."""
-        return [entry for entry in self.entries if entry.kind != "claim" and entry.created > now - self._window_seconds]
+        return [
+            entry for entry in self.entries if entry.kind != "claim" and entry.committed > now - self._window_seconds
+        ]
 
     def newest(self, count: int) -> list[Entry]:
         """Return the newest ``count`` entries, newest first."""
@@ -76,7 +83,7 @@ class Watch:
 
         The entries cover the whole window if the oldest of them was created before the window began.
         """
-        oldest = self.entries[0].created if self.entries else now
+        oldest = self.entries[0].committed if self.entries else now
         return min(self._window_seconds, max(1.0, now - oldest))
 
     def amounts(self, now: float) -> dict[str, Amount]:
@@ -95,7 +102,7 @@ class Watch:
         """
         found = Counter[int]()
         for entry in self.recent(now):
-            ago = max(0.0, now - entry.created) / self.seconds(now)
+            ago = max(0.0, now - entry.committed) / self.seconds(now)
             if entry.kind == "delta":  # snapshots are so large that deltas would not be visible
                 found[count - 1 - min(count - 1, int(ago * count))] += entry.num_bytes
         return [found[index] for index in range(count)]
@@ -106,9 +113,11 @@ class Watch:
         Returns:
             False if the stream was replaced, or if the entry after the last one read is missing; otherwise True.
         """
+        self.is_complete = False
         for _ in range(_MAX_READS):
             manifest = self._log.read(head.version + 1)
             if manifest is None:
+                self.is_complete = True
                 return not self._is_elsewhere(head)
             if (manifest.stream, manifest.parent) != (head.stream, head.link):
                 return False
@@ -135,12 +144,13 @@ class Watch:
         if head is None:
             return
         found = [head]
-        while len(found) < _MAX_READS and (len(found) < _MIN_KEPT or found[-1].created >= now - self._window_seconds):
+        while len(found) < _MAX_READS and (len(found) < _MIN_KEPT or found[-1].committed >= now - self._window_seconds):
             before = None if found[-1].version == 0 else self._log.read(found[-1].version - 1)
             if before is None:
                 break
             found.append(before)
         self.starts += 1
+        self.is_complete = True
         self.entries.clear()
         self.changed.clear()
         self.tables = {}
@@ -152,6 +162,7 @@ class Watch:
         entry = Entry.of(manifest)
         self.head = manifest
         self.entries.append(entry)
+        self.skews.add(entry)
         self.tables = manifest.tables or self.tables
         if entry.kind == "delta":
             self.changed.update(dict.fromkeys(entry.tables, entry))
@@ -163,10 +174,11 @@ class View:
 
     Args:
         url: URL of the stream.
-        now: Unix time of the refresh, in seconds.
+        now: Unix time of the refresh by the store's clock, in seconds.
         watch: reader of the newest entries.
         followers: predictors with a heartbeat in the last hour.
         num_gone: number of predictors whose last heartbeat is older than an hour.
+        skews: descriptions of clocks that differ from the store's by more than a minute.
         problem: error of the last read, or another message to show; None if there is no problem.
     """
 
@@ -175,6 +187,7 @@ class View:
     watch: Watch
     followers: list[FollowerView] = field(default_factory=list)
     num_gone: int = 0
+    skews: list[str] = field(default_factory=list)
     problem: str | None = None
 
     def to_dict(self) -> dict[str, object]:
@@ -187,7 +200,7 @@ class View:
             "stream": None if head is None else head.stream,
             "head": None
             if head is None
-            else _short(watch.newest(1)[0].to_dict()) | {"age_seconds": now - head.created},
+            else _short(watch.newest(1)[0].to_dict()) | {"age_seconds": max(0.0, now - head.committed)},
             "window_seconds": seconds,
             "versions_per_second": len(recent) / seconds,
             "rows_per_second": sum(entry.num_rows for entry in recent) / seconds,
@@ -204,6 +217,7 @@ class View:
             "predictors": [follower.to_dict() | {"behind": follower.behind} for follower in self.followers],
             "predictors_gone": self.num_gone,
             "starts": watch.starts,
+            "skews": self.skews,
             "problem": self.problem,
         }
 

@@ -206,14 +206,16 @@ class Follower:
     def lag(self) -> tuple[int, float] | None:
         """Return the number of committed versions that are not applied, and the age in seconds of the oldest of them.
 
+        See :meth:`~delta_tracker.stream.cursor.StreamCursor.lag` for the clocks.
+
         Returns:
-            The number and the age, which is 0 if there is no such version; None if the store cannot be read.
+            The number and the age, which is 0 if there is no such version; None if the store cannot be read, or if its
+            log ends before the last applied version.
         """
         try:
-            count, created = self._cursor.lag()
+            return self._cursor.lag()
         except StreamError:
             return None
-        return count, max(0.0, time.time() - created) if count else 0.0
 
     def _join(self, thread: threading.Thread) -> None:
         """Wait until the thread has ended, then drop it. If the wait is interrupted, the thread is kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,10 +25,12 @@ from delta_tracker.errors import (
 from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Link, Manifest
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.store_clock import skew_problem
 
 _logger = logging.getLogger(__name__)
 
 _MAX_UNREADABLE = 3
+_LEAST_LAG = 1e-6  # seconds; a lag of 0 means that all versions are applied
 
 
 class _SavedPlace(Struct, forbid_unknown_fields=True):
@@ -77,6 +80,8 @@ class StreamCursor:
     def __init__(self, log: StreamLog) -> None:
         self.log = log
         self.place: Place | None = None
+        self._skewed = ""  # last publisher whose skew was logged
+        self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
 
     @property
     def version(self) -> int | None:
@@ -101,6 +106,9 @@ class StreamCursor:
         if self.place is None:
             return next(self.starts())
         manifest = self.log.read(self.place.link.version + 1)
+        if manifest is not None:
+            self._saw(manifest.version, time.monotonic())
+            self._log_skew(manifest)
         if manifest is not None and (manifest.stream, manifest.parent) != (self.place.stream, self.place.link):
             raise StreamReplacedError(self.log.storage.url, self.place.link.version)
         if manifest is not None and manifest.kind == "claim" and not self.log.is_committed(manifest):
@@ -314,16 +322,44 @@ class StreamCursor:
         return None
 
     def lag(self) -> tuple[int, float]:
-        """Return the number of committed versions not yet applied, and the commit time of the oldest one.
+        """Return the number of committed versions not yet applied, and the age of the oldest one in seconds.
 
-        The time is in Unix seconds, 0 if there is no such version. Lists the log.
+        The age is the sum of two times, each measured by one clock: the time from the oldest version not yet applied to
+        the newest version, by the store's modification times, and the time since this cursor first saw the newest
+        version, by this process's monotonic clock. It is too low by the time from the commit of the newest version
+        until this cursor saw it, and by up to one second if the store truncates modification times. It is above 0 if
+        the number is, and 0 if the number is. Lists the log, without reading entries.
 
         Raises:
-            MalformedError, StorageError: if the log cannot be read.
+            StreamReplacedError: if the log has neither the last applied version nor a newer one.
+            StorageError: if the log cannot be listed.
         """
-        waiting = self.log.versions(after=-1 if self.version is None else self.version)
-        oldest = self.log.read(waiting[0]) if waiting else None
-        return len(waiting), 0.0 if oldest is None else oldest.created
+        began = time.monotonic()
+        held = -1 if self.version is None else self.version
+        listed = self.log.listed(after=held - 1)
+        if not listed and held >= 0:
+            raise StreamReplacedError(self.log.storage.url, held)
+        head = max(listed, default=-1)
+        if head < self._newest[0]:  # another log
+            self._newest = head, began
+        self._saw(head, began)
+        waiting = {version: modified for version, modified in listed.items() if version > held}
+        if not waiting:
+            return 0, 0.0
+        seconds = max(waiting.values()) - waiting[min(waiting)] + time.monotonic() - self._newest[1]
+        return len(waiting), max(seconds, _LEAST_LAG)
+
+    def _log_skew(self, manifest: Manifest) -> None:
+        """Log once per publisher that its clock differs from the store's."""
+        problem = skew_problem(f"the publisher of generation {manifest.generation}", manifest.skew)
+        if problem is not None and manifest.writer != self._skewed:
+            self._skewed = manifest.writer
+            _logger.warning("%s: url=%s", problem, self.log.storage.url)
+
+    def _saw(self, version: int, now: float) -> None:
+        """Record that a version was there at the monotonic time ``now``."""
+        if version > self._newest[0]:
+            self._newest = version, now
 
 
 _T = TypeVar("_T")

@@ -20,6 +20,7 @@ from delta_tracker.errors import InvalidArgumentError, MalformedError, StorageEr
 from delta_tracker.stream.format.field_types import Count, Hex, Time
 from delta_tracker.stream.format.parse import load_json
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.store_clock import StoreClock
 
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ class Heartbeat:
 
     Args:
         name: name of the predictor: a letter or digit, then up to 63 letters, digits, underscores and hyphens.
-        time: Unix time of the predictor's host, in seconds.
+        time: Unix time of the predictor's host, in seconds. The heartbeat's age is not computed from this time, but
+            from its modification time in the store.
         stream: id of the stream, None before the first version.
         version: last applied version, None before the first.
         lag_versions: number of committed versions not yet applied, None if unknown.
@@ -122,21 +124,60 @@ class Pulse:
             self._fails = False
 
 
+@dataclass(frozen=True, slots=True)
+class SeenHeartbeat:
+    """Heartbeat with its modification time in the store.
+
+    Args:
+        beat: the heartbeat.
+        modified: Unix time at which the heartbeat was written, by the store's clock, in seconds.
+    """
+
+    beat: Heartbeat
+    modified: float
+
+    @property
+    def skew(self) -> float:
+        """Predictor's clock minus the store's when the heartbeat was written, in seconds."""
+        return self.beat.time - self.modified
+
+
+def see_heartbeats(storage: Storage, clock: StoreClock, *, max_age: float = float("inf")) -> list[SeenHeartbeat | None]:
+    """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats.
+
+    Args:
+        storage: store of the stream.
+        clock: estimate of the store's time; it is updated with the modification times of the heartbeats.
+        max_age: maximum age in seconds, by the store's clock. For an older heartbeat, which is not read, the list
+            contains None.
+
+    Raises:
+        StorageError: if the store cannot be read.
+    """
+    began = clock.reader_time()
+    listed = storage.objects("predictors")
+    clock.saw("predictors", (stored.modified for stored in listed), began=began)
+    found: list[SeenHeartbeat | None] = []
+    for stored in listed:
+        if clock.now() - stored.modified > max_age:
+            found.append(None)
+            continue
+        try:
+            data = storage.read(stored.name, max_bytes=_MAX_BYTES)
+            if data is not None:
+                found.append(SeenHeartbeat(_parse(stored.name, data.tobytes()), stored.modified))
+        except (ValueError, RecursionError) as error:
+            _logger.warning("ignored malformed heartbeat: name=%s error=%s", stored.name, str(error)[:_MAX_TEXT])
+    return found
+
+
 def read_heartbeats(storage: Storage) -> list[Heartbeat]:
     """Return the heartbeats of a stream's predictors, sorted by object name. Logs and skips malformed heartbeats.
 
     Raises:
         StorageError: if the store cannot be read.
     """
-    found = []
-    for path in storage.names("predictors"):
-        try:
-            data = storage.read(path, max_bytes=_MAX_BYTES)
-            if data is not None:
-                found.append(_parse(path, data.tobytes()))
-        except (ValueError, RecursionError) as error:
-            _logger.warning("ignored malformed heartbeat: name=%s error=%s", path, str(error)[:_MAX_TEXT])
-    return found
+    return [seen.beat for seen in see_heartbeats(storage, StoreClock()) if seen is not None]
 
 
 def _parse(path: str, data: bytes) -> Heartbeat:

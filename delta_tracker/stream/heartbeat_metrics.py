@@ -5,12 +5,17 @@ To start the export, call ``show_heartbeats("s3://bucket/stream")``.
 
 from __future__ import annotations
 
+import logging
+
 from delta_tracker.monitor.default import program_monitor
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.polled_stats import Source
 from delta_tracker.monitor.stat import Gauge
-from delta_tracker.stream.heartbeat import read_heartbeats
+from delta_tracker.stream.heartbeat import SeenHeartbeat, see_heartbeats
 from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.store_clock import StoreClock, skew_problem
+
+_logger = logging.getLogger(__name__)
 
 GONE_SECONDS = 3600.0
 _NS_PER_SECOND = 10**9
@@ -25,7 +30,7 @@ def show_heartbeats(url: str | Storage, monitor: Monitor | None = None, *, gone_
     Args:
         url: URL or storage of the stream.
         monitor: monitor whose gauges are set; None for ``delta_tracker.monitor.MONITOR``.
-        gone_seconds: maximum age of a heartbeat in seconds. Older heartbeats are not exported.
+        gone_seconds: maximum age of a heartbeat in seconds, by the store's clock. Older heartbeats are not exported.
 
     Raises:
         InvalidArgumentError: for an invalid URL.
@@ -42,7 +47,9 @@ class _Heartbeats(Source):
         self.name = f"heartbeats of {storage.url}"
         self._storage = storage
         self._gone_seconds = gone_seconds
-        self._clock = monitor.registry.progress.clock
+        clock = monitor.registry.progress.clock
+        self._clock = StoreClock(lambda: clock.time_ns() / _NS_PER_SECOND)
+        self._skewed: set[str] = set()  # predictors whose skew was logged
         metrics = monitor.metrics
         self._gauges: dict[str, Gauge] = {
             "lag_versions": metrics.heartbeat_lag_versions,
@@ -55,15 +62,15 @@ class _Heartbeats(Source):
         """Set the gauges of each predictor from its heartbeat.
 
         Removes values that the heartbeat does not contain, and all values of a predictor whose heartbeat is missing or
-        older than ``gone_seconds``.
+        older than ``gone_seconds``, by the store's clock.
         """
         del is_last
-        now = self._clock.time_ns() / _NS_PER_SECOND
         readings: dict[tuple[str, str], float] = {}
-        for beat in read_heartbeats(self._storage):
-            age = max(0.0, now - beat.time)
-            if age > self._gone_seconds:
+        for seen in see_heartbeats(self._storage, self._clock, max_age=self._gone_seconds):
+            if seen is None:
                 continue
+            beat, age = seen.beat, max(0.0, self._clock.now() - seen.modified)
+            self._log_skew(seen)
             for gauge, value in (("lag_versions", beat.lag_versions), ("lag_seconds", beat.lag_seconds), ("age", age)):
                 if value is not None:
                     readings[gauge, beat.name] = value
@@ -72,3 +79,12 @@ class _Heartbeats(Source):
         for (gauge, name), value in readings.items():
             self._gauges[gauge].set(value, predictor=name)
         self._shown = set(readings)
+
+    def _log_skew(self, seen: SeenHeartbeat) -> None:
+        """Log once that a predictor's clock differs from the store's; again after it was right."""
+        problem = skew_problem(f"predictor {seen.beat.name}", seen.skew)
+        if problem is None:
+            self._skewed.discard(seen.beat.name)
+        elif seen.beat.name not in self._skewed:
+            self._skewed.add(seen.beat.name)
+            _logger.warning("%s: url=%s", problem, self._storage.url)

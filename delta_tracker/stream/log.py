@@ -39,7 +39,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.storage.storage import Storage, back_off
+from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
 _DIGITS = 20  # zero-padded, so that names sort by version, up to 2**63
 _CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers
@@ -110,8 +110,16 @@ class StreamLog:
         Raises:
             StorageError: if the store cannot be listed.
         """
-        names = self.storage.names("log", after=entry_name(after) if after >= 0 else None)
-        return [int(match[1]) for match in map(_ENTRY_NAME.fullmatch, names) if match is not None]
+        return list(self.listed(after=after))
+
+    def listed(self, *, after: int = -1) -> dict[int, float]:
+        """Return the versions above ``after``, ascending, with the modification times of their entries in Unix seconds.
+
+        Lists the log as :meth:`versions` does, with the same errors.
+        """
+        found = self.storage.objects("log", after=entry_name(after) if after >= 0 else None)
+        matches = ((_ENTRY_NAME.fullmatch(stored.name), stored.modified) for stored in found)
+        return {int(match[1]): modified for match, modified in matches if match is not None}
 
     def head(self) -> Manifest | None:
         """Return the newest entry, None if the store is empty.
@@ -317,7 +325,8 @@ class StreamLog:
         return False
 
     def _read(self, name: str) -> Manifest | None:
-        data = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES)
+        response = Transfer()
+        data = self.storage.read(name, max_bytes=_MAX_ENTRY_BYTES, transfer=response)
         if data is None:
             return None
         digest = xxhash.xxh3_128_hexdigest(data.data)
@@ -331,6 +340,8 @@ class StreamLog:
             except MalformedError as error:
                 self._refused.append((name, digest, error.reason))
                 raise
+        if parsed[1].modified != response.modified:
+            parsed = self._parsed = name, replace(parsed[1], modified=response.modified)
         return parsed[1]
 
     def _create(self, name: str, data: bytes) -> bool:

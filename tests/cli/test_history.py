@@ -49,3 +49,60 @@ def test_bins_are_few_and_lose_nothing(entries: list[tuple[str, int]]) -> None:
     times = [1e9 + sum(rows for _, rows in entries[: version + 1]) for version in versions]
     assert sum(each.gap_seconds for each in bins) == (times[-1] - times[0] if times else 0)
     assert max((each.max_gap for each in bins), default=0) == max(np.diff(times), default=0)
+
+
+@given(
+    st.lists(st.tuples(st.floats(-7200, 7200), st.lists(st.floats(0.0, 300.0), min_size=1, max_size=9)), max_size=6),
+    st.sampled_from([0.001, 1.0]),
+)
+@settings(deadline=None)
+def test_the_axis_never_runs_backwards(publishers: list[tuple[float, list[float]]], resolution: float) -> None:
+    """Each publisher has a clock that differs from the store's; modification times are truncated."""
+    history, true, expected = History(), 1e9, []
+    for generation, (skew, pauses) in enumerate(publishers):
+        for pause in pauses:
+            true += pause
+            expected.append(true)
+            manifest = Manifest(
+                stream="", generation=generation, writer=f"{generation}", version=len(expected) - 1, kind="delta",
+                created=true + skew, modified=true // resolution * resolution,
+            )  # fmt: skip
+            history.add(manifest)
+    found = [time for each in history.bins for time in (each.begin, each.end)]
+    assert found == sorted(found)
+    for time, right in zip(found[::2], expected, strict=True):
+        assert abs(time - right) <= 61.1
+    assert all(each.max_gap >= 0 and each.gap_seconds >= 0 for each in history.bins)
+    skews = {number: skew for number, (skew, _) in enumerate(publishers) if abs(skew) > 61}
+    assert len(history.skews.problems()) >= len(skews)
+
+
+def test_a_clock_that_is_set_makes_no_gap() -> None:
+    history = History()
+    for version, skew in enumerate([0, 0, 3600, 3600, 3600, 0, 0, 0]):
+        true = 1e9 + 10 * version
+        history.add(
+            Manifest(
+                stream="", generation=1, writer="a", version=version, kind="delta", created=true + skew, modified=true
+            )
+        )
+    assert [each.begin for each in history.bins] == [1e9 + 10 * version for version in range(8)]
+    assert [each.max_gap for each in history.bins] == [0.0] + [10.0] * 7
+
+
+def test_a_copy_keeps_the_time_between_versions() -> None:
+    """Copies of objects have new modification times."""
+    history = History()
+    for version in range(5):
+        history.add(
+            Manifest(
+                stream="",
+                generation=1,
+                writer="a",
+                version=version,
+                kind="delta",
+                created=1e9 + 7 * version,
+                modified=2e9,
+            )
+        )
+    assert [each.max_gap for each in history.bins] == [0.0, 7.0, 7.0, 7.0, 7.0]

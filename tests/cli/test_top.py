@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from delta_tracker.cli import top as top_command
 from delta_tracker.cli.main import main
 from delta_tracker.errors import StorageError
-from delta_tracker.stream.heartbeat import leave_heartbeat
 from delta_tracker.stream.storage.storage import Storage
-from tests.cli.commands import HOSTILE, beat
+from tests.cli.commands import HOSTILE, beat, leave
 from tests.stream.streams import Writer
 
 
@@ -33,15 +31,14 @@ def test_predictors_are_shown_and_dead_ones_age_out(storage: Storage, capsys) ->
     writer.snapshot()
     for number in range(5):
         writer.delta([number])
-    now = time.time()
-    for each in (
-        beat(writer, "live"),
-        beat(writer, "held", error=HOSTILE),
-        beat(writer, "silent", time=now - 100),
-        beat(writer, "gone", time=now - 4000),
-        beat(writer, "elsewhere", stream="0" * 32),
+    for each, seconds_ago in (
+        (beat(writer, "live"), 0),
+        (beat(writer, "held", error=HOSTILE), 0),
+        (beat(writer, "silent"), 100),
+        (beat(writer, "gone"), 4000),
+        (beat(writer, "elsewhere", stream="0" * 32), 0),
     ):
-        leave_heartbeat(storage, each)
+        leave(writer, each, seconds_ago)
     found = json.loads(frames(storage, "--once --json", capsys))
     seen = {each["name"]: (each["state"], each["behind"], each["lag_versions"]) for each in found["predictors"]}
     assert seen == {

@@ -17,30 +17,6 @@ from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import FQN, Writer
 
 
-class Counting(Storage):
-    """A store that counts its operations."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url, create=True, fsync=False)
-        self.asked: Counter[str] = Counter()
-        self.is_broken = False
-
-    def read(self, name, **options):
-        self.asked[name.split("/")[0]] += 1
-        if self.is_broken:
-            raise StorageError(self.url, "connection refused")
-        return super().read(name, **options)
-
-    def objects(self, prefix, **options):
-        self.asked[f"list {prefix}"] += 1
-        return super().objects(prefix, **options)
-
-    def calls(self) -> dict[str, int]:
-        """Return the numbers of operations since the last call."""
-        asked, self.asked = self.asked, Counter()
-        return dict(asked)
-
-
 class Clock:
     """Clock of commits and of the checks for a gap."""
 
@@ -54,6 +30,39 @@ class Clock:
         return self.now
 
 
+class Counting(Storage):
+    """A store that counts its operations, and dates its objects by a clock."""
+
+    def __init__(self, url: str, clock: Clock) -> None:
+        super().__init__(url, create=True, fsync=False)
+        self.clock = clock
+        self.times: dict[str, float] = {}
+        self.asked: Counter[str] = Counter()
+        self.is_broken = False
+
+    def read(self, name, **options):
+        self.asked[name.split("/")[0]] += 1
+        if self.is_broken:
+            raise StorageError(self.url, "connection refused")
+        data = super().read(name, **options)
+        if "transfer" in options and name in self.times:
+            options["transfer"].modified = self.times[name]
+        return data
+
+    def create(self, name, data):
+        self.times[name] = self.clock.now
+        return super().create(name, data)
+
+    def objects(self, prefix, **options):
+        self.asked[f"list {prefix}"] += 1
+        return super().objects(prefix, **options)
+
+    def calls(self) -> dict[str, int]:
+        """Return the numbers of operations since the last call."""
+        asked, self.asked = self.asked, Counter()
+        return dict(asked)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
@@ -63,8 +72,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> Counting:
-    return Counting((tmp_path / "stream").as_uri())
+def storage(tmp_path: Path, clock: Clock) -> Counting:
+    return Counting((tmp_path / "stream").as_uri(), clock)
 
 
 def publish(writer: Writer, clock: Clock, count: int, seconds: float = 1.0) -> None:

@@ -24,7 +24,7 @@ from delta_tracker.errors import (
     StorageError,
     UnsafeStoreError,
 )
-from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.stream.storage.storage import Storage, Transfer, open_storage
 from tests.servers import S3
 
 
@@ -190,6 +190,10 @@ def test_objects_say_their_size_and_age(storage: Storage) -> None:
     found = storage.objects("a")
     assert [(stored.name, stored.num_bytes) for stored in found] == [("a/1", 4), ("a/10", 1), ("a/2", 2)]
     assert all(before - 5 <= stored.modified <= time.time() + 5 for stored in found)
+    for stored in found:
+        response = Transfer()
+        storage.read(stored.name, max_bytes=10, transfer=response)
+        assert abs(response.modified - stored.modified) <= 1, "a response may have whole seconds"
     assert [stored.name for stored in storage.objects("a", after="a/1")] == ["a/10", "a/2"]
     assert storage.objects("a/1") == []
 

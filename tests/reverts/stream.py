@@ -6,6 +6,69 @@ from tests.reverts.revert import Revert
 
 REVERTS = [
     Revert(
+        defect="a publisher's clock decides what retention deletes",
+        generator="tests/stream/test_retention.py::test_no_reader_within_the_grace_period_loses_its_next_version",
+        edits={
+            "delta_tracker/stream/format/manifest.py": [
+                (
+                    "        return self.created if self.modified is None else self.modified\n",
+                    "        return self.created\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="the host's clock decides what retention deletes",
+        generator="tests/stream/test_retention.py::test_a_wrong_clock_of_a_publisher_changes_no_age",
+        edits={
+            "delta_tracker/stream/maintenance/retention.py": [
+                ("    clock = newest if now is None else now()\n", "    clock = 2e10\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a dead predictor with a fast clock stays live",
+        generator="tests/cli/test_inspect.py::test_a_dead_predictor_with_a_fast_clock_is_silent",
+        edits={
+            "delta_tracker/cli/followers.py": [
+                ("clock.now() - each.modified)", "clock.now() - each.beat.time)"),
+            ],
+        },
+    ),
+    Revert(
+        defect="the lag of a predictor depends on its publisher's clock",
+        generator="tests/predictor/test_status.py::test_the_lag_does_not_depend_on_the_publishers_clock",
+        edits={
+            "delta_tracker/stream/cursor.py": [
+                (
+                    "max(waiting.values()) - waiting[min(waiting)] + time.monotonic() - self._newest[1]",
+                    "max(0.0, time.time() - self.log.read(min(waiting)).created)",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="the time axis of a report runs backwards",
+        generator="tests/cli/test_history.py::test_the_axis_never_runs_backwards",
+        edits={
+            "delta_tracker/cli/times.py": [
+                (
+                    "        self._last = max(self._last, manifest.created - self._offset)\n",
+                    "        self._last = manifest.created\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="ages are wrong on a host with a fast clock",
+        generator="tests/stream/test_heartbeat_metrics.py::test_wrong_clocks_change_no_age",
+        edits={
+            "delta_tracker/stream/store_clock.py": [
+                ("        self.offset = min(max(0.0, self._low), self._high)\n", "        self.offset = 0.0\n"),
+            ],
+        },
+    ),
+    Revert(
         defect="heartbeats and probes of the dead are kept forever",
         generator="tests/stream/test_retention.py::test_heartbeats_and_probes_of_the_dead_are_removed",
         edits={

@@ -104,6 +104,12 @@ class ClockedStorage(Storage):
             return False
         return super()._create_once(name, data)
 
+    def read(self, name, *, transfer=None, **options):
+        data = super().read(name, transfer=transfer, **options)
+        if transfer is not None and data is not None:
+            transfer.modified = self.times.get(name, self.clock())
+        return data
+
     def objects(self, prefix, *, after=None) -> list[StoredObject]:
         return [replace(each, modified=self.times[each.name]) for each in super().objects(prefix, after=after)]
 

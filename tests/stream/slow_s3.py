@@ -11,17 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 import xxhash
 
-from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.storage.storage import Storage, Transfer
 
 _HOST = "127.0.0.1"
 _SEND_BYTES = 16 << 10
-_MODIFIED = "2026-01-01T00:00:00.000Z"
 
 Fault = tuple[Literal["cut", "silent"], int]
 """Fault of a body and the number of bytes before it: the connection is closed, or nothing more is sent."""
@@ -110,7 +110,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         prefix = query.get("prefix", "")
         found = self.state.source.objects(prefix.rstrip("/"), after=query.get("start-after"))
         entries = "".join(
-            f"<Contents><Key>{escape(each.name)}</Key><LastModified>{_MODIFIED}</LastModified>"
+            f"<Contents><Key>{escape(each.name)}</Key>"
+            f"<LastModified>{datetime.fromtimestamp(int(each.modified), UTC):%Y-%m-%dT%H:%M:%S.000Z}</LastModified>"
             f"<ETag>&quot;0&quot;</ETag><Size>{each.num_bytes}</Size></Contents>"
             for each in found
         )
@@ -122,7 +123,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _object(self, name: str) -> None:
-        read = self.state.source.read(name, max_bytes=1 << 40)
+        response = Transfer()
+        read = self.state.source.read(name, max_bytes=1 << 40, transfer=response)
         if read is None:
             self.send_response_only(404)
             self.send_header("Content-Length", "0")
@@ -139,7 +141,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {begin}-{begin + len(data) - 1}/{size}")
         self.send_header("Content-Length", str(len(data)))
         self.send_header("ETag", f'"{xxhash.xxh3_64_hexdigest(read.data)}"')
-        self.send_header("Last-Modified", email.utils.formatdate(1.7e9, usegmt=True))
+        self.send_header("Last-Modified", email.utils.formatdate(response.modified or 1.7e9, usegmt=True))
         self.end_headers()
         if self.command == "GET":
             self._send(name, data)

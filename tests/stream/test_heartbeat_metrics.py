@@ -30,7 +30,6 @@ def beat(name: str, time: float, **changes) -> Heartbeat:
     return Heartbeat(name=name, time=time, **fields | changes)
 
 
-@pytest.mark.xfail(strict=True, reason="ages are those of the predictors' clocks")
 def test_each_predictor_is_shown_and_a_dead_one_ages_out() -> None:
     clock, host = Clock(), ManualClock()
     clock.seconds = host.time_ns() / 1e9
@@ -64,7 +63,6 @@ def test_each_predictor_is_shown_and_a_dead_one_ages_out() -> None:
     assert shown(other) == {}
 
 
-@pytest.mark.xfail(strict=True, reason="a predictor's age is the difference of two hosts' clocks")
 @pytest.mark.parametrize("ahead", [7200.0, -7200.0])
 @pytest.mark.parametrize("who", ["predictor", "this host"])
 def test_wrong_clocks_change_no_age(ahead: float, who: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,5 +30,5 @@ def test_every_operation(tmp_path: Path, mode: str) -> None:
     # writes two parts, the copied rows and the rows changed during the copy, creates its entry and checks its parent.
     expected = {"claim": 16, "second claim": 18, "snapshot": 10, "second snapshot": 10, "delta": 7}
     if mode == "kills":
-        expected |= {"compaction": 31, "fold": 38, "retention": 46}
+        expected |= {"compaction": 31, "fold": 38, "retention": 44}
     assert counts == expected

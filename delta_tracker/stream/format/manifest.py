@@ -129,7 +129,7 @@ class Manifest:
         batches: half-open range of the trainer's step counts that the version covers. The rows were read at the end of
             the range.
         cut: Unix time at which the rows were read, in seconds.
-        created: Unix time of the commit, in seconds.
+        created: Unix time of the commit by the publisher's clock, in seconds.
         pending_rows: number of changed rows that are left for later versions.
         tables: FQN to spec of each table.
         dense: name to spec of the dense parameters and buffers.
@@ -138,6 +138,8 @@ class Manifest:
         merges: for a merged entry, link to the log entry of ``version``; None for an entry of the log. A merged entry
             replaces the versions after ``parent`` up to and including ``version``.
         xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty before the entry is parsed from its bytes.
+        modified: Unix time of the commit by the store's clock, in seconds: the modification time of the entry. None if
+            the entry was not read from a store.
     """
 
     stream: str
@@ -156,6 +158,21 @@ class Manifest:
     parts: tuple[Part, ...] = ()
     merges: Link | None = None
     xxh3: str = field(default="", compare=False)
+    modified: float | None = field(default=None, compare=False)
+
+    @property
+    def committed(self) -> float:
+        """Time of the commit by the store's clock; by the publisher's clock if the entry was not read from a store."""
+        return self.created if self.modified is None else self.modified
+
+    @property
+    def skew(self) -> float:
+        """Publisher's clock minus the store's clock at the commit, in seconds; 0 if the store's is unknown.
+
+        It includes the time from :attr:`created` to the store's response. It is negative if the entry was copied to
+        the store later.
+        """
+        return self.created - self.committed
 
     @property
     def link(self) -> Link:

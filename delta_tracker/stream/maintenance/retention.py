@@ -15,16 +15,15 @@ must fail, so the names must stay taken.
 Any process may run retention at any time, concurrently with publishers, readers, compactions and other retention
 passes. Retention and compactions delete only objects that no reader will need.
 
-The age of a version is the time since the creation time in its entry, by the clocks of its publisher and of this
-process. An *orphan* is an object that no process needs any more: a part that no entry names, the draft of an
-interrupted write, the object of an interrupted probe, or the heartbeat of a predictor that has ended. The age of an
-orphan uses only the store's clock: it is the modification time of the newest object minus that of the orphan.
+All ages use only the store's clock: they are the modification time of the newest object minus that of the object, so a
+wrong clock of a publisher or of this process has no effect. An *orphan* is an object that no process needs any more: a
+part that no entry names, the draft of an interrupted write, the object of an interrupted probe, or the heartbeat of a
+predictor that has ended.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -106,7 +105,7 @@ class Retained:
     num_bytes: int = 0
 
 
-def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], float] = time.time) -> Retained:
+def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], float] | None = None) -> Retained:
     """Delete the versions, merged entries and orphans that ``retention`` does not keep.
 
     Every entry is read first, and nothing is deleted if one cannot be read. An interrupted pass leaves a valid stream
@@ -115,7 +114,9 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     Args:
         stream: storage of the stream, or its log.
         retention: bounds to apply.
-        now: function that returns the Unix time in seconds.
+        now: function that returns the store's Unix time in seconds, for the ages of versions and merged entries. None
+            uses the newest modification time in the store. If nothing was written for a while, ages are then too low,
+            and the next pass after a write deletes more.
 
     Returns:
         Counts of the deleted objects.
@@ -131,7 +132,8 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     if held is None:
         return Retained()
     guards = held.guards()
-    clock = now()
+    newest = held.newest(leftovers.newest)
+    clock = newest if now is None else now()
     start = _start(held, clock - retention.grace_seconds)
     floor = start if start in held.entries and held.entries[start].kind == "snapshot" else start + 1
     # Keep the head's parent: its presence proves to a publisher that the name of its own entry was not freed.
@@ -155,7 +157,7 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
             for part in held[version].parts
             if part.name not in kept and part.name in leftovers.names
         }
-    orphans = list(leftovers.orphans(named, held.head.version, retention))
+    orphans = list(leftovers.orphans(named, held.head.version, retention, newest))
     if not gone and not unused and not orphans:
         return Retained()
     # The entries that were read make these objects unnecessary, so they must be on disk first. An entry whose deletion
@@ -221,6 +223,12 @@ class _Held:
     def __getitem__(self, version: int) -> Manifest:
         return self.entries[version] if version in self.entries else self.below[version]
 
+    def newest(self, least: float) -> float:
+        """Return the newest modification time of the entries in Unix seconds, at least ``least``."""
+        # The store's time is not before that of its newest object, so ages relative to that object are never too high.
+        times = (manifest.modified for manifest in (*self.entries.values(), *self.merged.values()))
+        return max([least, *(modified for modified in times if modified is not None)])
+
     def guards(self) -> set[int]:
         """Return the versions of all claims of the log, and of the entries before them.
 
@@ -273,8 +281,7 @@ class _Leftovers:
         drafts: objects below ``drafts/``: temporary files from writes to a store in a local directory.
         probes: objects below ``probe/``.
         beats: objects below ``predictors/``.
-        newest: latest modification time of these objects and of the log's entries, in Unix seconds; 0 if
-            there are none.
+        newest: latest modification time of these objects in Unix seconds; 0 if there are none.
     """
 
     parts: list[StoredObject]
@@ -292,43 +299,46 @@ class _Leftovers:
     def list(cls, storage: Storage) -> _Leftovers:
         """List these objects in the store."""
         found = [storage.objects(prefix) for prefix in ("parts", "drafts", "probe", "predictors")]
-        # The store's time is not before that of its newest object, so ages relative to that object are never too high.
-        times = [stored.modified for each in (*found, storage.objects("log")) for stored in each]
+        times = [stored.modified for each in found for stored in each]
         parts, drafts, probes, beats = found
         return cls(parts, drafts, probes, beats, max(times, default=0.0))
 
-    def orphans(self, named: set[str], head: int, retention: Retention) -> Iterator[StoredObject]:
+    def orphans(self, named: set[str], head: int, retention: Retention, now: float) -> Iterator[StoredObject]:
         """Yield the objects that ``retention`` does not keep. They include drafts that are still being written.
 
         Args:
             named: names of the parts that entries list.
             head: newest version. Parts with a higher version in their name are not orphans.
             retention: ages in seconds up to which objects are kept.
+            now: newest modification time in the store, in Unix seconds.
         """
+
+        def is_old(stored: StoredObject, age: float) -> bool:
+            return now - stored.modified > age
+
         age = retention.orphan_seconds
         for part in self.parts:
             match = _PART_NAME.fullmatch(part.name)
-            if match is not None and int(match[1]) <= head and part.name not in named and self._is_old(part, age):
+            if match is not None and int(match[1]) <= head and part.name not in named and is_old(part, age):
                 yield part
         for found, pattern, seconds in (
             (self.drafts, _DRAFT_NAME, age),
             (self.probes, _PROBE_NAME, age),
             (self.beats, _BEAT_NAME, retention.heartbeat_seconds),
         ):
-            yield from (each for each in found if pattern.fullmatch(each.name) and self._is_old(each, seconds))
-
-    def _is_old(self, stored: StoredObject, age: float) -> bool:
-        return self.newest - stored.modified > age
+            yield from (each for each in found if pattern.fullmatch(each.name) and is_old(each, seconds))
 
 
 def _start(held: _Held, before: float) -> int:
-    """Return the version of the newest snapshot created at or before the Unix time ``before``; -1 if there is none.
+    """Return the version of the newest snapshot committed at or before ``before``; -1 if there is none.
 
     Includes merged snapshots.
     """
-    in_log = [version for version, each in held.entries.items() if each.kind == "snapshot" and each.created <= before]
+    in_log = [version for version, each in held.entries.items() if each.kind == "snapshot" and each.committed <= before]
     merged = [
-        merged.last for merged, each in held.of_stream().items() if merged.kind == "snapshot" and each.created <= before
+        merged.last
+        for merged, each in held.of_stream().items()
+        if merged.kind == "snapshot" and each.committed <= before
     ]
     return max(in_log + merged, default=-1)
 
@@ -340,7 +350,7 @@ def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
         num_bytes += manifest.num_bytes
         if (
             (retention.versions is not None and number >= retention.versions)
-            or (retention.seconds is not None and now - manifest.created > retention.seconds)
+            or (retention.seconds is not None and now - manifest.committed > retention.seconds)
             or (retention.num_bytes is not None and num_bytes > retention.num_bytes)
         ):
             expired.add(version)
@@ -351,10 +361,10 @@ def _superseded(held: _Held, start: int, before: float) -> list[Merged]:
     """Return the merged entries that no reader needs, sorted by name.
 
     These are snapshots that end before ``start``, deltas that end at or before ``start``, and deltas covered by
-    another merged delta created at or before the Unix time ``before``.
+    another merged delta committed at or before ``before``.
     """
     merged = held.of_stream()
-    in_time = [each for each, manifest in merged.items() if manifest.created <= before and each.kind == "delta"]
+    in_time = [each for each, manifest in merged.items() if manifest.committed <= before and each.kind == "delta"]
 
     def is_covered(each: Merged) -> bool:
         if each.kind == "snapshot":

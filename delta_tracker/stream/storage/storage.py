@@ -79,11 +79,13 @@ class Transfer:
         out: memory for all requested bytes; None until the object's size is known.
         num_bytes: number of bytes received so far.
         source: size, ETag and modification time of the object; None before the first response.
+        modified: modification time of the object in Unix seconds, by the store's clock; None before the first response.
     """
 
     out: NDArray[np.uint8] | None = None
     num_bytes: int = 0
     source: tuple[int, str | None, datetime] | None = None
+    modified: float | None = None
 
 
 class Storage:
@@ -218,8 +220,9 @@ class Storage:
             name: name of the object.
             max_bytes: maximum size of the object.
             out: memory of at least ``max_bytes``; the result is its beginning. None allocates new memory.
-            transfer: object that keeps the bytes received before a :class:`StorageError`. Pass the same
-                object again to request only the remaining bytes. Local files are always read from the beginning.
+            transfer: object that receives the modification time, and keeps the bytes received before a
+                :class:`StorageError`. Pass the same object again to request only the remaining bytes. Local files are
+                always read from the beginning.
 
         Raises:
             InvalidArgumentError: if ``out`` has fewer than ``max_bytes`` bytes.
@@ -233,7 +236,7 @@ class Storage:
         with self._translated():
             if self._directory is None:
                 return self._download(name, max_bytes=max_bytes, out=out, transfer=transfer)
-            return self._read_file(name, max_bytes=max_bytes, out=out)
+            return self._read_file(name, max_bytes=max_bytes, out=out, transfer=transfer)
 
     def read_range(self, name: str, begin: int, end: int) -> NDArray[np.uint8] | None:
         """Return the bytes ``[begin, end)`` of an object, None if it does not exist.
@@ -472,7 +475,7 @@ class Storage:
                     raise StorageError(self.url, f"{name} changed while it was read")
                 if transfer.out is None:
                     transfer.out = self._allocate(name, found[0], begin, end, max_bytes, out)
-                    transfer.source = found
+                    transfer.source, transfer.modified = found, found[2].timestamp()
                 self._fill(name, result, transfer, begin)
             except FileNotFoundError:
                 return None
@@ -517,6 +520,7 @@ class Storage:
         *,
         max_bytes: int | None = None,
         out: NDArray[np.uint8] | None = None,
+        transfer: Transfer | None = None,
     ) -> NDArray[np.uint8] | None:
         """Read the bytes ``[begin, end)`` of a local file into an array; return None if the file does not exist."""
         # obstore is not used here: its stream of a local file takes 30 times as long.
@@ -533,6 +537,8 @@ class Storage:
                 return None
             if not stat.S_ISREG(status.st_mode):
                 raise StorageError(self.url, f"{name} is not a regular file")
+            if transfer is not None:
+                transfer.modified = status.st_mtime
             data = self._allocate(name, status.st_size, begin, end, max_bytes, out)
             view = data.data
             filled = 0

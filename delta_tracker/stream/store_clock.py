@@ -1,0 +1,91 @@
+"""Estimate of a store's current time, so that no age is the difference of two hosts' clocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+SKEW_SECONDS = 60.0
+"""Differences of two clocks up to this value are not reported."""
+
+_COARSE_SECONDS = 1.0  # S3 truncates modification times to whole seconds
+
+
+class StoreClock:
+    """Estimate of a store's current time in Unix seconds, from the modification times that one reader sees.
+
+    All ages are then differences of times of one clock, the store's. The clocks of publishers and predictors are not
+    used. The reader's clock is used until modification times contradict it:
+
+    - The store's time is not before any modification time.
+    - If an object was not modified yet when the reader looked last, its modification time is not before that look.
+      This requires two looks: a process that looks only once cannot detect that its clock is ahead.
+
+    The estimate is exact to the time between two looks, plus one second. Not thread-safe.
+
+    Args:
+        clock: function that returns the reader's Unix time in seconds.
+
+    Attributes:
+        offset: the store's time minus the reader's, in seconds; 0 unless the reader's clock is contradicted.
+
+    Example:
+        >>> clock = StoreClock(lambda: 1000.0)
+        >>> clock.saw("log", [4600.0], began=1000.0)
+        >>> clock.now(), clock.offset
+        (4600.0, 3600.0)
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.offset = 0.0
+        self._clock = clock
+        self._low, self._high = -float("inf"), float("inf")
+        self._last: dict[str, tuple[float, float]] = {}  # newest modification time of each kind, and the last look
+
+    def now(self) -> float:
+        """Return the estimate of the store's time."""
+        return self._clock() + self.offset
+
+    def reader_time(self) -> float:
+        """Return the reader's time, to be passed to :meth:`saw` as the begin of a look."""
+        return self._clock()
+
+    def saw(self, kind: str, modified: Iterable[float], *, began: float) -> None:
+        """Use the modification times of a look.
+
+        Args:
+            kind: name of the set of objects that the look included. Looks with the same name must include all objects
+                of the set that exist.
+            modified: modification times of these objects, in Unix seconds.
+            began: reader's time before the look.
+        """
+        newest = max(modified, default=-float("inf"))
+        before = self._last.get(kind)
+        low = newest - self._clock()
+        self._low = max(self._low, low)
+        if before is not None and newest > before[0]:
+            self._high = min(self._high, newest + _COARSE_SECONDS - before[1])
+        if self._low > self._high:  # a clock was set
+            self._low, self._high = low, float("inf")
+        self.offset = min(max(0.0, self._low), self._high)
+        self._last[kind] = newest if before is None else max(newest, before[0]), began
+
+
+def skew_problem(whose: str, seconds: float) -> str | None:
+    """Return a description of a clock's skew; None if the skew is at most a minute.
+
+    Args:
+        whose: name of the host whose clock it is.
+        seconds: time of this clock minus the store's time, in seconds.
+
+    Example:
+        >>> skew_problem("predictor p", -3600.0)
+        "the clock of predictor p is 3600 s behind the store's, or its objects were copied to the store later"
+        >>> skew_problem("predictor p", 59.0) is None
+        True
+    """
+    if abs(seconds) <= SKEW_SECONDS:
+        return None
+    if seconds > 0:
+        return f"the clock of {whose} is {seconds:.0f} s ahead of the store's"
+    return f"the clock of {whose} is {-seconds:.0f} s behind the store's, or its objects were copied to the store later"
