@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 from tests.ranks import RankPool
 from tests.servers import S3, s3_server
 
 # Ranks inherit this. The order of sends in TorchRec's reshard depends on string hashes, and it hangs if ranks differ.
 os.environ.setdefault("PYTHONHASHSEED", "0")
+
+# A revert needs any failing example, not the smallest, and shrinking may take a minute.
+settings.register_profile("reverts", phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)
 
 # A shell that starts the tests in the background disables SIGINT for them and for every program that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -240,10 +240,11 @@ _parts = st.sampled_from(["x", "total", "created", "bucket", "sum", "count", "se
     st.lists(
         st.tuples(
             st.sampled_from(["counter", "gauge", "stat", "histogram"]),
-            st.builds("{}{}{}".format, _parts, st.sampled_from("._"), _parts) | _parts,
+            st.builds("x{}{}".format, st.sampled_from("._"), _parts) | _parts,
             st.sampled_from(["", "seconds", "total"]),
         ),
-        max_size=5,
+        min_size=5,  # so that names collide in most examples
+        max_size=20,
     )
 )
 def test_every_accepted_stat_reaches_prometheus(definitions) -> None:

@@ -1,7 +1,8 @@
 """Take each fix out of a copy of the package, and see its generator fail: ``python -m tests.reverts [WORD ...]``.
 
-With words, only the defects whose descriptions or generators contain one of them. Each copy runs in a process of its
-own, two at a time. Exits with 1 if a generator passed without the fix, or failed for another reason than an assertion.
+With words, only the defects whose descriptions or generators contain one of them. Each copy runs in a fork of this
+process, two at a time: the forks share the imports of pytest and torch, which take longer than most generators. Exits
+with 1 if a generator passed without the fix, or failed for another reason than an assertion.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  imported once for all forks; pytest warns if its plugins are imported before it starts
 
 from tests.reverts.every import all_reverts, apply
 from tests.reverts.revert import Revert
@@ -24,58 +28,91 @@ from tests.reverts.revert import Revert
 _ROOT = Path(__file__).parent.parent.parent
 _TESTS_FAILED = 1  # pytest's exit code; a usage or collection error has another one
 _NUM_SHOWN = 30
+_AT_ONCE = 2
+_POLL_SECONDS = 0.05
 
 
-def survives(revert: Revert) -> str | None:
-    """Return why the defect was not found, None if its generator found it."""
-    with tempfile.TemporaryDirectory(prefix="revert-") as folder:
-        root = Path(folder)
+class Trial:
+    """Run of a revert's generator on a copy of the package without the fix."""
+
+    def __init__(self, revert: Revert) -> None:
+        self.revert = revert
+        self._begin = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="revert-", ignore_cleanup_errors=True)
+        root = Path(self._folder.name)
         for name in ("delta_tracker", "tests", "examples", "benchmarks"):
             shutil.copytree(_ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(_ROOT / name, root / name)
         apply(revert, root)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", revert.generator]
-        with subprocess.Popen(
-            command,
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as run:
-            try:
-                output, _ = run.communicate(timeout=revert.timeout_seconds)
-            except subprocess.TimeoutExpired:
-                return None if revert.hangs else f"no answer within {revert.timeout_seconds} s"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(run.pid, signal.SIGKILL)  # also the ranks and servers that the tests have started
-    if run.returncode == _TESTS_FAILED:
-        return None
-    return "\n".join([f"pytest exited with {run.returncode}", *output.splitlines()[-_NUM_SHOWN:]])
+        self._output = root / "output"
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._run(root)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._begin
+
+    def poll(self) -> bool:
+        """Return True if the run has ended or has taken too long, and set :attr:`why`."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if not pid and self.seconds < self.revert.timeout_seconds:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)  # also the ranks and servers that the tests have started
+        code = os.waitstatus_to_exitcode(status)
+        self.why: str | None = None
+        """Reason why the defect was not found; None if its generator found it."""
+        if not pid:
+            os.waitpid(self._pid, 0)
+            self.why = None if self.revert.hangs else f"no answer within {self.revert.timeout_seconds} s"
+        elif code != _TESTS_FAILED:
+            lines = self._output.read_text(errors="replace").splitlines()
+            self.why = "\n".join([f"pytest exited with {code}", *lines[-_NUM_SHOWN:]])
+        self._folder.cleanup()
+        return True
+
+    def _run(self, root: Path) -> None:
+        """Run the generator in the fork, which then ends."""
+        code = -1
+        try:
+            os.setsid()
+            os.chdir(root)
+            null, output = os.open(os.devnull, os.O_RDONLY), os.open(self._output, os.O_WRONLY | os.O_CREAT)
+            for descriptor, target in ((null, 0), (output, 1), (output, 2)):
+                os.dup2(descriptor, target)
+            # Import the copy, not the modules of this program.
+            for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "delta_tracker")]:
+                del sys.modules[name]
+            sys.path[0] = os.environ["PYTHONPATH"] = str(root)
+            arguments = ["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=reverts"]
+            code = pytest.main([*arguments, self.revert.generator])
+        except BaseException:  # noqa: BLE001  it must not reach the loop of the parent
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def main(words: Sequence[str]) -> int:
     """Run all reverts that match; return 0 if every defect was found."""
     chosen = [each for each in all_reverts() if not words or any(w in each.defect + each.generator for w in words)]
-
-    def timed(revert: Revert) -> tuple[str | None, float]:
-        begin = time.monotonic()
-        return survives(revert), time.monotonic() - begin
-
+    waiting, running = deque(chosen), list[Trial]()
     failed = 0
-    with ThreadPoolExecutor(2) as pool:
-        for revert, (why, seconds) in zip(chosen, pool.map(timed, chosen), strict=True):
-            print(
-                f"{'NOT FOUND' if why else 'found'} in {seconds:.0f} s: {revert.defect} ({revert.generator})",
-                flush=True,
-            )
-            if why:
-                failed += 1
-                print(why, flush=True)
+    while waiting or running:
+        while waiting and len(running) < _AT_ONCE:
+            running.append(Trial(waiting.popleft()))
+        time.sleep(_POLL_SECONDS)
+        for trial in [each for each in running if each.poll()]:
+            running.remove(trial)
+            failed += trial.why is not None
+            verdict = "NOT FOUND" if trial.why else "found"
+            print(f"{verdict} in {trial.seconds:.0f} s: {trial.revert.defect} ({trial.revert.generator})", flush=True)
+            if trial.why:
+                print(trial.why, flush=True)
     print(f"{len(chosen) - failed} passed, {failed} failed", flush=True)
     return 1 if failed or not chosen else 0
 
