@@ -161,6 +161,6 @@ def _tensors(model: Model) -> dict[str, Tensor]:
     if has_sharded(model):
         from delta_tracker.sharding.dense import dense_tensors  # noqa: PLC0415  it needs torchrec
 
-        return dense_tensors(model, model)
+        return dense_tensors(model, model, skip_sharded=True)
     named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return {name.replace("_orig_mod.", ""): tensor for name, tensor in named}

@@ -63,8 +63,8 @@ class Publisher:
         top_k: bound on the rows of a delta: only the rows that changed most are published, and the others stay pending.
             None publishes all changed rows.
         dense: module of the model, whose dense parameters and buffers are published, or names in the model's
-            ``state_dict``. Each version contains these tensors with rank 0's values at the cut. None publishes no dense
-            tensors.
+            ``state_dict``. Each version contains these tensors with rank 0's values at the cut. Tensors of which each
+            rank has a part are rejected by name. None publishes no dense tensors.
         encoding: :class:`~delta_tracker.stream.format.encoding.Encoding` of all tables, or a mapping of FQN to
             encoding. Tables without an encoding are stored in their own dtype.
         cadence: bounds at which :meth:`step` publishes; None if :meth:`step` is not used.

@@ -1,4 +1,7 @@
-"""Find the dense tensors of a model: all parameters and persistent buffers outside sharded modules."""
+"""Find the dense tensors of a model: all parameters and persistent buffers outside sharded modules.
+
+Tensors of which each rank has only a part are rejected by name, because the stream would have the part of one rank.
+"""
 
 from __future__ import annotations
 
@@ -8,57 +11,104 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.sharding.discover import has_unknown_rows, walk
-from delta_tracker.sharding.torchrec_api import load_torchrec
+from delta_tracker.sharding.torchrec_api import Torchrec, load_torchrec
+
+_PARTS = "Leave it out, because each rank has a part of it: pass the names of whole tensors"
 
 
-def dense_tensors(model: nn.Module, dense: nn.Module | Iterable[str]) -> dict[str, Tensor]:
+def dense_tensors(
+    model: nn.Module, dense: nn.Module | Iterable[str], *, skip_sharded: bool = False
+) -> dict[str, Tensor]:
     """Return the dense tensors that ``dense`` selects, without copying them.
 
     Args:
         model: the model whose tables are tracked.
         dense: a module, whose parameters and persistent buffers outside sharded modules are selected; or names of
             tensors, as in the model's ``state_dict``.
+        skip_sharded: True to leave out tensors of which this rank has only a part, and the dense tensors of embedding
+            towers, instead of raising an error for them.
 
     Returns:
-        Name to detached tensor. Names are those of the model's ``state_dict``, or those of the module's own
-        ``state_dict`` if ``dense`` is a module outside the model. A tensor with several names is returned under each
-        of them.
+        Name to detached tensor. Names are those of the model's ``state_dict``; if ``dense`` is a module outside the
+        model, those of this module's ``state_dict``. A tensor with several names is returned under each of them.
 
     Raises:
-        InvalidArgumentError: if ``dense`` is a string, if the model has no dense tensor with a given name, or if a
-            selected tensor is sparse, on the meta device, or of a subclass such as ``DTensor``.
+        InvalidArgumentError: if ``dense`` is a string, if the model has no dense tensor with a given name, if each rank
+            has only a part of a selected tensor, or if a selected tensor is sparse, on the meta device, or of a
+            subclass such as ``DTensor``.
     """
     if isinstance(dense, nn.Module):
-        found = dict(_tensors(model, dense))
+        every = _tensors(model, dense)
+        sharded = sorted(name for name, tensor in every.items() if tensor is None)
+        found = {name: tensor for name, tensor in every.items() if tensor is not None}
+        if sharded and not skip_sharded:
+            raise InvalidArgumentError("dense", sharded, f"{_PARTS}, some of {sorted(found)}")
     else:
         if isinstance(dense, str):
             raise InvalidArgumentError("dense", dense, "Pass a module, or a list of names")
-        every = dict(_tensors(model, model))
+        every = _tensors(model, model)
+        whole = {name: tensor for name, tensor in every.items() if tensor is not None}
         for name in (names := list(dense)):
-            if name not in every:
-                raise InvalidArgumentError("dense", name, f"Pass some of {sorted(every)}")
-        found = {name: every[name] for name in names}
+            if name not in whole:
+                remedy = f"{_PARTS}, some of" if name in every else "Pass some of"
+                raise InvalidArgumentError("dense", name, f"{remedy} {sorted(whole)}")
+        found = {name: whole[name] for name in names}
     for name, tensor in found.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_sparse:
             raise InvalidArgumentError("dense", name, f"Leave it out: a {type(tensor).__name__} is not whole here")
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def _tensors(model: nn.Module, root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and tensor of each parameter and persistent buffer of ``root``, except sharded ones.
+def _tensors(model: nn.Module, root: nn.Module) -> dict[str, Tensor | None]:
+    """Return the parameters and persistent buffers of ``root`` outside sharded modules, by name.
 
-    Names are relative to ``model`` if ``root`` is part of it, otherwise to ``root``.
+    The value is None for a tensor of which this rank has only a part, and for an embedding tower, whose dense tensors
+    exist only on the ranks of one host. Names are relative to ``model`` if ``root`` is part of it, otherwise to
+    ``root``.
     """
     torchrec = load_torchrec()
     inside = {id(module) for _, module in walk(root, "", torchrec, set())}
-    modules = list(walk(model, "", torchrec, set()))
+    top, modules = model, list(walk(model, "", torchrec, set()))
     if not any(id(module) in inside for _, module in modules):
-        modules = list(walk(root, "", torchrec, set()))
+        top, modules = root, list(walk(root, "", torchrec, set()))
+    flattened = _sharded_by_fsdp(top, torchrec)
+    found: dict[str, Tensor | None] = {}
+    parts: set[str] = set()
     for fqn, module in modules:
-        is_sharded = torchrec.holder(module) is not None or has_unknown_rows(module, torchrec)
-        if id(module) in inside and not is_sharded:
+        if isinstance(module, torchrec.without_rows):
+            parts |= {f"{fqn}.{name}" if fqn else name for name in _sharded_in_state(module, torchrec)}
+        if id(module) not in inside:
+            continue
+        if isinstance(module, torchrec.towers):
+            found[fqn] = None
+        elif torchrec.holder(module) is None and not has_unknown_rows(module, torchrec):
             for name, tensor in _own(module):
-                yield f"{fqn}.{name}" if fqn else name, tensor
+                found[f"{fqn}.{name}" if fqn else name] = None if id(tensor) in flattened else tensor
+    return {name: None if name in parts else tensor for name, tensor in found.items()}
+
+
+def _sharded_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
+    """Return the ``id()`` of each parameter that FSDP manages in ``model``. It may be sharded at any time."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, torchrec.fsdp)
+        for parameter in module.parameters()
+        if parameter not in module._ignored_params  # type: ignore[operator]  # noqa: SLF001  no public equivalent
+    }
+
+
+def _sharded_in_state(module: nn.Module, torchrec: Torchrec) -> set[str]:
+    """Return the names of the tensors that are larger in the module's ``state_dict`` than on this rank.
+
+    Managed collisions hold the part of a rank as a plain tensor.
+    """
+    local = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        name
+        for name, tensor in module.state_dict().items()
+        if isinstance(tensor, torchrec.sharded_tensors) and name in local and tensor.size() != local[name].size()
+    }
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -150,10 +150,9 @@ def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) 
     if module in seen:
         return
     seen.add(module)
-    if isinstance(module, torchrec.wrapper):
-        yield from walk(module._dmp_wrapped_module, fqn, torchrec, seen)  # type: ignore[arg-type]  # noqa: SLF001
-    elif isinstance(module, DistributedDataParallel):
-        yield from walk(module.module, fqn, torchrec, seen)
+    wrapped = torchrec.wrapped(module)
+    if wrapped is not None:
+        yield from walk(wrapped, fqn, torchrec, seen)
     else:
         yield fqn, module
         if torchrec.holder(module) is None and not has_unknown_rows(module, torchrec):

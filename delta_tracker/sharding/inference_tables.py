@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget, write_rows
@@ -73,10 +72,9 @@ def _walk(
         torchrec: classes of the installed torchrec.
         quantized: classes of the quantized collections.
     """
-    if isinstance(module, torchrec.wrapper):
-        yield from _walk(module._dmp_wrapped_module, fqn, torchrec, quantized)  # type: ignore[arg-type]  # noqa: SLF001
-    elif isinstance(module, DistributedDataParallel):
-        yield from _walk(module.module, fqn, torchrec, quantized)
+    wrapped = torchrec.wrapped(module)
+    if wrapped is not None:
+        yield from _walk(wrapped, fqn, torchrec, quantized)
     else:
         yield fqn, module
         if torchrec.holder(module) is None and not isinstance(module, quantized):

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import MissingExtraError
 
@@ -27,7 +28,9 @@ class Torchrec:
 
     Args:
         collections: sharded module class to the name of the attribute that holds its tables; also used for subclasses.
-        wrapper: ``DistributedModelParallel``.
+        wrappers: class of each wrapper without a component in the names of ``state_dict``, to the name of the attribute
+            that holds the wrapped module.
+        fsdp: ``FullyShardedDataParallel``.
         sharded: the base class of all sharded modules.
         towers: classes of sharded modules that exist only on the ranks of one host.
         without_rows: classes of sharded modules that hold no embedding rows themselves.
@@ -40,7 +43,8 @@ class Torchrec:
     """
 
     collections: dict[type[nn.Module], str]
-    wrapper: type[nn.Module]
+    wrappers: dict[type[nn.Module], str]
+    fsdp: tuple[type[nn.Module], ...]
     sharded: type[nn.Module]
     towers: tuple[type[nn.Module], ...]
     without_rows: tuple[type[nn.Module], ...]
@@ -54,6 +58,11 @@ class Torchrec:
     def holder(self, module: nn.Module) -> str | None:
         """Return the name of the attribute that holds a sharded collection's tables; None for other modules."""
         return next((holder for kind, holder in self.collections.items() if isinstance(module, kind)), None)
+
+    def wrapped(self, module: nn.Module) -> nn.Module | None:
+        """Return the module inside a wrapper; None for other modules."""
+        found = next((attribute for kind, attribute in self.wrappers.items() if isinstance(module, kind)), None)
+        return None if found is None else getattr(module, found)
 
 
 def load_torchrec() -> Torchrec:
@@ -69,12 +78,20 @@ def load_torchrec() -> Torchrec:
         types = import_module("torchrec.distributed.types")
     except ModuleNotFoundError as missing:
         raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
+    fsdp = _imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+    activations = _imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper")
     return Torchrec(
         collections={
             embedding.ShardedEmbeddingCollection: "embeddings",
             embeddingbag.ShardedEmbeddingBagCollection: "embedding_bags",
         },
-        wrapper=model_parallel.DistributedModelParallel,
+        wrappers={
+            model_parallel.DistributedModelParallel: "_dmp_wrapped_module",
+            DistributedDataParallel: "module",
+            **dict.fromkeys(activations, "_checkpoint_wrapped_module"),
+            **dict.fromkeys(fsdp, "_fsdp_wrapped_module"),
+        },
+        fsdp=fsdp,
         sharded=types.ShardedModule,
         towers=_imported(
             "torchrec.distributed.embedding_tower_sharding", "ShardedEmbeddingTower", "ShardedEmbeddingTowerCollection"

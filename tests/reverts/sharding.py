@@ -68,4 +68,31 @@ REVERTS = [
         generator=_KINDS,
         edits={_REFUSALS: [("    _refuse_pruning(model, found, torchrec)\n", "")]},
     ),
+    Revert(
+        defect="torch's wrappers have a component in the names",
+        generator="tests/sharding/test_discover.py::test_wrappers_have_no_component_in_names",
+        edits={
+            "delta_tracker/sharding/torchrec_api.py": [
+                ('            **dict.fromkeys(activations, "_checkpoint_wrapped_module"),\n', ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="parameters that FSDP shards are published as whole ones",
+        generator="tests/sharding/test_discover.py::test_parameters_that_fsdp_shards_are_not_taken_as_whole",
+        edits={
+            "delta_tracker/sharding/dense.py": [
+                (" = None if id(tensor) in flattened else tensor", " = tensor"),
+            ],
+        },
+    ),
+    Revert(
+        defect="buffers that managed collisions shard are published as whole ones",
+        generator="tests/sharding/test_discover.py::test_sharded_buffers_are_not_taken_as_whole",
+        edits={
+            "delta_tracker/sharding/dense.py": [
+                ("{name: None if name in parts else tensor for name, tensor in found.items()}", "found"),
+            ],
+        },
+    ),
 ]

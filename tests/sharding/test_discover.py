@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.ranks import RankPool
 
 _CASES = "tests.tracker.tracking_cases"
@@ -26,7 +24,6 @@ def test_the_same_table_name_in_two_modules(two_ranks: RankPool) -> None:
         assert fqns == ["left.embeddings.t", "right.embeddings.t"]
 
 
-@pytest.mark.xfail(strict=True, reason="wrappers of torch have a component in the names")
 def test_wrappers_have_no_component_in_names(one_rank: RankPool) -> None:
     (answer,) = one_rank.run(f"{_WRAPPERS}:checkpoint_wrappers")
     for name, (found, expected, part, is_tracked) in answer.items():
@@ -36,7 +33,6 @@ def test_wrappers_have_no_component_in_names(one_rank: RankPool) -> None:
         assert is_tracked, name
 
 
-@pytest.mark.xfail(strict=True, reason="parameters that FSDP shards are taken for whole ones")
 def test_parameters_that_fsdp_shards_are_not_taken_as_whole(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_WRAPPERS}:fsdp"):
         for said in answer.values():
@@ -51,7 +47,6 @@ def test_parameters_that_fsdp_shards_are_not_taken_as_whole(two_ranks: RankPool)
         assert "'_flat_param'" in answer["False"]["model"]
 
 
-@pytest.mark.xfail(strict=True, reason="buffers that managed collisions shard are taken for whole ones")
 def test_sharded_buffers_are_not_taken_as_whole(one_rank: RankPool, two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_WRAPPERS}:collision_buffers"):
         assert len(answer["sharded"]) == 8
@@ -68,20 +63,11 @@ def test_sharded_buffers_are_not_taken_as_whole(one_rank: RankPool, two_ranks: R
     assert set(alone["sharded"]) <= set(alone["kept"])
 
 
-def test_towers_on_two_hosts_are_refused_by_name_on_each(two_ranks: RankPool) -> None:
-    answers = two_ranks.run(f"{_WRAPPERS}:towers")
-    assert answers[0]["keys"] != answers[1]["keys"]
-    for answer in answers:
-        assert answer["refused"].startswith("UnsupportedModuleError")
-        assert "'towers.one' (ShardedEmbeddingTower)" in answer["refused"]
-        assert "'towers.some' (ShardedEmbeddingTowerCollection)" in answer["refused"]
-        assert answer["tables"] == ["model.ec.embeddings.t"]
-
-
-@pytest.mark.xfail(strict=True, reason="the dense parameters of a tower are left out without a word")
-def test_dense_parameters_of_towers_are_refused_by_name(two_ranks: RankPool) -> None:
-    for answer in two_ranks.run(f"{_WRAPPERS}:towers"):
-        assert answer["dense"].startswith("InvalidArgumentError")
-        assert "'towers.one'" in answer["dense"]
-        assert answer["name"].startswith("InvalidArgumentError")
-        assert answer["part"] == ["model.dense.bias", "model.dense.weight"]
+def test_towers_are_refused_by_name_and_with_them_their_dense_parameters(one_rank: RankPool) -> None:
+    (answer,) = one_rank.run(f"{_WRAPPERS}:towers")
+    assert answer["refused"].startswith("UnsupportedModuleError")
+    assert "'one' (_Tower), 'some' (_Towers)" in answer["refused"]
+    assert answer["tables"] == ["model.ec.embeddings.t"]
+    assert answer["dense"].startswith("InvalidArgumentError: dense=['one', 'some']")
+    assert answer["name"].startswith("InvalidArgumentError")
+    assert answer["part"] == answer["kept"] == ["model.dense.bias", "model.dense.weight"]

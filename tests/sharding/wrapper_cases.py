@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-from torchrec.distributed import comm, embedding_tower_sharding
-from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder, EmbeddingTowerSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_row_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower, ShardedEmbeddingTowerCollection
 
 from delta_tracker import ModelDeltaTracker
 from delta_tracker.sharding.dense import dense_tensors
-from tests.models import Spec, Table, batch, shard, with_kernel
+from tests.models import Spec, Table, batch, shard
 from tests.publisher.publishing_cases import attempt
 from tests.tracker.collision_cases import shard_collision
 
@@ -92,56 +81,31 @@ def collision_buffers(rank: int, world_size: int) -> dict[str, Any]:
     return answer | {"sharded": sorted(name for name in model.state_dict() if "_mch_" in name)}
 
 
-class _Interaction(nn.Module):
+class _Tower(ShardedEmbeddingTower):
+    """Tower without its constructor, which needs several hosts, on a host without the tables."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, embedded: KeyedTensor) -> torch.Tensor:
-        return self.linear(embedded.values())
+        nn.Module.__init__(self)
+        self.embedding, self.interaction = None, nn.Linear(8, 4)
 
 
-def _tower(name: str) -> EmbeddingTower:
-    config = EmbeddingBagConfig(name=name, num_embeddings=6, embedding_dim=8, feature_names=[name])
-    return EmbeddingTower(EmbeddingBagCollection(tables=[config]), _Interaction())
+class _Towers(ShardedEmbeddingTowerCollection):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embeddings, self.interactions = nn.ModuleDict(), nn.ModuleDict({"0": nn.Linear(8, 4)})
 
 
 def towers(rank: int, world_size: int) -> dict[str, Any]:
-    """Return the errors for real towers on two hosts of one rank each, and what is tracked without them."""
-    groups = {name: None for name in vars(comm) if name.endswith("_PG")}
-
-    def on_host(module: nn.Module, device_ids: Any, **kwargs: Any) -> DistributedDataParallel:
-        return DistributedDataParallel(module, **kwargs)  # with device_ids it refuses the CPU
-
-    with (
-        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}),
-        mock.patch.multiple(comm, **groups),
-        mock.patch.object(embedding_tower_sharding, "DistributedDataParallel", on_host),
-    ):
-        model, plans = nn.Module(), {}
-        model.one, model.some = _tower("a"), EmbeddingTowerCollection([_tower("b"), _tower("c")])
-        sharders = {"one": EmbeddingTowerSharder(), "some": EmbeddingTowerCollectionSharder()}
-        for name, hosts in (("one", {"a": 1}), ("some", {"b": 0, "c": 1})):
-            tables = {table: with_kernel(table_row_wise(host_index=host), "fused") for table, host in hosts.items()}
-            plans[name] = construct_module_sharding_plan(
-                getattr(model, name), tables, sharder=sharders[name], local_size=1, world_size=2, device_type="cpu"
-            )
-        sharded = DistributedModelParallel(
-            model,
-            env=ShardingEnv.from_process_group(dist.group.WORLD),
-            device=torch.device("cpu"),
-            plan=ShardingPlan(plans),
-            sharders=list(sharders.values()),
-        )
+    """Return the errors for towers, and what is found without them."""
     root = nn.Module()
-    root.towers, root.model = sharded, shard(Spec([Table("t", 6, "row")]))
-    with ModelDeltaTracker(root, fqns_to_skip=["towers"]) as tracker:
+    root.one, root.some, root.model = _Tower(), _Towers(), shard(Spec([Table("t", 6, "row")]))
+    with ModelDeltaTracker(root, fqns_to_skip=["one", "some"]) as tracker:
         tables = list(tracker.tables)
     return {
-        "keys": sorted(sharded.state_dict()),
         "refused": attempt(lambda: ModelDeltaTracker(root)),
         "tables": tables,
         "dense": attempt(lambda: dense_tensors(root, root)),
-        "name": attempt(lambda: dense_tensors(root, ["towers.one.interaction.linear.bias"])),
+        "name": attempt(lambda: dense_tensors(root, ["one.interaction.bias"])),
         "part": sorted(dense_tensors(root, root.model)),
+        "kept": sorted(dense_tensors(root, root, skip_sharded=True)),
     }
