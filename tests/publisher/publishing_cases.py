@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 import os
 import signal
 import threading
@@ -95,7 +96,7 @@ class _Failing(Storage):
 
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         if "put" in self.fails:
-            raise StorageError(self.url, "No space left on device")
+            raise StorageError(self.url, f"No space left on device for {name}")
         super().put(name, buffers)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -188,6 +189,33 @@ def forgotten_errors(rank: int, world_size: int, url: str) -> None:
         dist.barrier()
         publisher.close()
         second.close()
+
+
+def logged_once(rank: int, world_size: int, url: str) -> list[str]:
+    """Return what is logged during two outages, of which each attempt to publish reports another text."""
+    spec = Spec([Table("t", 6, "row")])
+    model = shard(spec)
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("delta_tracker")
+    logger.addHandler(handler)
+    with ModelDeltaTracker(model) as tracker:
+        storage = _Failing(url, create=True)
+        publisher = Publisher(tracker, storage, cadence=Cadence(batches=1))
+        publisher.publish()
+        for call in (publisher.publish, publisher.step):
+            storage.fails = ["put"]
+            for _ in range(20):
+                model(batch(spec, torch.Generator().manual_seed(rank))).backward()
+                tracker.step()
+                attempt(call)
+            storage.fails = ()
+            publisher.publish()
+        dist.barrier()
+        publisher.close()
+    logger.removeHandler(handler)
+    return messages
 
 
 def out_of_step(rank: int, world_size: int, url: str) -> list[str]:

@@ -70,13 +70,16 @@ def test_one_pass_at_a_time_and_close_waits_for_it() -> None:
     assert len(passes) == 1
 
 
+@pytest.mark.xfail(strict=True, reason="failures are told apart by their texts, which differ each time")
 def test_a_failure_is_logged_once_and_cleared_when_a_pass_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Storage):
         fails = True
+        num_failures = 0
 
         def objects(self, prefix, *, after=None):
             if self.fails and threading.current_thread().name == "upkeep":
-                raise OSError("no route")
+                self.num_failures += 1
+                raise OSError(f"no route for {self.num_failures * 1.37:.2f} s")
             return super().objects(prefix, after=after)
 
     storage = Failing("memory://")
@@ -86,14 +89,16 @@ def test_a_failure_is_logged_once_and_cleared_when_a_pass_succeeds(caplog: pytes
         for _ in range(3):
             upkeep.after(writer.snapshot().version)
             _wait_for_the_pass()
-            assert str(upkeep.error) == "no route"
+            assert str(upkeep.error) == f"no route for {storage.num_failures * 1.37:.2f} s"
     assert [record.getMessage() for record in caplog.records] == [
-        "upkeep failed, the next pass retries: url=memory:// error=no route"
+        "upkeep failed, the next pass retries: url=memory:// error=no route for 1.37 s"
     ]
     storage.fails = False
-    upkeep.after(writer.snapshot().version)
-    upkeep.close()
+    with caplog.at_level(logging.WARNING):
+        upkeep.after(writer.snapshot().version)
+        upkeep.close()
     assert upkeep.error is None
+    assert caplog.messages[1:] == ["upkeep recovered: url=memory://"]
 
 
 def test_the_memory_of_a_failed_pass_is_freed() -> None:
