@@ -70,6 +70,24 @@ def unraised(error: _Error) -> _Error:
     return copied
 
 
+def kind_of(error: BaseException) -> tuple[object, ...]:
+    """Return a key that is the same for each attempt that fails for one reason, to log the failure once.
+
+    The texts of such errors differ: they contain the time of a request, or the name of a part that is written anew at
+    each attempt. The key has the type and, if there is one, the table, tensor, rank or kind of object.
+    """
+    match error:
+        case MalformedError() | CorruptPartError():
+            return type(error), error.path.partition("/")[0]
+        case TableMismatchError() | PartialRowsError():
+            return type(error), error.table
+        case DenseMismatchError():
+            return type(error), error.name
+        case PublishError():
+            return type(error), error.rank
+    return (type(error),)
+
+
 def is_panic(error: BaseException) -> bool:
     """Return True if ``error`` is a panic of Rust code in an extension module.
 

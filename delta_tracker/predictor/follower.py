@@ -20,6 +20,7 @@ from delta_tracker.errors import (
     PanicError,
     StreamError,
     is_panic,
+    kind_of,
     unraised,
 )
 from delta_tracker.predictor.gauges import PredictorGauges
@@ -323,7 +324,7 @@ class Follower:
 
     def _failed(self, error: Exception) -> None:
         self._pause = min(_MAX_BACK_OFF_SECONDS, max(2 * self._pause, 0.001))
-        is_new = (type(error), str(error)) != (type(self.error), str(self.error))
+        is_new = self.error is None or kind_of(error) != kind_of(self.error)
         if is_new and not isinstance(error, HeldVersionError):
             _logger.warning("predictor failed and retries: %s", _described(error))
         self._gauges.failed_to_follow(error)

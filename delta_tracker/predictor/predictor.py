@@ -23,6 +23,7 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
     TableMismatchError,
+    kind_of,
 )
 from delta_tracker.forking import Forkable, protect
 from delta_tracker.monitor.monitor import Monitor
@@ -139,8 +140,9 @@ class Predictor(Forkable):
         self._pinned: int | None = None
         self._rows = self._num_bytes = self._resyncs = self._num_failures = 0
         self._last_resync = ""
-        self._ways: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
-        self._dead_ends: deque[tuple[str, Link]] = deque(maxlen=_NUM_WAYS)
+        # Kind and version of a fault, and the entry of a resync after it. Texts of errors differ at each attempt.
+        self._ways: deque[tuple[object, int | None, Link]] = deque(maxlen=_NUM_WAYS)
+        self._dead_ends: deque[tuple[object, int | None, Link]] = deque(maxlen=_NUM_WAYS)
         self._syncing = threading.Lock()  # held while the version changes
         self._pulse = None if name is None else Pulse(self._storage, name)
         self._follower = Follower(self._advance, self._cursor, self._syncing, notifier, self._beat, self._gauges)
@@ -469,7 +471,7 @@ class Predictor(Forkable):
         before, num_unreadable = self.version, 0
         faults = (*_FAULTS, StorageError) if self._keeps_failing else _FAULTS
         for manifest in self._cursor.way_back(fault, skips_unreadable=self._keeps_failing):
-            way = str(fault), manifest.link
+            way = kind_of(fault), before, manifest.link
             if way in self._ways:
                 continue  # an earlier resync with this entry led to the same fault
             try:

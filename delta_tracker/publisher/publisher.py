@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from delta_tracker.distributed import DEFAULT_TIMEOUT, Gathering
-from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError, RankLostError, unraised
+from delta_tracker.errors import FencedError, InvalidArgumentError, PublishError, RankLostError, kind_of, unraised
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
@@ -117,6 +117,7 @@ class Publisher:
         self._flight: Flight | None = None
         self._votes: Gathering | None = None  # started, not counted yet
         self._error: Exception | None = None
+        self._failure: tuple[object, ...] | None = None  # kind of the last failure since the last version
         self._num_versions = 0
         self._owes_vote = False  # step() failed or was interrupted before it voted
         self._is_open = False
@@ -475,14 +476,17 @@ class Publisher:
         self._flight = None
         self._checked_source().end(read, committed)
         self._gauges.published(committed)
-        self._error = None
+        if self._failure is not None:
+            _logger.warning("publishing recovered at version %d", committed.version)
+        self._error = self._failure = None
         self._num_versions += 1
 
     def _fail(self, error: Exception) -> None:
         """Record an error. If a version is being published, abort it; its rows stay pending."""
         flight, self._flight = self._flight, None
-        former, self._error = self._error, unraised(error)
-        if str(error) != str(former):
+        former, self._failure = self._failure, kind_of(error)
+        self._error = unraised(error)
+        if self._failure != former:
             _logger.warning("version %d was not published: %s", self.version + 1, error)
         self._gauges.failed(error)
         if flight is not None:

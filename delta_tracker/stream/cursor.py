@@ -21,6 +21,7 @@ from delta_tracker.errors import (
     StreamError,
     StreamReplacedError,
     TableMismatchError,
+    kind_of,
 )
 from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Link, Manifest
@@ -31,6 +32,7 @@ _logger = logging.getLogger(__name__)
 
 _MAX_UNREADABLE = 3
 _LEAST_LAG = 1e-6  # seconds; a lag of 0 means that all versions are applied
+_T = TypeVar("_T")
 
 
 class _SavedPlace(Struct, forbid_unknown_fields=True):
@@ -82,6 +84,8 @@ class StreamCursor:
         self.place: Place | None = None
         self._skewed = ""  # last publisher whose skew was logged
         self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
+        # Entries that were skipped since the last applied entry, with the kinds of their errors. Each is logged once.
+        self._skipped: set[tuple[object, ...]] = set()
 
     @property
     def version(self) -> int | None:
@@ -91,6 +95,7 @@ class StreamCursor:
     def moved(self, manifest: Manifest) -> None:
         """Advance to ``manifest`` after it was applied."""
         self.place = Place(manifest.stream, manifest.link)
+        self._skipped.clear()
 
     def next(self) -> Manifest | None:
         """Return the entry to apply next, None if there is none yet.
@@ -176,7 +181,7 @@ class StreamCursor:
         after = -1 if newest is None else newest.version
         for merged in reversed(self.log.merged(after=after)):
             if merged.kind == "snapshot" and merged.last <= head:
-                manifest = _readable(self.log.read_merged, merged)
+                manifest = self._readable(self.log.read_merged, merged)
                 if manifest is not None and (newest is None or manifest.stream == newest.stream):
                     yield manifest
         if newest is not None:
@@ -191,7 +196,7 @@ class StreamCursor:
         """
         version, num_unreadable = head, 0
         while version >= 0 and num_unreadable < _MAX_UNREADABLE:
-            entry = _readable(self.log.read, version)
+            entry = self._readable(self.log.read, version)
             if entry is not None and entry.kind == "snapshot":
                 yield entry
             elif entry is not None:
@@ -250,7 +255,7 @@ class StreamCursor:
         try:
             return self.log.newest_snapshot()
         except MalformedError as error:
-            _logger.warning("ignored the merged snapshots: %s", error)
+            self._skip("ignored the merged snapshots", error)
         head = self.log.head()
         return None if head is None or head.snapshot is None else self.log.read(head.snapshot)
 
@@ -266,8 +271,27 @@ class StreamCursor:
         except (MalformedError, StorageError) as error:
             if isinstance(error, StorageError) and not skips_unreadable:
                 raise
-            _logger.warning("ignored the merged versions: %s", error)
+            self._skip("ignored the merged versions", error)
             return None
+
+    def _readable(self, read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None:
+        """Return the entry ``read(what)``; None if it does not exist, cannot be read, or is malformed."""
+        try:
+            return read(what)
+        except (MalformedError, StorageError) as error:
+            self._skip("skipped an unreadable entry", error, what)
+            return None
+
+    def _skip(self, text: str, error: MalformedError | StorageError, *what: object) -> None:
+        """Log that entries were skipped, once until the next entry is applied.
+
+        An error of the store is logged as INFO, because the reader reports that the store fails.
+        """
+        key = text, *what, *kind_of(error)
+        if key not in self._skipped:
+            self._skipped.add(key)
+            level = logging.INFO if isinstance(error, StorageError) else logging.WARNING
+            _logger.log(level, "%s: %s", text, str(error))
 
     def path_to(self, version: int) -> list[Manifest]:
         """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
@@ -360,15 +384,3 @@ class StreamCursor:
         """Record that a version was there at the monotonic time ``now``."""
         if version > self._newest[0]:
             self._newest = version, now
-
-
-_T = TypeVar("_T")
-
-
-def _readable(read: Callable[[_T], Manifest | None], what: _T) -> Manifest | None:
-    """Return the entry ``read(what)``; None if it does not exist, cannot be read, or is malformed."""
-    try:
-        return read(what)
-    except (MalformedError, StorageError) as error:
-        _logger.warning("skipped an unreadable entry: %s", error)
-        return None

@@ -80,7 +80,7 @@ def leave_heartbeat(storage: Storage, beat: Heartbeat) -> None:
 class Pulse:
     """Writer of one predictor's heartbeats. It does not raise errors of the store.
 
-    Only the first of consecutive failures is logged. Failures before the first version are not logged.
+    The first of consecutive failures and the recovery are logged. Failures before the first version are not logged.
 
     Args:
         storage: store of the stream.
@@ -121,6 +121,8 @@ class Pulse:
                 _logger.warning("could not write the predictor's heartbeat: %s", error)
             self._fails = True
         else:
+            if self._fails:
+                _logger.warning("the predictor's heartbeat is written again: name=%s", self._name)
             self._fails = False
 
 

@@ -206,10 +206,11 @@ def logged_once(rank: int, world_size: int, url: str) -> list[str]:
         publisher.publish()
         for call in (publisher.publish, publisher.step):
             storage.fails = ["put"]
-            for _ in range(20):
+            for _ in range(10):
                 model(batch(spec, torch.Generator().manual_seed(rank))).backward()
                 tracker.step()
                 attempt(call)
+            attempt(publisher.flush)  # the worker may still be writing
             storage.fails = ()
             publisher.publish()
         dist.barrier()

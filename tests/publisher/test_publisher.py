@@ -68,7 +68,6 @@ def test_an_error_that_is_raised_again_keeps_no_traceback(two_ranks: RankPool, u
     two_ranks.run(f"{_CASES}:{case}", url=url)
 
 
-@pytest.mark.xfail(strict=True, reason="each failed publish is logged")
 def test_each_of_two_outages_is_logged_once(two_ranks: RankPool, url: str) -> None:
     for messages in two_ranks.run(f"{_CASES}:logged_once", url=url):
         assert [message.partition(":")[0] for message in messages] == [

@@ -137,4 +137,18 @@ REVERTS = [
         generator="tests/predictor/test_follower.py::test_the_error_that_is_kept_has_no_traceback",
         edits={"delta_tracker/predictor/follower.py": [("raise unraised(self.error)", "raise self.error")]},
     ),
+    Revert(
+        defect="each attempt during an outage is logged",
+        generator="tests/predictor/test_follower.py::test_each_of_many_outages_is_logged_once",
+        edits={
+            "delta_tracker/predictor/follower.py": [
+                ("kind_of(error) != kind_of(self.error)", "str(error) != str(self.error)")
+            ]
+        },
+    ),
+    Revert(
+        defect="entries that are skipped are logged at each attempt",
+        generator="tests/predictor/test_follower.py::test_a_malformed_entry_is_logged_once_while_it_delays_the_predictor",
+        edits={"delta_tracker/stream/cursor.py": [("            self._skipped.add(key)\n", "")]},
+    ),
 ]

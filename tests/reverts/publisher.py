@@ -66,7 +66,7 @@ REVERTS = [
         generator="tests/publisher/test_publisher.py::test_an_error_that_is_raised_again_keeps_no_traceback[forgotten_errors]",
         edits={
             "delta_tracker/publisher/publisher.py": [
-                ("former, self._error = self._error, unraised(error)", "former, self._error = self._error, error")
+                ("        self._error = unraised(error)\n", "        self._error = error\n")
             ]
         },
     ),

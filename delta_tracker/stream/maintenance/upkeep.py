@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from delta_tracker.errors import InvalidArgumentError, unraised
+from delta_tracker.errors import InvalidArgumentError, kind_of, unraised
 from delta_tracker.stream.interruption import Interrupted, interruptible
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import DEFAULT_MAX_BYTES, check_bounds, compact
@@ -19,7 +19,7 @@ class Upkeep:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
     A pass compacts before it deletes. A failure is kept in :attr:`error` and not raised in the caller. It is logged,
-    unless the preceding pass failed with the same message. The next pass retries.
+    unless the preceding pass failed with the same kind of error. The next pass retries.
 
     Args:
         storage: store of the stream.
@@ -114,6 +114,8 @@ class Upkeep:
         except Exception as error:  # noqa: BLE001  a failure must not reach training; it is logged and kept
             self._fail(error)
         else:
+            if self._error is not None:
+                _logger.warning("upkeep recovered: url=%s", self._log.storage.url)
             self._error = None
 
     def _pass(self, *, compacts: bool, retains: bool) -> None:
@@ -123,6 +125,6 @@ class Upkeep:
             retain(self._log, self._retention)
 
     def _fail(self, error: Exception) -> None:
-        if str(error) != str(self._error):
+        if self._error is None or kind_of(error) != kind_of(self._error):
             _logger.warning("upkeep failed, the next pass retries: url=%s error=%s", self._log.storage.url, error)
         self._error = unraised(error)
