@@ -1,0 +1,255 @@
+"""Every rule of FORMAT.md is shown by a test: each sentence with MUST is listed here with the test that breaks it."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from delta_tracker import Predictor, Storage
+from delta_tracker.errors import CorruptPartError, MalformedError, StreamReplacedError
+from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.manifest import Block, Manifest, Part
+from delta_tracker.stream.format.part_reader import read_parts
+from delta_tracker.stream.format.part_writer import PartWriter
+from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance.compaction import compact
+from tests.stream.streams import FQN, Writer
+
+_TESTS = Path(__file__).parent.parent
+_FORMAT = _TESTS.parent / "delta_tracker" / "stream" / "FORMAT.md"
+_HERE = "stream/test_format_rules.py"
+
+# The beginning of each sentence, and the tests that break the rule, or that fail if the library does.
+_RULES = {
+    "Readers MUST ignore every other object": ["stream/test_log.py::test_unknown_objects_are_skipped"],
+    "Afterwards a process whose root is missing MUST NOT create it": [
+        "contract/test_storage.py::test_a_directory_that_vanished_is_not_created_again"
+    ],
+    "A **publisher** MUST use a store": ["system/test_s3.py::test_a_store_that_ignores_the_condition_is_refused"],
+    "A fenced publisher MUST NOT commit again": ["stream/test_log.py::test_a_second_claim_fences_the_first"],
+    "Whatever deletes objects MUST sync": [
+        "stream/test_retention.py::test_a_pass_syncs_before_and_between_its_deletions",
+        "system/test_power_loss.py::test_a_power_loss_at_any_call_loses_no_acknowledged_version",
+    ],
+    "Whatever creates a merged entry MUST sync": [f"{_HERE}::test_a_compaction_syncs_what_it_merges"],
+    "It MUST keep the head and the head's parent": [
+        "stream/test_retention.py::test_versions_beyond_a_bound_are_removed"
+    ],
+    "It MUST also keep each claim": [
+        "stream/test_retention.py::test_claims_and_the_entries_before_them_stay_without_parts",
+        "stream/test_sleepers.py::test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies",
+    ],
+    "A draft that is being written is locked (`flock`) and MUST NOT": [
+        "stream/test_retention.py::test_the_draft_of_a_running_upload_stays"
+    ],
+    "A process that writes parts MUST create": [
+        "stream/test_retention.py::test_a_compaction_that_takes_too_long_names_no_parts"
+    ],
+    # A rule for stores: it bounds how late the requests come that these schedules delay.
+    "After a publisher has received a response": [
+        "stream/test_sleepers.py::test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies"
+    ],
+    "| `format` | integer | 1; readers MUST reject anything else |": [
+        "stream/test_parse.py::test_a_bad_field_is_refused",
+        "stream/test_parse.py::test_the_bad_fields_are_all_fields",
+    ],
+    "| `generation` | count | MUST NOT decrease": [
+        f"{_HERE}::test_a_generation_that_falls_is_not_applied",
+        f"{_HERE}::test_a_generation_that_falls_is_not_merged",
+    ],
+    "Per table, `all` blocks MUST be disjoint rectangles": [
+        "stream/test_parse.py::test_blocks_outside_their_table_or_on_each_other_are_refused"
+    ],
+    "In a snapshot the `all` blocks MUST cover": ["stream/test_manifest.py::test_a_snapshot_holds_every_row_once"],
+    "There MUST be no `__metadata__`": [f"{_HERE}::test_metadata_in_a_part_is_refused"],
+    "The part MUST hold exactly the tensors": [
+        "stream/test_part_reader.py::test_a_part_that_is_not_what_its_record_says_is_refused"
+    ],
+    "All escapes MUST be used": ["stream/test_encoding.py::test_bytes_that_packing_never_writes_are_refused"],
+    "The reader MUST check that `stream` is the same": [
+        "predictor/test_predictor.py::test_another_stream_in_the_same_place_is_refused_until_it_has_a_snapshot",
+        f"{_HERE}::test_a_generation_that_falls_is_not_applied",
+        f"{_HERE}::test_a_parent_that_is_not_the_last_entry_is_not_applied",
+    ],
+    "Readers MUST NOT write anything before": [
+        "predictor/test_predictor.py::test_a_damaged_part_changes_nothing",
+        "predictor/test_predictor.py::test_a_version_is_applied_whole_or_not_at_all",
+    ],
+    "Readers MUST check sizes before they allocate memory": [
+        "contract/test_storage.py::test_an_object_larger_than_expected_is_refused_before_it_is_read",
+        "stream/test_part_reader.py::test_sizes_that_wrap_around_are_refused",
+        "stream/test_encoding.py::test_a_bomb_is_not_inflated",
+    ],
+    "Readers MUST reject an object with a duplicate name": [
+        "stream/test_parse.py::test_a_field_twice_is_refused",
+        "stream/test_parse.py::test_mutated_manifests_are_refused_or_right",
+        "stream/test_part_reader.py::test_a_duplicate_tensor_in_the_header_is_refused",
+    ],
+    "Readers MUST ignore unknown fields": ["stream/test_parse.py::test_unknown_fields_are_ignored"],
+    "Readers MUST NOT assume": [
+        f"{_HERE}::test_a_stream_that_breaks_every_habit_of_the_writer_is_read",
+        "predictor/test_predictor.py::test_a_missing_version_is_named_and_nothing_beyond_it_applied",
+    ],
+}
+
+
+def _rules() -> Iterator[str]:
+    """Yield the sentences and table rows of FORMAT.md with MUST."""
+    blocks = re.split(r"\n\n|\n(?=\||- |\d\. )", _FORMAT.read_text())
+    for block in blocks:
+        text = re.sub(r"^(- |\d\. )", "", " ".join(block.split()))
+        sentences = [text] if text.startswith("|") else re.split(r"(?<=[.:;]) (?=[A-Z*])", text)
+        yield from (sentence for sentence in sentences if "MUST" in sentence)
+
+
+def test_each_rule_names_its_tests() -> None:
+    rules = list(_rules())
+    assert len(rules) > 20
+    for rule in rules:
+        assert sum(rule.startswith(start) for start in _RULES) == 1, f"list the tests of the rule: {rule}"
+    for start in _RULES:
+        assert any(rule.startswith(start) for rule in rules), f"FORMAT.md has no such rule: {start}"
+
+
+@pytest.mark.parametrize("test", sorted(set(itertools.chain.from_iterable(_RULES.values()))))
+def test_a_test_that_a_rule_names_exists(test: str) -> None:
+    name, _, function = test.partition("::")
+    nodes = ast.walk(ast.parse((_TESTS / name).read_text()))
+    assert function in {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def _forge(writer: Writer, entry: Manifest) -> None:
+    """Create an entry that no publisher creates."""
+    assert writer.storage.create(entry_name(entry.version), entry.to_json())
+
+
+def _fallen() -> tuple[Writer, Manifest]:
+    """Return a stream of generation 2, and an entry of generation 1 that follows its head."""
+    storage = Storage("memory://")
+    old = Writer(storage).claim.head
+    writer = Writer(storage)
+    writer.snapshot()
+    head = writer.delta([1])
+    fallen = replace(head, version=head.version + 1, generation=old.generation, parent=head.link, parts=())
+    return writer, fallen
+
+
+@pytest.mark.xfail(strict=True, reason="the generation of the next entry is not compared")
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_generation_that_falls_is_not_applied(restart: bool) -> None:
+    writer, fallen = _fallen()
+    predictor = Predictor(writer.model(), writer.storage)
+    head = predictor.sync()
+    if restart:
+        state = predictor.state_dict()
+        predictor = Predictor({FQN: writer.table.clone()}, writer.storage)
+        predictor.load_state_dict(state)
+    _forge(writer, fallen)
+    with pytest.raises(StreamReplacedError):
+        predictor.sync()
+    assert predictor.version == head
+
+
+@pytest.mark.xfail(strict=True, reason="the generations of merged entries are not compared")
+def test_a_generation_that_falls_is_not_merged() -> None:
+    writer, fallen = _fallen()
+    _forge(writer, fallen)
+    with pytest.raises(MalformedError, match="generation 1 is below 2"):
+        compact(writer.storage, fold=1e-9)
+
+
+@pytest.mark.xfail(strict=True, reason="the generations on the way to a version are not compared")
+def test_a_generation_that_falls_is_not_rolled_back_to() -> None:
+    writer, fallen = _fallen()
+    predictor = Predictor(writer.model(), writer.storage)
+    _forge(writer, fallen)
+    with pytest.raises(MalformedError, match="generation 1 is below 2"):
+        predictor.rollback(fallen.version)
+
+
+def test_a_parent_that_is_not_the_last_entry_is_not_applied() -> None:
+    writer, fallen = _fallen()
+    predictor = Predictor(writer.model(), writer.storage)
+    head = predictor.sync()
+    assert fallen.parent is not None
+    _forge(writer, replace(fallen, generation=2, parent=replace(fallen.parent, xxh3="0" * 32)))
+    with pytest.raises(StreamReplacedError):
+        predictor.sync()
+    assert predictor.version == head
+
+
+def test_a_compaction_syncs_what_it_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path.as_uri())
+    writer = Writer(storage)
+    writer.snapshot()
+    writer.delta([1])
+    writer.delta([2])
+    calls: list[str] = []
+    sync, create = storage.sync, storage.create
+    monkeypatch.setattr(storage, "sync", lambda prefix: (calls.append(f"sync {prefix}"), sync(prefix)))
+    monkeypatch.setattr(storage, "create", lambda name, data: (calls.append(name[:6]), create(name, data))[1])
+    assert compact(storage, fold=10.0) is not None
+    assert calls == ["sync log", "merged"]
+
+
+def test_metadata_in_a_part_is_refused() -> None:
+    writer = Writer(Storage("memory://"))
+    entry = writer.snapshot()
+    (part,) = entry.parts
+    data = writer.storage.read(part.name, max_bytes=1 << 20).tobytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].rstrip().replace(b"{", b'{"__metadata__":{},', 1)
+    header += b" " * (-len(header) % 8)
+    _rewrite(writer, entry, len(header).to_bytes(8, "little") + header + data[8 + length :])
+    with pytest.raises(CorruptPartError, match="metadata"):
+        read_parts(writer.storage, StreamLog(writer.storage).read(1), memory_bytes=1 << 20)
+
+
+def _rewrite(writer: Writer, entry: Manifest, data: bytes) -> None:
+    """Replace the only part of an entry, and record its new size and hash."""
+    (part,) = entry.parts
+    writer.storage.replace(part.name, data)
+    changed = replace(part, num_bytes=len(data), xxh3=xxhash.xxh3_128_hexdigest(data))
+    writer.storage.replace(entry_name(entry.version), replace(entry, parts=(changed,)).to_json())
+
+
+def test_a_stream_that_breaks_every_habit_of_the_writer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times fall, versions have no rows, parts or tables, a rank has several parts, and names say nothing."""
+    times = itertools.count(2e9, -1000.0)
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    writer = Writer(Storage("memory://"))
+    writer.snapshot()
+    model = writer.model()
+    predictor = Predictor(model, writer.storage)
+    empty = replace(writer.claim.head, kind="delta", parts=())
+    assert writer.claim.commit(empty).tables == {writer.spec.fqn: writer.spec}
+    assert writer.claim.commit(replace(empty, tables={}, dense={})).tables == {}
+    writer.table.normal_()
+    parts: list[Part] = []
+    for number, blocks in enumerate(([((0, 2), [1]), ((2, 5), [3])], [((5, 20), [7, 9])], [])):
+        rows = [
+            BlockRows.of(
+                Block(FQN, within, (0, 4), len(ids), "list", Encoding.F32), torch.tensor(ids), writer.table[ids]
+            )
+            for within, ids in blocks
+        ]
+        part = PartWriter(f"parts/{9 - number}.safetensors", rows)
+        writer.storage.put(f"parts/{9 - number}.safetensors", part.buffers())
+        parts.append(part.part)
+    committed = writer.claim.commit(replace(empty, parts=tuple(parts)))
+    assert [len(part.blocks) for part in committed.parts] == [2, 1, 0]
+    assert predictor.sync() == committed.version == 4
+    changed = torch.zeros(writer.spec.num_rows, dtype=torch.bool)
+    changed[[1, 3, 7, 9]] = True
+    assert torch.equal(model[FQN][changed], writer.table[changed])
+    assert model[FQN][~changed].eq(0).all()
