@@ -25,7 +25,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.log import StreamLog, generation_error
 from delta_tracker.stream.store_clock import skew_problem
 
 _logger = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class StreamCursor:
         self._newest = -1, 0.0  # newest version seen, and the monotonic time at which it was seen first
         # Entries that were skipped since the last applied entry, with the kinds of their errors. Each is logged once.
         self._skipped: set[tuple[object, ...]] = set()
+        self._applied: tuple[Place, int] | None = None  # the last position of moved(), and its generation
 
     @property
     def version(self) -> int | None:
@@ -96,6 +97,7 @@ class StreamCursor:
         """Advance to ``manifest`` after it was applied."""
         self.place = Place(manifest.stream, manifest.link)
         self._skipped.clear()
+        self._applied = self.place, manifest.generation
 
     def next(self) -> Manifest | None:
         """Return the entry to apply next, None if there is none yet.
@@ -104,7 +106,7 @@ class StreamCursor:
 
         Raises:
             NoSnapshotError: if there is no snapshot to start from.
-            StreamReplacedError: if the next entry does not follow the last applied one.
+            StreamReplacedError: if the next entry does not follow the last applied one, or has a lower generation.
             MissingVersionError: if the next entry is a claim that is not part of the log.
             MalformedError, StorageError: if the entry cannot be read.
         """
@@ -114,12 +116,28 @@ class StreamCursor:
         if manifest is not None:
             self._saw(manifest.version, time.monotonic())
             self._log_skew(manifest)
-        if manifest is not None and (manifest.stream, manifest.parent) != (self.place.stream, self.place.link):
+        if manifest is not None and (
+            (manifest.stream, manifest.parent) != (self.place.stream, self.place.link)
+            or manifest.generation < self._generation(self.place)
+        ):
             raise StreamReplacedError(self.log.storage.url, self.place.link.version)
         if manifest is not None and manifest.kind == "claim" and not self.log.is_committed(manifest):
             head = self.log.head() or manifest
             raise MissingVersionError(manifest.version, head.version)
         return manifest
+
+    def _generation(self, place: Place) -> int:
+        """Return the generation of the last applied entry.
+
+        A restored position does not contain it, so the entry is read. Returns 0 if it does not exist or is unreadable.
+        """
+        if self._applied is not None and self._applied[0] == place:
+            return self._applied[1]
+        entry = self._readable(self.log.read, place.link.version)
+        if entry is None or (entry.stream, entry.link) != (place.stream, place.link):
+            return 0
+        self._applied = place, entry.generation
+        return entry.generation
 
     def check_for_gap(self) -> None:
         """Raise an error if the next entry was deleted, or if the log was replaced.
@@ -231,7 +249,7 @@ class StreamCursor:
             return
         if place is not None and not isinstance(fault, StreamReplacedError | HeldVersionError):
             merged = self._longest_merged(place.link.version, skips_unreadable=skips_unreadable)
-            if merged is not None and merged.stream == place.stream:
+            if merged is not None and merged.stream == place.stream and merged.generation >= self._generation(place):
                 yield merged
         try:
             for snapshot in self._readable_starts() if skips_unreadable else self.starts():
@@ -301,7 +319,8 @@ class StreamCursor:
             NoSnapshotError: if there is no snapshot at or below the version.
             InvalidArgumentError: if the version is invalid or not committed yet.
             StreamReplacedError: if the last applied entry belongs to another stream.
-            MalformedError, StorageError: if the log cannot be read.
+            MalformedError: if an entry cannot be read, or has a lower generation than its predecessor.
+            StorageError: if the log cannot be read.
         """
         head = self.log.head()
         if head is None or type(version) is not int or not 0 <= version <= head.version:
@@ -318,6 +337,8 @@ class StreamCursor:
                 raise MissingVersionError(version, head.version)
             if not path and manifest.kind == "claim" and not self.log.is_committed(manifest):
                 raise MissingVersionError(version, head.version)
+            if path and manifest.generation > path[-1].generation:
+                raise generation_error(path[-1], manifest)
             path.append(manifest)
             if manifest.kind != "snapshot":
                 if manifest.parent is None:

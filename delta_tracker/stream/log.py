@@ -523,6 +523,12 @@ def entry_name(version: int) -> str:
     return f"log/{version:0{_DIGITS}d}.json"
 
 
+def generation_error(entry: Manifest, before: Manifest) -> MalformedError:
+    """Return the error for an ``entry`` with a lower generation than its predecessor ``before``."""
+    reason = f"its generation {entry.generation} is below {before.generation}, the generation of its predecessor"
+    return MalformedError(entry_name(entry.version), reason)
+
+
 def part_name(version: int, generation: int, author: str) -> str:
     """Return a new, unique name for a part of a version.
 

@@ -1,4 +1,4 @@
-"""Fixes of what a power loss takes from a stream."""
+"""Fixes of what a power loss, a store on the way, or an entry that breaks a rule does to a stream."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ REVERTS = [
         edits={
             "delta_tracker/publisher/publisher.py": [
                 (" or self._writer.needs_snapshot\n        vote", "\n        vote"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a generation that falls is applied",
+        generator="tests/stream/test_format_rules.py::test_a_generation_that_falls_is_not_applied",
+        edits={
+            "delta_tracker/stream/cursor.py": [
+                ("            or manifest.generation < self._generation(self.place)\n", ""),
             ],
         },
     ),

@@ -144,7 +144,6 @@ def _fallen() -> tuple[Writer, Manifest]:
     return writer, fallen
 
 
-@pytest.mark.xfail(strict=True, reason="the generation of the next entry is not compared")
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_generation_that_falls_is_not_applied(restart: bool) -> None:
     writer, fallen = _fallen()
@@ -160,7 +159,6 @@ def test_a_generation_that_falls_is_not_applied(restart: bool) -> None:
     assert predictor.version == head
 
 
-@pytest.mark.xfail(strict=True, reason="the generations of merged entries are not compared")
 def test_a_generation_that_falls_is_not_merged() -> None:
     writer, fallen = _fallen()
     _forge(writer, fallen)
@@ -168,7 +166,6 @@ def test_a_generation_that_falls_is_not_merged() -> None:
         compact(writer.storage, fold=1e-9)
 
 
-@pytest.mark.xfail(strict=True, reason="the generations on the way to a version are not compared")
 def test_a_generation_that_falls_is_not_rolled_back_to() -> None:
     writer, fallen = _fallen()
     predictor = Predictor(writer.model(), writer.storage)

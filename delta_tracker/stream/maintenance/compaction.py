@@ -20,7 +20,7 @@ from delta_tracker.stream.format.manifest import DenseSpec, Manifest, Part
 from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
 from delta_tracker.stream.format.part_reader import PartReader, read_parts
 from delta_tracker.stream.format.part_writer import PartWriter
-from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
+from delta_tracker.stream.log import Merged, StreamLog, entry_name, generation_error, part_name
 from delta_tracker.stream.maintenance.merging import listed_rows, newest_rows
 from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS
 from delta_tracker.stream.storage.storage import Storage
@@ -262,7 +262,7 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
     If merged deltas start at a version, the longest one is returned instead of the versions that it replaces.
 
     Raises:
-        MalformedError: if an entry does not follow its predecessor.
+        MalformedError: if an entry does not follow its predecessor, or has a lower generation.
     """
     merged = {
         each.first: each for each in log.merged(after=base.version) if each.kind == "delta"
@@ -277,6 +277,8 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
             return pieces
         if piece.stream != base.stream or piece.parent != held.link:
             raise MalformedError(entry_name(version), f"it follows {piece.parent} instead of {held.link}")
+        if piece.generation < held.generation:
+            raise generation_error(piece, held)
         pieces.append(piece)
         held = piece
 
