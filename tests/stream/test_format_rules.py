@@ -55,6 +55,10 @@ _RULES = {
     "A process that writes parts MUST create": [
         "stream/test_retention.py::test_a_compaction_that_takes_too_long_names_no_parts"
     ],
+    "All ages are by the store's clock": [
+        "stream/test_retention.py::test_a_wrong_clock_of_a_publisher_changes_no_age",
+        "stream/test_heartbeat_metrics.py::test_wrong_clocks_change_no_age",
+    ],
     # A rule for stores: it bounds how late the requests come that these schedules delay.
     "After a publisher has received a response": [
         "stream/test_sleepers.py::test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies"
