@@ -474,3 +474,21 @@ def test_metrics_whose_states_are_elsewhere_are_refused(monitor, metric) -> None
     with pytest.raises(InvalidArgumentError, match="metric"):
         TorchMetric("m", metric, monitor=monitor)
     assert not monitor.find("m")
+
+
+@pytest.mark.xfail(strict=True, reason="the monitor keeps every stat on a device")
+@pytest.mark.parametrize("kind", _STATS)
+def test_a_stat_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor, kind: type[DeviceMean]) -> None:
+    stat = kind("s", monitor=monitor)
+    stat.update(torch.tensor([1.0, 2.0]))
+    monitor.collect()
+    stat.update(torch.tensor([3.0]))
+    alive = weakref.ref(stat)
+    del stat
+    counts = [window.values.get("count", window.values.get("sum")) for window in _windows(monitor, "s")]
+    assert counts == [3.0 if kind is DeviceCounter else 1]
+    assert alive() is None
+    for number in range(1, 20):  # a new stat may have the same address
+        kind("s", monitor=monitor).update(torch.ones(number))
+        counts = [window.values.get("count", window.values.get("sum")) for window in _windows(monitor, "s")]
+        assert counts == [number]

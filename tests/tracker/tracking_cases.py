@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import warnings
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -439,6 +440,26 @@ def detach_in_flight(rank: int, world_size: int) -> None:
     second.detach()
     hooks = [kernel._forward_hooks for kernel in kernels_of(model.module.ec)]
     assert not any(hooks)
+
+
+def dropped(rank: int, world_size: int) -> None:
+    """A tracker that is deleted without detach() leaves no hook and no log; one whose consumer is reserved stays."""
+    spec = Spec.every_sharding(world_size)
+    model = shard(spec)
+    tracker = ModelDeltaTracker(model)
+    handle = tracker.reserve()
+    model(batch(spec, torch.Generator().manual_seed(rank))).backward()
+    log = weakref.ref(tracker._log)
+    del tracker
+    gc.collect()
+    model(batch(spec, torch.Generator().manual_seed(rank))).backward()
+    assert handle.read().num_rows
+    del handle
+    gc.collect()
+    assert log() is None
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert not [hook for hook in hooks if "delta_tracker" in getattr(hook, "__module__", "")]
+    model(batch(spec, torch.Generator().manual_seed(rank))).backward()
 
 
 def rewound(rank: int, world_size: int) -> None:
