@@ -33,6 +33,7 @@ class ConsumerHandle:
         model: the tracked model.
         reader: the tracker's reader, which reads the consumer's deltas.
         checkpoint: object that saves the tracker's state, including the consumer's note.
+        tracker: the tracker, which exists as long as the handle, so that it continues to record changes.
         is_transient: True if :meth:`release` removes the consumer.
     """
 
@@ -45,6 +46,7 @@ class ConsumerHandle:
         model: TrackedModel,
         reader: DeltaReader,
         checkpoint: TrackerCheckpoint,
+        tracker: object,
         is_transient: bool = False,
     ) -> None:
         self._name = name
@@ -53,6 +55,7 @@ class ConsumerHandle:
         self._model = model
         self._reader = reader
         self._checkpoint = checkpoint
+        self._tracker = tracker
         self._is_transient = is_transient
         self._is_released = False
 
@@ -170,6 +173,7 @@ class ConsumerHandle:
             model=self._model,
             reader=self._reader,
             checkpoint=self._checkpoint,
+            tracker=self._tracker,
             is_transient=True,
         )
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
@@ -339,7 +340,13 @@ class ModelDeltaTracker:
         self._model.check_attached()
         name = self._log.reserve(consumer, holder)
         return ConsumerHandle(
-            name, holder, log=self._log, model=self._model, reader=self._reader, checkpoint=self._checkpoint
+            name,
+            holder,
+            log=self._log,
+            model=self._model,
+            reader=self._reader,
+            checkpoint=self._checkpoint,
+            tracker=self,
         )
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
@@ -696,7 +703,10 @@ class ModelDeltaTracker:
         self._hooks = self._attach()
 
     def detach(self) -> None:
-        """Remove all hooks. Later reads raise :class:`~delta_tracker.errors.DetachedError`. Idempotent."""
+        """Remove all hooks. Later reads raise :class:`~delta_tracker.errors.DetachedError`. Idempotent.
+
+        The hooks are also removed if the tracker is deleted without this call.
+        """
         self._remove_hooks()
         self._model.is_attached = False
         MEMORY.leave(self)
@@ -718,7 +728,7 @@ class ModelDeltaTracker:
         self._model.is_attached = True
         MEMORY.join(self)
         model, found, lookups = self._model.module, self._model.found, self._records_lookups
-        return [
+        hooks: list[Watcher] = [
             *(
                 PostLookupHook(kernel, self._log, self._keys, self._metrics, lookups=lookups)
                 for kernel in found.kernels
@@ -726,10 +736,14 @@ class ModelDeltaTracker:
             *watch_output_dists(model, found, self._log, self._keys, self._metrics),
             *watch_writes(model, found, self._log, self._keys, self._metrics),
         ]
+        # The model holds the hooks, and they hold the log: remove them if the tracker is deleted without detach().
+        self._deleted = weakref.finalize(self, _remove, hooks)
+        self._deleted.atexit = False
+        return hooks
 
     def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._deleted.detach()
+        _remove(self._hooks)
         self._num_past_errors, self._hooks = self.num_hook_errors, []
 
     def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:
@@ -741,6 +755,11 @@ class ModelDeltaTracker:
 
     def _make_store(self, fqn: str) -> SegmentStore:
         return make_store(partial(self._model.shard, fqn), self._capture, engine=self._engine)
+
+
+def _remove(hooks: Iterable[Watcher]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _modules(shard: LocalShard) -> list[tuple[object, int]]:

@@ -476,7 +476,6 @@ def test_metrics_whose_states_are_elsewhere_are_refused(monitor, metric) -> None
     assert not monitor.find("m")
 
 
-@pytest.mark.xfail(strict=True, reason="the monitor keeps every stat on a device")
 @pytest.mark.parametrize("kind", _STATS)
 def test_a_stat_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor, kind: type[DeviceMean]) -> None:
     stat = kind("s", monitor=monitor)

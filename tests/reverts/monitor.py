@@ -141,4 +141,13 @@ REVERTS = [
             ],
         },
     ),
+    Revert(
+        defect="the last values of a device stat that was deleted are lost",
+        generator="tests/monitor/test_device.py::test_a_stat_that_is_deleted_is_read_once_more_and_freed",
+        edits={
+            "delta_tracker/monitor/device/state.py": [
+                ("            self._reader.deleted.append(self)\n", "            pass\n")
+            ]
+        },
+    ),
 ]

@@ -161,4 +161,24 @@ REVERTS = [
             ],
         },
     ),
+    Revert(
+        defect="a tracker that was deleted stays in memory",
+        generator="tests/tracker/test_tracker.py::test_a_tracker_that_is_deleted_leaves_no_hooks_and_no_log",
+        timeout_seconds=240.0,
+        edits={
+            "delta_tracker/tracker/tracker.py": [
+                ("weakref.finalize(self, _remove, hooks)", "weakref.finalize(self, list)")
+            ]
+        },
+    ),
+    Revert(
+        defect="a tracker whose consumer is reserved stops to record when it is deleted",
+        generator="tests/tracker/test_tracker.py::test_a_tracker_that_is_deleted_leaves_no_hooks_and_no_log",
+        timeout_seconds=240.0,
+        edits={
+            "delta_tracker/tracker/consumer_handle.py": [
+                ("        self._tracker = tracker\n", "        self._tracker = None\n")
+            ]
+        },
+    ),
 ]

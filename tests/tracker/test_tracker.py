@@ -50,7 +50,6 @@ def test_case(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")
 
 
-@pytest.mark.xfail(strict=True, reason="the hooks on the model keep the log of a tracker that was deleted")
 def test_a_tracker_that_is_deleted_leaves_no_hooks_and_no_log(two_ranks: RankPool) -> None:
     two_ranks.run(f"{_CASES}:dropped")
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +39,9 @@ class DeviceState(ABC):
         reader: reader that copies the sums to the host.
     """
 
+    is_deleted = False
+    """True if the caller has deleted the state, and only the reader uses it."""
+
     def __init__(self, name: str, num_sums: int, reader: DeviceReader) -> None:
         self.name = name
         self.num_sums = num_sums
@@ -44,7 +49,14 @@ class DeviceState(ABC):
         self._vectors: dict[torch.device, Tensor] = {}
         self._streams: dict[torch.device, Any] = {}
         self._merged: Tensor | None = None
+        self._seen: dict[torch.device, list[float]] = {}  # sums that were recorded
         reader.add(self)
+
+    def __del__(self) -> None:
+        """Give the sums to the reader, which records what was added since the last collection."""
+        if getattr(self, "_vectors", None):  # missing if a constructor raised
+            self.is_deleted = True
+            self._reader.deleted.append(self)
 
     @abstractmethod
     def absorb(self, growth: list[float], epoch_end: EpochEnd | None) -> None:
@@ -80,7 +92,7 @@ class DeviceState(ABC):
 
     def forget(self) -> None:
         """Drop the sums of every device. Called in a forked child."""
-        self._vectors, self._streams, self._merged = {}, {}, None
+        self._vectors, self._streams, self._merged, self._seen = {}, {}, None, {}
 
     def _add(self, device: torch.device, growth: Tensor, places: Tensor | None = None) -> None:
         """Add numbers to the sums on ``device``. Does not wait for the device.
@@ -145,20 +157,21 @@ class DeviceReader(Source):
         progress: the current step and epoch.
         name: name in errors and metrics.
         lock: protects the states and the list of copies.
+        deleted: states that were deleted and are read once more. A destructor appends them without the lock.
     """
 
     progress: Progress
     name: str = "device"
     lock: threading.RLock = field(default_factory=threading.RLock)
-    _states: list[DeviceState] = field(default_factory=list)
+    deleted: deque[DeviceState] = field(default_factory=deque)
+    _states: list[weakref.ref[DeviceState]] = field(default_factory=list)
     _copies: list[_Copy] = field(default_factory=list)
-    _seen: dict[tuple[int, torch.device], list[float]] = field(default_factory=dict)
     _finishing: threading.RLock = field(default_factory=threading.RLock)
 
     def add(self, state: DeviceState) -> None:
-        """Add a state. Its sums are read at every collection."""
+        """Add a state. Its sums are read at every collection, and once more after it is deleted."""
         with self.lock:
-            self._states.append(state)
+            self._states.append(weakref.ref(state))
 
     def read(self, *, is_last: bool) -> None:
         """Start to copy the sums of all states, and record the copies that complete.
@@ -183,7 +196,7 @@ class DeviceReader(Source):
         """
         with self.lock:
             groups: dict[tuple[torch.device, Any], list[DeviceState]] = {}
-            for state in self._states:
+            for state in self._alive():
                 for device in state._vectors:  # noqa: SLF001  reader and state share their fields
                     groups.setdefault((device, state._streams.get(device)), []).append(state)  # noqa: SLF001
             for (device, stream), states in groups.items():
@@ -214,9 +227,18 @@ class DeviceReader(Source):
     def after_fork(self) -> None:
         """Drop all sums and copies, because a forked child cannot use the devices of its parent."""
         self.lock, self._finishing = threading.RLock(), threading.RLock()
-        self._copies, self._seen = [], {}
-        for state in self._states:
+        self._copies = []
+        self.deleted.clear()
+        for state in self._alive():
             state.forget()
+
+    def _alive(self) -> list[DeviceState]:
+        """Return the states that exist and, for the last time, those that were deleted since the last call."""
+        found = [each for reference in self._states if (each := reference()) is not None and not each.is_deleted]
+        self._states = [weakref.ref(state) for state in found]
+        while self.deleted:
+            found.append(self.deleted.popleft())
+        return found
 
     def _absorb(self, copy: _Copy) -> None:
         numbers: list[float] = copy.numbers.tolist()
@@ -224,8 +246,8 @@ class DeviceReader(Source):
         for state in copy.parts:
             now = numbers[begin : begin + state.num_sums]
             begin += state.num_sums
-            before = self._seen.get((id(state), copy.device))
-            self._seen[id(state), copy.device] = now
+            before = state._seen.get(copy.device)  # noqa: SLF001  reader and state share their fields
+            state._seen[copy.device] = now  # noqa: SLF001
             growth = now if before is None else [new - old for new, old in zip(now, before, strict=True)]
             state.absorb(growth, copy.epoch_end)
 
