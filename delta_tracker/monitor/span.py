@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping
 from contextvars import Token
 from types import TracebackType
 from typing import Self
-
-import xxhash
 
 from delta_tracker.monitor.clock import Clock
 from delta_tracker.monitor.event import CURRENT_SPAN, Event, Phase, Severity, SpanContext, Value, new_id, new_trace
@@ -29,7 +28,8 @@ def trace_of(run_id: str, number: int) -> int:
         run_id: identifier of the training run.
         number: any integer, such as the step.
     """
-    return xxhash.xxh3_128_intdigest(f"{run_id}\0{number}".encode()) or 1
+    digest = hashlib.blake2b(f"{run_id}\0{number}".encode(), digest_size=16).digest()
+    return int.from_bytes(digest, "big") or 1
 
 
 def launched_run_id() -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import xxhash
 
 from delta_tracker.errors import MissingExtraError
 from delta_tracker.monitor.batch import Batch, TotalReport, WindowReport
@@ -173,5 +172,5 @@ def _key(name: str) -> str:
     key = "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)
     if len(key) <= _MAX_KEY_LENGTH:
         return key
-    ending = f"-{xxhash.xxh3_64_hexdigest(name.encode())}"
+    ending = f"-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
     return key[: _MAX_KEY_LENGTH - len(ending)] + ending
