@@ -497,7 +497,8 @@ def test_a_listing_passes_over_names_that_no_writer_creates(tmp_path: Path, kind
     assert [stored.name for stored in storage.objects("log", after="log/1")] == ["log/3", "log/below/2"]
 
 
-def test_a_listing_follows_links_and_passes_over_what_is_no_file(tmp_path: Path) -> None:
+@pytest.mark.xfail(strict=True, reason="a listing follows every link to a directory")
+def test_a_listing_follows_links_to_files_only(tmp_path: Path) -> None:
     storage = Storage(tmp_path.as_uri())
     storage.create("log/1", b"x")
     storage.create("elsewhere/2", b"22")
@@ -506,9 +507,28 @@ def test_a_listing_follows_links_and_passes_over_what_is_no_file(tmp_path: Path)
     (folder / "folder").symlink_to(tmp_path / "elsewhere")
     (folder / "nothing").symlink_to("missing")
     os.mkfifo(folder / "pipe")
-    assert [(each.name, each.num_bytes) for each in storage.objects("log")] == [
-        ("log/1", 1), ("log/file", 1), ("log/folder/2", 2)
-    ]  # fmt: skip
+    assert [(each.name, each.num_bytes) for each in storage.objects("log")] == [("log/1", 1), ("log/file", 1)]
+    assert storage.names("log/folder") == ["log/folder/2"], "the listed directory may be a link"
+
+
+@pytest.mark.xfail(strict=True, reason="the paths through the links are as many as 8 factorial")
+def test_a_listing_scans_each_directory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path.as_uri())
+    num_directories = 5
+    for number in range(num_directories):
+        storage.create(f"log/{number}/x", b"x")
+    for number, other in itertools.permutations(range(num_directories), 2):
+        (tmp_path / "log" / str(number) / f"to{other}").symlink_to(tmp_path / "log" / str(other))
+    scanned: list[object] = []
+    scandir = os.scandir
+
+    def record(path: str) -> object:
+        scanned.append(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", record)
+    assert storage.names("log") == [f"log/{number}/x" for number in range(num_directories)]
+    assert len(scanned) == 1 + num_directories
 
 
 def test_a_listing_passes_over_unreadable_folders_but_not_over_its_own(
