@@ -145,9 +145,10 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
 
 
 def list_files(directory: Path, prefix: str, after: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the regular files in a directory and its subdirectories, in no order. Follows links.
+    """Yield the regular files in a directory and its subdirectories, in no order. Follows links to files.
 
-    Skips links that lead nowhere or back to a directory above, pipes, unreadable subdirectories, and files that are
+    Reads each directory at most once, so the cost is linear in the number of names. Skips links to directories (except
+    the listed one, which may be a link), links that lead nowhere, pipes, unreadable subdirectories, and files that are
     deleted meanwhile.
 
     Args:
@@ -163,22 +164,25 @@ def list_files(directory: Path, prefix: str, after: str) -> Iterator[tuple[str, 
     """
     root = os.fspath(directory)
     try:
-        # Device and inode numbers of the directories down to the listed one, to detect loops.
-        top = _identity((directory / prefix).stat())
-        waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [(prefix, (top,))]
+        seen = {_identity((directory / prefix).stat())}  # a bind mount may repeat a directory
+        waiting = [prefix]
         while waiting:
-            folder, above = waiting.pop()
+            folder = waiting.pop()
             for name, status in _scan(root, folder, after, may_fail=folder != prefix):
                 if stat.S_ISREG(status.st_mode) and name > after:
                     yield name, status
-                elif stat.S_ISDIR(status.st_mode) and _identity(status) not in above:
-                    waiting.append((name, (*above, _identity(status))))
+                elif stat.S_ISDIR(status.st_mode) and _identity(status) not in seen:
+                    seen.add(_identity(status))
+                    waiting.append(name)
     except (FileNotFoundError, NotADirectoryError):
         return
 
 
 def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the paths in a directory and their status; nothing if it cannot be read and ``may_fail`` is True."""
+    """Yield the paths in a directory and their status, except links to directories.
+
+    Yields nothing if the directory cannot be read and ``may_fail`` is True.
+    """
     try:
         entries = os.scandir(f"{root}/{folder}")
     except OSError:
@@ -194,7 +198,8 @@ def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> Iterator[tup
                 status = entry.stat()
             except OSError:  # deleted meanwhile, or a link that leads nowhere
                 continue
-            yield name, status
+            if not (entry.is_symlink() and stat.S_ISDIR(status.st_mode)):
+                yield name, status
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

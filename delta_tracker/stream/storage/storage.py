@@ -345,7 +345,8 @@ class Storage:
         """Return all objects in the directory ``prefix`` and its subdirectories, sorted by name.
 
         If ``after`` is given, only objects whose names sort after it are returned. In a local directory, files whose
-        names no method accepts, links that lead nowhere or in a circle, and unreadable subdirectories are skipped.
+        names no method accepts, links that lead nowhere or to a directory below ``prefix``, and unreadable
+        subdirectories are skipped. Links to files are followed.
 
         Raises:
             StorageError: if the store cannot be listed.
