@@ -449,11 +449,12 @@ def dropped(rank: int, world_size: int) -> None:
     tracker = ModelDeltaTracker(model)
     handle = tracker.reserve()
     model(batch(spec, torch.Generator().manual_seed(rank))).backward()
+    assert handle.read().num_rows
     log = weakref.ref(tracker._log)
     del tracker
     gc.collect()
     model(batch(spec, torch.Generator().manual_seed(rank))).backward()
-    assert handle.read().num_rows
+    assert handle.read().num_rows, "recorded after the tracker was deleted"
     del handle
     gc.collect()
     assert log() is None
