@@ -290,6 +290,23 @@ def test_a_manifest_needs_little_memory_until_it_is_known_to_be_right(field: str
     assert most < 12 * len(data)
 
 
+@pytest.mark.xfail(strict=True, reason="all elements of an array are built before the first one is checked")
+@pytest.mark.parametrize(("field", "unit"), [("blocks", "1"), ("blocks", "{}"), ("dense", '""'), ("dense", '"a"')])
+def test_the_first_invalid_element_of_a_manifest_ends_the_work(field: str, unit: str) -> None:
+    good, opening = _plausible(1, 1), f'"{field}":['.encode()
+    place = good.rindex(opening) + len(opening)
+    many = ",".join([unit] * (300_000 // len(unit)))
+    data = good[:place] + many.encode() + (b"" if good[place : place + 1] == b"]" else b",") + good[place:]
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedError):
+            parse_manifest("x", data)
+    finally:
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert most < 3 * len(data)
+
+
 _NAMES_TWICE = [
     '{"a":1,"a":2}',
     '{"a":{},"b":[],"a":2}',
