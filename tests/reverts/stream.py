@@ -249,6 +249,15 @@ REVERTS = [
         },
     ),
     Revert(
+        defect="all blocks of a manifest are built before the first is checked",
+        generator="tests/stream/test_parse.py::test_the_first_invalid_element_of_a_manifest_ends_the_work",
+        edits={
+            "delta_tracker/stream/format/parse.py": [
+                ("in enumerate(elements(value, path)):", "in enumerate(Decoder(list[Raw]).decode(value)):")
+            ],
+        },
+    ),
+    Revert(
         defect="a malformed entry is parsed at each read",
         generator="tests/stream/test_log.py::test_a_malformed_entry_is_parsed_once_however_often_it_is_read",
         edits={"delta_tracker/stream/log.py": [("maxlen=_MAX_REFUSED", "maxlen=0")]},

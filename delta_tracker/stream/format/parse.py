@@ -1,15 +1,21 @@
 """Parser of manifests, which are untrusted input. It rejects manifests that violate ``stream/FORMAT.md``.
 
 Other threads look up rows while a manifest is parsed. The parser therefore makes no long call into C code, which does
-not release the interpreter lock. It builds no objects for unknown fields, because the garbage collector visits all new
-objects while it holds the lock. A first pass checks the syntax and finds the bytes of each block. A second pass reads
-the names, to reject duplicates. Then the blocks are parsed and checked one by one, so that the first invalid block ends
-the work.
+not release the interpreter lock, and keeps few new objects, because the garbage collector visits all of them while it
+holds the lock. A first pass checks the syntax and finds the bytes of the long fields: ``tables``, ``dense``, ``parts``,
+and the blocks and dense tensors of a part. Their elements are then parsed and checked one by one, so that the first
+invalid element ends the work. This also limits their number: a valid block has at least 80 bytes. The last pass reads
+the names, to reject duplicates.
 
-The longest time for which the parser held the lock was measured with manifests of 10 MB, in CPU time. It was at most
-60 ms for arrays and objects of unknown fields, and 120 ms for 800,000 names of one object. For 67,000 blocks it was 190
-ms, mostly in one collection of all objects of the process: this takes 115 ms in any process that has imported torch.
-For a manifest of 64 MiB with 430,000 blocks it was 340 ms.
+Measured with manifests of 10 MiB, as CPU time for which another thread waited for the lock, and as additional memory:
+
+- An array of numbers or empty objects as the blocks of a part: 50 ms and 0 MiB, until it is rejected.
+- A snapshot of 1,000 tables on 64 ranks: 190 ms and 10 MiB. The shortest valid blocks: 190 ms and 50 MiB.
+- 90,000 parts without blocks: 150 ms and 33 MiB. 220,000 tables: 220 ms and 58 MiB, in 3.6 s in all.
+- 1,300,000 names in an object of an unknown field: 170 ms and 122 MiB, in 2.5 s in all.
+
+One collection of all objects of the process takes 115 ms of these in any process that has imported torch. With 62 MiB,
+the most was 780 ms and 362 MiB, in 15 s in all, for the names.
 """
 
 from __future__ import annotations
@@ -17,8 +23,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -27,6 +33,7 @@ from msgspec.json import Decoder
 
 from delta_tracker.errors import MalformedError
 from delta_tracker.stream.format.field_types import MAX_COUNT, Count, Hex, Range, Time
+from delta_tracker.stream.format.json_elements import elements
 from delta_tracker.stream.format.manifest import (
     DENSE_DTYPES,
     FORMAT,
@@ -47,6 +54,9 @@ _MAX_CELLS = 4_000_000
 _MAX_REASON = 1000
 
 
+_T = TypeVar("_T")
+
+
 class _Format(Struct):
     format: Raw
 
@@ -63,17 +73,20 @@ class _Dense(Struct):
 
 
 class _Part(Struct):
-    """Schema of a part's JSON object, with the bytes of each block instead of the block."""
+    """Schema of a part's JSON object, with the bytes of the long fields."""
 
     name: PartName
     num_bytes: Count
     xxh3: Hex
-    blocks: list[Raw]
-    dense: tuple[str, ...]
+    blocks: Raw
+    dense: Raw
 
 
 class _Entry(Struct):
-    """Schema of an entry's JSON object, without the field ``format``. Unknown fields are ignored."""
+    """Schema of an entry's JSON object, with the bytes of the long fields and without ``format``.
+
+    Unknown fields are ignored.
+    """
 
     stream: Hex
     generation: Count
@@ -86,13 +99,15 @@ class _Entry(Struct):
     cut: Time
     created: Time
     pending_rows: Count
-    tables: dict[str, _Table]
-    dense: dict[str, _Dense]
-    parts: tuple[_Part, ...]
+    tables: Raw
+    dense: Raw
+    parts: Raw
     merges: Link | None
 
 
-_FORMATS, _ENTRIES, _BLOCKS = Decoder(_Format), Decoder(_Entry), Decoder(Block)
+_FORMATS, _ENTRIES = Decoder(_Format), Decoder(_Entry)
+_PARTS, _BLOCKS, _NAMES = Decoder(_Part), Decoder(Block), Decoder(str)
+_TABLES, _DENSES = Decoder(dict[str, _Table]), Decoder(dict[str, _Dense])
 
 # A block as this library writes it, which has no name twice.
 _BLOCK = (
@@ -153,18 +168,22 @@ def _manifest(data: bytes) -> Manifest:
     if found != str(FORMAT).encode():
         raise ValueError(f"its format is {found[:_MAX_REASON].decode()}; this library reads format {FORMAT}")
     entry = _ENTRIES.decode(data)
-    _check_names(text)
     tables = {
         fqn: TableSpec(fqn, table.num_rows, table.dim, _TABLE_DTYPES[table.dtype])
-        for fqn, table in entry.tables.items()
+        for fqn, table in _members(_TABLES, entry.tables, "$.tables")
     }
-    dense = {name: _dense(spec) for name, spec in entry.dense.items()}
-    parts = tuple([_part(part, index, tables) for index, part in enumerate(entry.parts)])
+    dense = {name: _dense(spec) for name, spec in _members(_DENSES, entry.dense, "$.dense")}
+    held: set[str] = set()
+    parts = tuple(
+        [_part(part, f"$.parts[{i}]", tables, dense, held) for i, part in _elements(_PARTS, entry.parts, "$.parts")]
+    )
+    _check_names(text)
     made = {"tables": tables, "dense": dense, "parts": parts, "xxh3": xxhash.xxh3_128_hexdigest(data)}
     manifest = Manifest(**structs.asdict(entry) | made)
     _check_place(manifest)
     _check_overlaps(manifest)
-    _check_dense(manifest)
+    if len(held) != len(dense):
+        raise ValueError(f"its parts hold {len(held)} of its {len(dense)} dense tensors")
     return manifest
 
 
@@ -193,19 +212,50 @@ def _check_names(data: str) -> None:
             names = outer.pop()
 
 
-def _part(part: _Part, index: int, tables: Mapping[str, TableSpec]) -> Part:
-    """Parse and check the blocks of the entry's ``index``-th part, and return the part."""
+def _part(
+    part: _Part, path: str, tables: Mapping[str, TableSpec], specs: Mapping[str, DenseSpec], held: set[str]
+) -> Part:
+    """Parse and check the blocks and dense tensors of a part.
+
+    Args:
+        part: the part.
+        path: path of the part, for errors.
+        tables: tables of the entry.
+        specs: dense tensors of the entry.
+        held: names of the dense tensors in earlier parts. The names in this part are added.
+    """
     blocks: list[Block] = []
-    for raw in part.blocks:
-        try:
-            block = _BLOCKS.decode(raw)
-        except ValidationError as error:
-            problem, _, place = str(error).partition(" - at `$")
-            path = f"$.parts[{index}].blocks[{len(blocks)}]{place or '`'}"
-            raise ValidationError(f"{problem} - at `{path}") from None
+    for _, block in _elements(_BLOCKS, part.blocks, f"{path}.blocks"):
         _check_block(block, tables[block.table])
         blocks.append(block)
-    return Part(part.name, part.num_bytes, part.xxh3, tuple(blocks), part.dense)
+    dense: list[str] = []
+    for _, name in _elements(_NAMES, part.dense, f"{path}.dense"):
+        if name not in specs or name in held:
+            raise ValueError(f"the dense tensor {name!r} is unknown, or two parts hold it")
+        held.add(name)
+        dense.append(name)
+    return Part(part.name, part.num_bytes, part.xxh3, tuple(blocks), tuple(dense))
+
+
+def _elements(decoder: Decoder[_T], value: Raw, path: str) -> Iterator[tuple[int, _T]]:
+    """Yield the index of each element of an array, and the element."""
+    for index, element in enumerate(elements(value, path)):
+        yield index, _decoded(decoder, element, f"{path}[{index}]")
+
+
+def _members(decoder: Decoder[dict[str, _T]], value: Raw, path: str) -> Iterator[tuple[str, _T]]:
+    """Yield the name of each member of an object, and the member."""
+    for member in elements(value, path, opening=b"{"):
+        yield from _decoded(decoder, b"".join((b"{", member, b"}")), path).items()
+
+
+def _decoded(decoder: Decoder[_T], value: bytes | memoryview, path: str) -> _T:
+    """Decode a value whose path is in the error instead of the path that the decoder knows."""
+    try:
+        return decoder.decode(value)
+    except ValidationError as error:
+        problem, _, place = str(error).partition(" - at `$")
+        raise ValidationError(f"{problem} - at `{path}{place or '`'}") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -259,30 +309,24 @@ def _check_overlaps(manifest: Manifest) -> None:
 
     In a snapshot, the blocks that hold all rows must also cover the tables.
     """
-    listed: dict[str, list[Block]] = {fqn: [] for fqn in manifest.tables}
-    whole: dict[str, list[Block]] = {fqn: [] for fqn in manifest.tables}
+    listed: dict[str, list[Block]] = {}
+    whole: dict[str, list[Block]] = {}
     for part in manifest.parts:
         for block in part.blocks:
-            (whole if block.ids == "all" else listed)[block.table].append(block)
+            (whole if block.ids == "all" else listed).setdefault(block.table, []).append(block)
     for fqn, table in manifest.tables.items():
-        for blocks in (whole, listed):
-            must_cover = blocks is whole and manifest.kind == "snapshot"
-            if len(blocks[fqn]) < 2 and not must_cover:  # noqa: PLR2004  a single block cannot overlap
+        for found in (whole, listed):
+            blocks = found.get(fqn, ())
+            must_cover = found is whole and manifest.kind == "snapshot"
+            if len(blocks) < 2 and not must_cover:  # noqa: PLR2004  a single block cannot overlap
                 continue
-            if [(block.rows, block.columns) for block in blocks[fqn][:2]] == [((0, table.num_rows), (0, table.dim))]:
+            if [(block.rows, block.columns) for block in blocks[:2]] == [((0, table.num_rows), (0, table.dim))]:
                 continue  # one block of the whole table, as for most tables of a snapshot
-            cover = _cover(blocks[fqn], table)
+            cover = _cover(blocks, table)
             if (cover > 1).any():
                 raise ValueError(f"blocks of table {fqn!r} overlap")
             if must_cover and (cover < 1).any():
                 raise ValueError(f"the snapshot does not hold all of table {fqn!r}, which is {table}")
-
-
-def _check_dense(manifest: Manifest) -> None:
-    """Check that every dense tensor is in exactly one part."""
-    held = [name for part in manifest.parts for name in part.dense]
-    if len(held) != len(manifest.dense) or set(held) != set(manifest.dense):
-        raise ValueError(f"its parts hold the dense tensors {sorted(held)} instead of {sorted(manifest.dense)}")
 
 
 def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np.int64]]:
