@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 
@@ -491,3 +492,18 @@ def test_a_stat_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor, ki
         kind("s", monitor=monitor).update(torch.ones(number))
         counts = [window.values.get("count", window.values.get("sum")) for window in _windows(monitor, "s")]
         assert counts == [number]
+
+
+@pytest.mark.xfail(strict=True, reason="the monitor keeps every torchmetrics metric")
+def test_a_metric_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor) -> None:
+    stat = TorchMetric("m", torchmetrics.SumMetric(), monitor=monitor)
+    stat.update(1.0)
+    assert [window.values["value"] for window in _windows(monitor, "m")] == [1.0]
+    alive = weakref.ref(stat.metric)
+    stat.update(2.0)
+    del stat
+    assert [window.values["value"] for window in _windows(monitor, "m")] == [3.0]
+    gc.collect()
+    assert alive() is None
+    TorchMetric("other", torchmetrics.SumMetric(), monitor=monitor)  # removes the sources that have ended
+    assert "m" not in [source.name for source in monitor.registry.sources]
