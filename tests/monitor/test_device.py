@@ -494,7 +494,6 @@ def test_a_stat_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor, ki
         assert counts == [number]
 
 
-@pytest.mark.xfail(strict=True, reason="the monitor keeps every torchmetrics metric")
 def test_a_metric_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor) -> None:
     stat = TorchMetric("m", torchmetrics.SumMetric(), monitor=monitor)
     stat.update(1.0)

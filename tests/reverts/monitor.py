@@ -150,4 +150,13 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="the last values of a torchmetrics metric that was deleted are lost",
+        generator="tests/monitor/test_device.py::test_a_metric_that_is_deleted_is_read_once_more_and_freed",
+        edits={
+            "delta_tracker/monitor/device/torchmetric.py": [
+                ("            reader.deleted.append(self)\n", "            pass\n")
+            ]
+        },
+    ),
 ]

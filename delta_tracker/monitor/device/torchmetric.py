@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -90,6 +92,8 @@ class TorchMetric(Source):
     :class:`~delta_tracker.monitor.device.metrics.DeviceMean` or
     :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
 
+    The monitor holds only a weak reference to this object. An object that is deleted is read once more and freed.
+
     Args:
         name: name of the gauge.
         metric: a metric whose states are reduced over ranks with sum, max, min or cat. Its ``compute`` must return one
@@ -115,7 +119,14 @@ class TorchMetric(Source):
         self._num_updates = 0
         self._num_read = 0
         self._pending: tuple[_Copies, Any] | None = None
-        monitor.registry.add_source(self)
+        self._reader = _Reader(self)
+        monitor.registry.add_source(self._reader)
+
+    def __del__(self) -> None:
+        """Give the object to the reader, if there are updates that were not recorded."""
+        reader = getattr(self, "_reader", None)  # None if the constructor raised
+        if reader is not None and self._has_news:
+            reader.deleted.append(self)
 
     def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  arguments of the metric
         """Call the metric's ``update`` with the given arguments.
@@ -207,6 +218,11 @@ class TorchMetric(Source):
         parts = [_unpacked(each.cpu(), of_rank) for each, of_rank in zip(gathered, layouts, strict=True)]
         return self.value_of(self._reduced(parts))
 
+    @property
+    def _has_news(self) -> bool:
+        """True if there are updates that were not recorded."""
+        return self._pending is not None or self._num_updates > self._num_read
+
     def after_fork(self) -> None:
         """Replace the locks and drop the pending copy. Called in a forked child."""
         self._lock = threading.RLock()
@@ -293,6 +309,48 @@ class TorchMetric(Source):
                 raise InvalidArgumentError("metric", f"{self.name}: {figure} {tuple(number.shape)}", remedy)
             # A float would round integers beyond 2**53.
             self._gauge.cell(figure=figure).add(number.item() if isinstance(number, Tensor) else number)
+
+
+class _Reader(Source):
+    """Source that reads a :class:`TorchMetric` until the object is deleted and its last updates are recorded.
+
+    Args:
+        metric: the object, held by a weak reference.
+
+    Attributes:
+        deleted: the object, after it was deleted with updates that were not recorded. Its destructor appends it, which
+            takes no lock.
+    """
+
+    def __init__(self, metric: TorchMetric) -> None:
+        self.name = metric.name
+        self.deleted: deque[TorchMetric] = deque()
+        self._metric = weakref.ref(metric)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the object was deleted and its last updates are recorded."""
+        return self._metric() is None and not self.deleted
+
+    def read(self, *, is_last: bool) -> None:
+        """Read the object, or free it if it was deleted and its last updates are recorded."""
+        metric = self.deleted[0] if self.deleted else self._metric()
+        if metric is None:
+            return
+        has_failed = True
+        try:
+            metric.read(is_last=is_last)
+            has_failed = False
+        finally:
+            if self.deleted and (has_failed or not metric._has_news):  # noqa: SLF001  reader of this class
+                self.deleted.clear()
+
+    def after_fork(self) -> None:
+        """Prepare the object for use in a forked child. Free it if it was deleted."""
+        self.deleted.clear()
+        metric = self._metric()
+        if metric is not None:
+            metric.after_fork()
 
 
 def _reductions(metric: Any) -> dict[str, str]:  # noqa: ANN401
