@@ -73,7 +73,7 @@ class TrackerCallback(Callback):
         return self._publisher
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Store the tracker state of ``checkpoint`` until :meth:`on_fit_start`, because no tracker exists yet."""
+        """Store the tracker state of ``checkpoint`` until :meth:`on_fit_start` succeeds. No tracker exists yet."""
         del trainer, pl_module
         self._saved = checkpoint.get(_KEY, {})
 
@@ -88,7 +88,7 @@ class TrackerCallback(Callback):
             Exception: the error that was raised while the tracker was built or its state loaded.
         """
         del trainer
-        saved, self._saved = self._saved, None
+        saved = self._saved  # kept until this method succeeds, for a fit after a failed one
         group = RankGroup("trackers", "Trainer.fit(...)", DEFAULT_TIMEOUT)
         try:
             agree(lambda: self._built(pl_module, saved), group)
@@ -98,8 +98,11 @@ class TrackerCallback(Callback):
                 self._tracker.detach()
             self._tracker = None
             raise
+        finally:
+            group.close()
         if self._publish is not None:
             self._publisher = self._publish(self.tracker)
+        self._saved = None
 
     def on_train_batch_end(
         self,
