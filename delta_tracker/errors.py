@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, Self, TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
+_MAX_HELD = 10_000
 
 
 def _listed(names: Iterable[object]) -> str:
@@ -56,7 +58,8 @@ def unraised(error: _Error) -> _Error:
     variables alive, for example the rows of a version. A raise also adds its frames to those of earlier raises.
 
     The cause is kept only if it is part of the error, as in :class:`FollowEndedError`. It is copied in the same way. If
-    an error of another package cannot be copied, the error itself is returned after these references are removed.
+    an error of another package cannot be copied, the error itself is returned after these references are removed. The
+    errors within the error, such as those of an ``ExceptionGroup``, are not copied but lose their tracebacks.
     """
     try:
         copied = copy.copy(error)
@@ -67,7 +70,32 @@ def unraised(error: _Error) -> _Error:
     cause = error.__cause__ if isinstance(error, FollowEndedError | PanicError) else None
     copied.__traceback__ = copied.__context__ = None
     copied.__cause__ = None if cause is None else unraised(cause)
+    _remove_tracebacks(_held(copied))
     return copied
+
+
+def _remove_tracebacks(values: list[object]) -> None:
+    """Remove the tracebacks of all errors in ``values``, and of the errors that these and their containers hold.
+
+    The search ends after 10,000 errors and containers. It visits each of them once.
+    """
+    pending, seen = values, set[int]()
+    while pending and len(seen) < _MAX_HELD:
+        value = pending.pop()
+        if id(value) in seen or not isinstance(value, BaseException | list | tuple | dict):
+            continue
+        seen.add(id(value))
+        if isinstance(value, BaseException):
+            value.__traceback__ = None
+            pending += [*_held(value), value.__cause__, value.__context__]
+        else:
+            pending += islice(value.values() if isinstance(value, dict) else value, _MAX_HELD)
+
+
+def _held(error: BaseException) -> list[object]:
+    """Return the arguments and attributes of an error, and the errors of a group."""
+    group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return [*error.args, *vars(error).values(), *group]
 
 
 def kind_of(error: BaseException) -> tuple[object, ...]:

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.buckets import LogBuckets
 
@@ -63,8 +65,8 @@ class Aggregate:
         min: smallest accepted number; NaN if there is none, or if only sums are known, as for ``DeviceMean``.
         max: largest accepted number; NaN if there is none, or if only sums are known, as for ``DeviceMean``.
         last: newest accepted number; NaN if there is none, or if the numbers were accumulated on a device.
-        num_rejected: number of rejected values: NaN, infinity, tensors on a device, values that ``float()`` does not
-            accept, and negative numbers if ``is_counter`` is True.
+        num_rejected: number of rejected values: NaN, infinity, masked values, tensors on a device, values that
+            ``float()`` does not accept, and negative numbers if ``is_counter`` is True.
         buckets: counts of the accepted numbers in buckets; None if ``with_buckets`` is False.
     """
 
@@ -263,6 +265,8 @@ def _number(value: object) -> float | None:
     # Converting a tensor on a device would block. DeviceMean and similar classes record such tensors.
     device = getattr(value, "device", None)
     if device is not None and getattr(device, "type", "cpu") != "cpu":
+        return None
+    if np.ma.is_masked(value):  # item() returns the value that the mask hides
         return None
     try:
         number: float = value.item()  # type: ignore[attr-defined]  # of arrays, their scalars and tensors

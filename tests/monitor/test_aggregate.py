@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,6 +92,12 @@ def test_non_finite_numbers_are_counted_and_left_out() -> None:
     aggregate.extend([math.nan])
     assert (aggregate.count, aggregate.num_rejected, aggregate.total) == (3, 9, 6.5)
     assert math.isfinite(aggregate.value("p99"))
+
+
+def test_masked_values_are_rejected() -> None:
+    aggregate = _aggregate([1, 2.5])
+    aggregate.extend([np.ma.masked, np.ma.array(7.0, mask=True), np.ma.array([8.0], mask=[True]), np.ma.array(3.0)])
+    assert (aggregate.count, aggregate.num_rejected, aggregate.total) == (3, 3, 6.5)
 
 
 def test_sums_beyond_a_float_raise_nothing() -> None:

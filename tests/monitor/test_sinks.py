@@ -471,6 +471,21 @@ def test_otlp_leaves_out_what_is_not_known(monitor) -> None:
     assert metrics["large"].sum.data_points[0].as_double == 2.0**70
 
 
+@pytest.mark.parametrize(("weight", "otlp_count"), [(32, 128), (0.25, 1), (0.3, 1), (1, 4)])
+def test_the_ratio_of_an_exported_sum_and_count_is_the_weighted_mean(monitor, weight: float, otlp_count: int) -> None:
+    loss = DeviceMean("loss", monitor=monitor)
+    for _ in range(4):
+        loss.update(torch.tensor(0.5), weight=weight)
+    snapshot = _Snapshot()
+    snapshot.batch = monitor.collect()
+    (metric,) = [found for found in snapshot.collect() if found.name == "loss"]
+    samples = {sample.name: sample.value for sample in metric.samples}
+    assert samples == pytest.approx({"loss_sum": 2 * weight, "loss_count": 4 * weight})
+    (point,) = _otlp_metrics(monitor)["loss"].histogram.data_points
+    assert (point.count, list(point.bucket_counts)) == (otlp_count, [otlp_count])
+    assert point.sum / point.count == pytest.approx(0.5)
+
+
 def test_an_unreachable_collector_is_an_error_of_the_sink() -> None:
     pytest.importorskip("opentelemetry.sdk")
     monitor = Monitor()

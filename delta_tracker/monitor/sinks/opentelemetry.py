@@ -5,7 +5,8 @@ recording a value with an instrument takes many times as long.
 
 Histograms are exported as exponential histograms with the buckets of :mod:`delta_tracker.monitor.buckets`. A stat whose
 records are not all counted in buckets is exported as a histogram with a single bucket, because the specification
-requires that the buckets add up to the count.
+requires that the buckets add up to the count. If its records have weights, the count is the sum of the weights, rounded
+to an integer of at least 1 as the protocol requires, and the sum is the mean times the count.
 """
 
 from __future__ import annotations
@@ -168,7 +169,13 @@ def _exponential(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
 def _single_bucket(report: TotalReport, batch: Batch) -> Any:  # noqa: ANN401
     from opentelemetry.sdk.metrics import export as sdk  # noqa: PLC0415
 
-    return sdk.HistogramDataPoint(**_common(report, batch), bucket_counts=[report.figures.count], explicit_bounds=[])
+    common = _common(report, batch)
+    figures = report.figures
+    if figures.weight != figures.count:
+        common["count"] = max(1, round(figures.weight)) if figures.weight > 0 else 0
+        if common["sum"] is not None:
+            common["sum"] = figures.total / figures.weight * common["count"] if common["count"] else 0.0
+    return sdk.HistogramDataPoint(**common, bucket_counts=[common["count"]], explicit_bounds=[])
 
 
 def _common(report: TotalReport, batch: Batch) -> dict[str, Any]:

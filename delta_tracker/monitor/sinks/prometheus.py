@@ -57,8 +57,9 @@ class PrometheusSink(Sink):
     Prometheus scrapes.
 
     Counters are exported as totals since the process started, gauges as their newest reading, stats of kind ``STAT`` as
-    summaries, and histograms as histograms. Summaries and histograms also cover all records since the process started.
-    The unit is appended to each name, and ``_total`` to the names of counters.
+    summaries, and histograms as histograms. The count of a summary is the sum of the weights, so that its sum divided
+    by its count is the mean; without weights, it is the number of records. Summaries and histograms also cover all
+    records since the process started. The unit is appended to each name, and ``_total`` to the names of counters.
 
     A histogram has four buckets per power of two, between the ``bounds`` of its definition. In PromQL, a
     ``histogram_quantile`` between these bounds is therefore off by at most 19 % (:data:`BUCKET_RATIO`). A cell with the
@@ -154,7 +155,7 @@ def family(definition: Definition, reports: Sequence[TotalReport], attributes: S
         elif definition.kind is Kind.GAUGE:
             made.add_metric(values, figures.last)
         elif definition.kind is Kind.STAT:
-            made.add_metric(values, figures.count, figures.total)
+            made.add_metric(values, figures.weight, figures.total)
         else:
             made.add_metric(values, _buckets(definition, report), figures.total)
     result: Metric = made
