@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import threading
+import time
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent import futures
 from datetime import timedelta
@@ -725,3 +727,44 @@ def altered_entry(rank: int, world_size: int, url: str) -> list[str]:
         publisher.close()
     assert kinds == ["snapshot", "snapshot", "delta", "delta"]
     return errors
+
+
+def dropped(rank: int, world_size: int, url: str, during: str) -> None:
+    """A publisher that is deleted without close(), between or in a version, leaves no thread and loses no row."""
+    spec = Spec([Table("t", 40, "row")])
+    model = shard(spec)
+    generator = torch.Generator().manual_seed(rank)
+    with ModelDeltaTracker(model) as tracker:
+        publisher = Publisher(tracker, url, cadence=Cadence(batches=1, snapshot_every=1))
+        publisher.publish()
+        model(batch(spec, generator)).backward()
+        before = tracker.num_pending()
+        if during == "a copy":
+            while publisher._flight is None:
+                tracker.step()
+                publisher.step()
+            assert len(tracker.consumers) == 2
+        elif during == "a delta":
+            publisher._begin("delta")
+        dist.barrier()
+        alive = weakref.ref(publisher)
+        del publisher
+        deadline = time.monotonic() + 30
+        while alive() is not None or any(each.name.startswith("publisher") for each in threading.enumerate()):
+            gc.collect()
+            assert time.monotonic() < deadline, gc.get_referrers(alive())
+            time.sleep(0.01)
+        assert tracker.consumers == ("default",)
+        assert tracker.num_pending() == before
+        with tracker.reserve() as handle:
+            assert handle.note is None, "after another owner's read, a resumed publisher would miss rows"
+        dist.barrier()
+        publisher = Publisher(tracker, url)
+        held = empty_model(tracker)
+        predictor = Predictor(held, url)
+        for kind in ("snapshot", "delta"):
+            assert publisher.publish().kind == kind
+            predictor.sync()
+            assert_equal(tracker, held)
+            model(batch(spec, generator)).backward()
+        publisher.close()
