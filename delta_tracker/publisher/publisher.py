@@ -45,6 +45,10 @@ class Publisher:
     rank 0 has created its manifest. Until then it is invisible to predictors, and after any failure every row stays
     pending.
 
+    If a publisher is deleted without :meth:`close`, its worker thread ends after the current task, and a running
+    retention or compaction completes. The rows of an unfinished version stay pending. The next operation of the tracker
+    releases the consumer, and a new publisher starts with a snapshot.
+
     For a snapshot, tables with a fused optimizer are copied while training continues. The rows that change during the
     copy are read at the cut and are part of the same version. The copy needs the memory of a few chunks of 4 MiB.
 

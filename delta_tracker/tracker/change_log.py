@@ -82,6 +82,10 @@ class ChangeLog:
             exceeded, the consumer that lags furthest is dropped. None for no limit.
         received: function that is called with each committed read, while the lock is held. Not called for reads of the
             consumers that a publisher adds while it copies a snapshot.
+
+    Attributes:
+        abandoned: reserved consumers whose owner was deleted without :meth:`release`, and True for those that are
+            transient. A destructor appends to it without the lock. The next operation ends these reservations.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class ChangeLog:
         if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
             raise InvalidArgumentError("max_bytes", max_bytes, "Pass a whole number of 1 or more, or None")
         self.lock = threading.RLock()
+        self.abandoned: deque[tuple[str, bool]] = deque()
         self._stores = dict(stores)
         self._reads_shards = any(store.reads_shard for store in self._stores.values())
         self._consumers = ConsumerPositions(consumers)
@@ -126,6 +131,7 @@ class ChangeLog:
     def consumers(self) -> tuple[str, ...]:
         """Names of the consumers."""
         with self.lock:
+            self._release_abandoned()
             return self._consumers.names
 
     @property
@@ -207,6 +213,7 @@ class ChangeLog:
                 empty, except for dropped consumers.
         """
         with self.lock:
+            self._release_abandoned()
             found: dict[str, Standing] = {}
             for name in self._consumers.names:
                 if self._consumers.is_transient(name):
@@ -229,6 +236,7 @@ class ChangeLog:
             ReservedConsumerError: if the consumer is reserved.
         """
         with self.lock:
+            self._release_abandoned()
             name = self._consumers.resolve(consumer)
             self._consumers.check_free(name)
             return name
@@ -391,6 +399,7 @@ class ChangeLog:
                 rows pending.
         """
         with self.lock, one_cut():
+            self._release_abandoned()
             assert set(state.consumers) == set(self._consumers.names), "checked by the caller"
             self._num_batches = state.num_batches
             for store in self._stores.values():
@@ -428,6 +437,7 @@ class ChangeLog:
     def step(self) -> None:
         """Count a batch and enforce ``max_bytes``."""
         with self.lock:
+            self._release_abandoned()
             self._close_ended()
             self.notice_writes(self._stores)
             self._num_batches += 1
@@ -468,6 +478,7 @@ class ChangeLog:
             NeedsSnapshotError: if the consumer was dropped.
         """
         with self.lock:
+            self._release_abandoned()
             if self._consumers.is_behind(consumer):
                 raise NeedsSnapshotError(consumer, self._max_bytes)
             start, first_batch = self._consumers.start(consumer)
@@ -538,6 +549,7 @@ class ChangeLog:
             InvalidArgumentError: if a consumer of this name exists.
         """
         with self.lock:
+            self._release_abandoned()
             if consumer in self._consumers.names:
                 raise InvalidArgumentError("consumer", consumer, f"Pass a name not in {list(self._consumers.names)}")
             self._place_at_end(consumer)
@@ -635,6 +647,15 @@ class ChangeLog:
                 task()
         except (MemoryError, RuntimeError):  # torch raises RuntimeError if host or device memory runs out
             _logger.exception("could not compact the change log; the next read retries")
+
+    def _release_abandoned(self) -> None:
+        """End the reservations in :attr:`abandoned`. The next compaction frees the rows of transient consumers."""
+        while self.abandoned:
+            name, is_transient = self.abandoned.popleft()
+            self._consumers.abandon(name)
+            if is_transient:
+                self._lag.removed(name)
+            self._is_compact = False
 
     def _close_ended(self) -> None:
         """Close the batches queued by :meth:`ended`. Usually only batches of failed backward passes are still open."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
+from collections.abc import MutableMapping
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +28,10 @@ class ConsumerHandle:
     Returned by :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.reserve`. Use it from the training thread. Call
     :meth:`release` at the end, or use the handle in a ``with`` statement. After the release, all other methods raise
     :class:`~delta_tracker.errors.InvalidArgumentError`.
+
+    If the handle is deleted without :meth:`release`, the next operation of the tracker ends the reservation, discards
+    the consumer's uncommitted read and removes a consumer that :meth:`begin_copy` added. The consumer's note becomes
+    None, because another owner may read the rows.
 
     Args:
         name: name of the consumer. The caller must have reserved the consumer in the log.
@@ -58,6 +65,9 @@ class ConsumerHandle:
         self._tracker = tracker
         self._is_transient = is_transient
         self._is_released = False
+        # Without the log: the finalizer would keep it, and the model, which may refer to this handle.
+        self._deleted = weakref.finalize(self, _abandon, (name, is_transient), log.abandoned, checkpoint.notes)
+        self._deleted.atexit = False
 
     @property
     def name(self) -> str:
@@ -179,8 +189,10 @@ class ConsumerHandle:
         try:
             self._log.add(name, holder=self._holder)
         except InvalidArgumentError:
+            copy._deleted.detach()  # the consumer belongs to another handle
             raise
         except BaseException:  # remove the consumer, because no handle is returned
+            copy._deleted.detach()
             if name in self._log.consumers:
                 self._log.remove(name)
             raise
@@ -216,6 +228,7 @@ class ConsumerHandle:
         if self._is_released:
             return
         self._is_released = True
+        self._deleted.detach()
         if self._is_transient:
             self._log.remove(self._name)
         else:
@@ -242,3 +255,13 @@ class ConsumerHandle:
     def _check_own(self, delta: Delta) -> None:
         if delta.consumer != self._held():
             raise InvalidArgumentError("delta", delta, f"Pass a delta of consumer {self._name!r}")
+
+
+def _abandon(
+    consumer: tuple[str, bool], abandoned: deque[tuple[str, bool]], notes: MutableMapping[str, object]
+) -> None:
+    """Queue the end of a reservation. Takes no lock, because the garbage collector may call it in any thread."""
+    name, _ = consumer
+    if name in notes:  # keep the size of the mapping, which another thread may iterate over
+        notes[name] = None
+    abandoned.append(consumer)

@@ -104,6 +104,14 @@ class ConsumerPositions:
         self._consumers[name].holder = holder
         self._consumers[name].is_transient = is_transient
 
+    def abandon(self, name: str) -> None:
+        """End the reservation of consumer ``name`` and discard its uncommitted read. Remove a transient consumer."""
+        consumer = self._consumers[name]
+        if consumer.is_transient:
+            del self._consumers[name]
+        else:
+            consumer.holder = consumer.sealed = None
+
     def check_free(self, name: str) -> None:
         """Check that consumer ``name`` is not reserved.
 

@@ -177,7 +177,6 @@ def test_a_version_takes_a_bounded_number_of_steps(two_ranks: RankPool, url: str
 
 
 @pytest.mark.promise("lossless")
-@pytest.mark.xfail(strict=True, reason="the consumer of a publisher that was deleted stays reserved")
 @pytest.mark.parametrize("during", ["nothing", "a copy", "a delta"])
 def test_a_publisher_that_is_deleted_frees_its_consumer_and_threads(two_ranks: RankPool, url: str, during: str) -> None:
     two_ranks.run(f"{_CASES}:dropped", url=url, during=during)

@@ -181,4 +181,18 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="the consumer of a publisher that was deleted stays reserved",
+        generator="tests/publisher/test_publisher.py::test_a_publisher_that_is_deleted_frees_its_consumer_and_threads",
+        timeout_seconds=240.0,
+        edits={
+            "delta_tracker/tracker/consumer_handle.py": [("    abandoned.append(consumer)\n", "    del abandoned\n")]
+        },
+    ),
+    Revert(
+        defect="a publisher that was deleted leaves its stream position to the consumer's next owner",
+        generator="tests/publisher/test_publisher.py::test_a_publisher_that_is_deleted_frees_its_consumer_and_threads",
+        timeout_seconds=240.0,
+        edits={"delta_tracker/tracker/consumer_handle.py": [("        notes[name] = None\n", "        pass\n")]},
+    ),
 ]

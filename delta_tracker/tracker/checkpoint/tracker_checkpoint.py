@@ -86,6 +86,11 @@ class TrackerCheckpoint:
         """Mapping from consumer name to the note that :meth:`annotate` set or that was loaded with a state."""
         return MappingProxyType({name: note for name, note in self._annotations.items() if name in self._log.consumers})
 
+    @property
+    def notes(self) -> dict[str, object]:
+        """The mutable mapping behind :attr:`annotations`. A load replaces it, which no reserved consumer permits."""
+        return self._annotations
+
     def is_as_restored(self, consumer: str) -> bool:
         """Return True if a state was loaded and the consumer's cursor has not moved since then."""
         return self._positions.get(consumer) == self._log.position(consumer)
