@@ -24,7 +24,7 @@ from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.log import Claim, StreamLog, entry_name
 from delta_tracker.stream.maintenance.retention import Retention, retain
-from delta_tracker.stream.storage.storage import Storage, StoredObject
+from delta_tracker.stream.storage.storage import Storage, StoredObject, Transfer
 
 
 class Killed(BaseException):
@@ -76,11 +76,13 @@ class TrueStorage(Storage):
             raise StorageError(self.url, "connection reset")
         return True
 
-    def read(self, name: str, **_: Any) -> Any:
+    def read(self, name: str, *, transfer: Transfer | None = None, **_: Any) -> Any:
         self.before_each()
         if self.loses_answer:
             raise StorageError(self.url, "connection reset")
         data = self.data.get(name)
+        if transfer is not None and data is not None:
+            transfer.modified = 0.0  # as in listings, so that every version is old enough for retention
         return None if data is None else np.frombuffer(data, np.uint8)
 
     def delete(self, name: str) -> None:
