@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -181,6 +182,57 @@ def test_a_directory_that_vanished_is_not_created_again(tmp_path: Path, *, is_em
     shutil.rmtree(root / "predictors")
     storage.replace("predictors/p.json", b"{}")
     assert storage.names("predictors") == ["predictors/p.json"]
+
+
+@pytest.mark.xfail(strict=True, reason="a write to an unmounted path that is not empty succeeds")
+@pytest.mark.parametrize("stray", ["lost+found", "log/2", None])
+def test_no_call_writes_to_another_directory_than_the_opened_one(tmp_path: Path, stray: str | None) -> None:
+    """The directory is moved away, as by an unmount. Another one may be there, with a file or with the same stream."""
+    root, volume = tmp_path / "stream", tmp_path / "volume"
+    storage = Storage(root.as_uri(), create=True)
+    storage.create("log/1", b"first")
+    root.rename(volume)
+    if stray is not None:
+        (root / stray).parent.mkdir(parents=True)
+        (root / stray).write_bytes(b"stray")
+    before = sorted(tmp_path.rglob("*"))
+    for write in (
+        lambda: storage.put("parts/x", [memoryview(b"x")]),
+        lambda: storage.create("log/2", b"second"),
+        lambda: storage.replace("predictors/p.json", b"{}"),
+        lambda: storage.delete("log/2"),
+        lambda: storage.delete_draft("log/2"),
+        lambda: storage.sync("log"),
+    ):
+        with pytest.raises(StorageError, match="build a new Publisher"):
+            write()
+    assert sorted(tmp_path.rglob("*")) == before
+    if stray is not None:
+        assert storage.read(stray, max_bytes=9).tobytes() == b"stray", "readers may follow another stream"
+        shutil.rmtree(root)
+    volume.rename(root)
+    assert storage.create("log/2", b"second")
+    assert storage.names("log") == ["log/1", "log/2"]
+
+
+@pytest.mark.xfail(strict=True, reason="the write is acknowledged")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_that_is_replaced_during_a_write_gets_no_object(tmp_path: Path, *, overwrite: bool) -> None:
+    root = tmp_path / "stream"
+    storage = Storage(root.as_uri(), create=True)
+    storage.create("log/0", b"first")
+
+    def unmount() -> Iterator[memoryview]:
+        yield memoryview(b"x")
+        root.rename(tmp_path / "volume")
+        for name in ("drafts", "log"):
+            (root / name).mkdir(parents=True)
+        for draft in (tmp_path / "volume" / "drafts").iterdir():
+            shutil.copy(draft, root / "drafts")
+
+    with pytest.raises(StorageError, match="build a new Publisher"):
+        storage._write_file("log/1", unmount(), overwrite=overwrite)
+    assert not (root / "log" / "1").exists()
 
 
 def test_objects_say_their_size_and_age(storage: Storage) -> None:

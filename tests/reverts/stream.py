@@ -213,7 +213,7 @@ REVERTS = [
     ),
     Revert(
         defect="a listing follows links to directories",
-        generator="tests/contract/test_storage.py::test_a_listing_scans_each_directory_once",
+        generator="tests/contract/test_storage.py::test_a_listing_follows_links_to_files_only",
         edits={
             "delta_tracker/stream/storage/local.py": [
                 ("            if not (entry.is_symlink() and stat.S_ISDIR(status.st_mode)):\n    ", ""),

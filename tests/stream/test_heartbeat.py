@@ -14,6 +14,7 @@ from delta_tracker import Predictor
 from delta_tracker.errors import InvalidArgumentError, NoSnapshotError, StorageError, StreamError
 from delta_tracker.stream import heartbeat as heartbeat_module
 from delta_tracker.stream.heartbeat import Heartbeat, Pulse, leave_heartbeat, read_heartbeats
+from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream.streams import FQN, Writer
 
@@ -175,6 +176,32 @@ def test_a_heartbeat_never_creates_a_stream(clock: _Clock, tmp_path: Path, *, is
             each.sync()
         each._beat()
     assert list(tmp_path.rglob("*")) == [root] * is_mounted
+
+
+@pytest.mark.xfail(strict=True, reason="the heartbeat is written below the mount point")
+def test_heartbeats_follow_the_directory_of_the_stream(clock: _Clock, tmp_path: Path) -> None:
+    """Unmounted with a file in the mount point, then mounted again, then replaced by another stream."""
+    root, volume = tmp_path / "stream", tmp_path / "volume"
+    writer = Writer(Storage(root.as_uri(), create=True))
+    writer.snapshot()
+    predictor = Predictor(writer.model(), root.as_uri(), name="p")
+    predictor.sync()
+    root.rename(volume)
+    (root / "lost+found").mkdir(parents=True)
+    clock.seconds += 5.1
+    predictor._beat()
+    assert [each.name for each in root.rglob("*")] == ["lost+found"]
+    (root / "lost+found").rmdir()
+    root.rmdir()
+    for again in (lambda: volume.rename(root), lambda: root.rename(volume)):
+        again()
+        if not root.exists():
+            Writer(Storage(root.as_uri(), create=True)).snapshot()
+        clock.seconds += 5.1
+        predictor.sync()
+        predictor._beat()
+        (beat,) = read_heartbeats(Storage(root.as_uri()))
+        assert beat.stream == StreamLog(Storage(root.as_uri())).head().stream
 
 
 def test_a_predictor_reports_its_status(clock: _Clock) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -428,3 +429,44 @@ def test_a_damaged_head_refuses_a_claim_by_name() -> None:
         StreamLog(writer.storage).claim()
     assert StreamLog(writer.storage).versions() == [0, 1]
     assert writer.delta([1]).parent == head.link
+
+
+@pytest.mark.xfail(strict=True, reason="the version is acknowledged, and no reader reaches it")
+@pytest.mark.parametrize("kind", ["snapshot", "delta"])
+def test_no_version_is_acknowledged_in_a_log_that_lost_the_one_before_it(kind: str) -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage)
+    writer.snapshot()
+    head = storage.read(entry_name(1), max_bytes=1 << 20)
+    for version in (0, 1):
+        storage.delete(entry_name(version))
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"log/00000000000000000001\.json"):
+            writer.snapshot() if kind == "snapshot" else writer.delta([1])
+    assert writer.claim.head.version == 1
+    storage.create(entry_name(1), head.tobytes())
+    assert writer.snapshot().version == 3, "the attempt was committed, and readers can apply it"
+
+
+@pytest.mark.xfail(strict=True, reason="version 2 is acknowledged on another disk")
+def test_a_publisher_and_a_reader_survive_an_unmount(tmp_path: Path) -> None:
+    root, volume = tmp_path / "stream", tmp_path / "volume"
+    writer = Writer(Storage(root.as_uri(), create=True))
+    writer.snapshot()
+    table = writer.model()
+    reader = Predictor(table, root.as_uri())
+    reader.sync()
+    root.rename(volume)
+    (root / "lost+found").mkdir(parents=True)
+    with pytest.raises(StorageError, match="unmounted"):
+        writer.delta([1])
+    with pytest.raises(StreamReplacedError):
+        reader.sync()
+    assert [each.name for each in root.rglob("*")] == ["lost+found"]
+    shutil.rmtree(root)
+    volume.rename(root)
+    assert writer.delta([2]).version == 2
+    late = writer.model()
+    for model, each in ((table, reader), (late, Predictor(late, root.as_uri()))):
+        assert each.sync() == 2
+        assert torch.equal(model[FQN], writer.table)
