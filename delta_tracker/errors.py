@@ -357,11 +357,10 @@ class StreamError(DeltaTrackerError):
 class StorageError(StreamError, OSError):
     """The store at ``url`` cannot be reached, read or written; see ``reason``."""
 
+    _remedy = "Check the url, its permissions and free space, then try again; nothing was lost"
+
     def __init__(self, url: str, reason: str) -> None:
-        super().__init__(
-            f"the store {url} cannot be used: {reason}",
-            "Check the url, its permissions and free space, then try again; nothing was lost",
-        )
+        super().__init__(f"the store {url} cannot be used: {reason}", self._remedy)
         self.url = url
         self.reason = reason
 
@@ -376,6 +375,19 @@ class NameConflictError(StorageError):
         super().__init__(url, f"it refused {attempts} times to create {name} as existing, but does not list it")
         self.name = name
         self.attempts = attempts
+
+
+class DirectoryReplacedError(StorageError):
+    """The directory of a local store is not the one that was opened: it was unmounted, deleted or replaced.
+
+    A write would go to another disk or to another stream. Writes succeed again once the directory is back. If it was
+    replaced on purpose, or has another device number since its volume was mounted again, a new publisher is necessary.
+    """
+
+    _remedy = "Mount its volume and try again; if the directory is the right one, build a new Publisher from the url"
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, "its directory was unmounted, deleted or replaced since it was opened")
 
 
 class AlteredEntryError(StorageError):

@@ -104,15 +104,18 @@ class Pulse:
         return time.monotonic() >= self._next
 
     def leave(self, **fields: Any) -> None:  # noqa: ANN401  fields of a Heartbeat
-        """Write a heartbeat, except to a local directory that is missing or empty: it has no stream.
+        """Write a heartbeat, except to a local directory without a log: it has no stream.
+
+        If the directory was replaced, the heartbeat is written to the new one.
 
         Args:
             **fields: fields of the :class:`Heartbeat`, except ``name`` and ``time``.
         """
         self._next = time.monotonic() + self._seconds
         try:
-            if not self._storage.exists():
+            if not self._storage.has_directory("log"):
                 return
+            self._storage = self._storage.reopened()
             leave_heartbeat(self._storage, Heartbeat(name=self._name, time=time.time(), **fields))
         except StorageError as error:
             if fields["stream"] is None:

@@ -30,6 +30,7 @@ import xxhash
 
 from delta_tracker.errors import (
     AlteredEntryError,
+    DirectoryReplacedError,
     FencedError,
     MalformedError,
     NameConflictError,
@@ -314,12 +315,22 @@ class StreamLog:
         needs no listing. The parent is the publisher's own last entry. Retention deletes entries in ascending order
         of versions, so it has not yet deleted an entry with this name if the parent exists. The parent of a claim
         proves nothing, because retention keeps the entry before a claim.
+
+        If an entry that is not a claim is the head, its parent must exist, because retention keeps the head's parent.
+
+        Raises:
+            StorageError: if the store fails, or the log has lost the parent. The entry is then not deleted.
         """
+        parent = None
         if entry.kind != "claim" and entry.parent is not None:
             parent = self.storage.read(entry_name(entry.parent.version), max_bytes=_MAX_ENTRY_BYTES)
             if parent is not None and xxhash.xxh3_128_hexdigest(parent.data) == entry.parent.xxh3:
                 return True
         if self.is_committed(entry):
+            follows = None if entry.kind == "claim" or parent is not None else entry.parent
+            if follows is not None and not self.versions(after=entry.version):
+                reason = f"its log has lost {entry_name(follows.version)}, which version {entry.version} follows"
+                raise StorageError(self.storage.url, reason)
             return True
         self.storage.delete(entry_name(entry.version))
         return False
@@ -355,12 +366,13 @@ class StreamLog:
             AlteredEntryError: if the stored entry has other bytes than were sent.
             NotDurableError: if the entry exists, but may be missing after a power loss.
             NameConflictError: if the store refuses the name, but has no such entry.
+            DirectoryReplacedError: if the directory of a local store was replaced.
             StorageError: if the store fails, and the entry cannot be read back.
         """
         created, failure = False, None
         try:
             created = self.storage.create(name, data)
-        except (NameConflictError, NotDurableError):
+        except (NameConflictError, NotDurableError, DirectoryReplacedError):
             raise
         except StorageError as error:
             failure = error

@@ -19,7 +19,10 @@ REVERTS = [
         generator="tests/system/test_power_loss.py::test_a_power_loss_after_a_failed_sync_loses_no_acknowledged_version",
         edits={
             "delta_tracker/stream/log.py": [
-                ("        except (NameConflictError, NotDurableError):\n", "        except NameConflictError:\n"),
+                (
+                    "        except (NameConflictError, NotDurableError, DirectoryReplacedError):\n",
+                    "        except NameConflictError:\n",
+                ),
                 ('        self.storage.sync(name.rpartition("/")[0])\n', ""),
             ],
         },

@@ -178,7 +178,6 @@ def test_a_heartbeat_never_creates_a_stream(clock: _Clock, tmp_path: Path, *, is
     assert list(tmp_path.rglob("*")) == [root] * is_mounted
 
 
-@pytest.mark.xfail(strict=True, reason="the heartbeat is written below the mount point")
 def test_heartbeats_follow_the_directory_of_the_stream(clock: _Clock, tmp_path: Path) -> None:
     """Unmounted with a file in the mount point, then mounted again, then replaced by another stream."""
     root, volume = tmp_path / "stream", tmp_path / "volume"

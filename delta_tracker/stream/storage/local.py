@@ -11,7 +11,7 @@ import itertools
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 # Large enough for a negligible cost per chunk, small enough to stay in the cache while it is copied.
@@ -20,7 +20,15 @@ CHUNK_BYTES = 4 << 20
 _EARLY_BYTES = 16 << 20
 
 
-def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, overwrite: bool, fsync: bool) -> bool:
+def write_file(
+    directory: Path,
+    name: str,
+    buffers: Iterable[memoryview],
+    *,
+    overwrite: bool,
+    fsync: bool,
+    check: Callable[[], None] = lambda: None,
+) -> bool:
     """Write a file under a temporary name and rename it once it is complete, so that no partial file is visible.
 
     A process that is killed may leave its temporary file in the subdirectory ``drafts``. While the file is written, it
@@ -34,6 +42,9 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
         overwrite: True to replace an existing file of this name.
         fsync: True to flush the bytes to disk before the file is renamed. If False, the system decides when the bytes
             reach the disk. In both cases, :func:`sync_names` flushes the new name.
+        check: called before the first change and before the file is renamed. It raises an error if ``directory`` was
+            replaced. If it is replaced after the second call, the renaming fails, because the temporary file is not in
+            the new directory.
 
     Returns:
         True if the file was written; False if the name exists and ``overwrite`` is False.
@@ -42,6 +53,7 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
         OSError: if the file cannot be written, for example because ``directory`` does not exist; no partial file is
             visible then.
     """
+    check()
     target = directory / name
     draft = directory / "drafts" / secrets.token_hex(8)
     # Not parents=True: if a volume is not mounted, that would create the store on another disk.
@@ -64,6 +76,7 @@ def write_file(directory: Path, name: str, buffers: Iterable[memoryview], *, ove
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        check()
         if overwrite:
             draft.replace(target)
         elif not _link(draft, target):
@@ -164,15 +177,15 @@ def list_files(directory: Path, prefix: str, after: str) -> Iterator[tuple[str, 
     """
     root = os.fspath(directory)
     try:
-        seen = {_identity((directory / prefix).stat())}  # a bind mount may repeat a directory
+        seen = {identity((directory / prefix).stat())}  # a bind mount may repeat a directory
         waiting = [prefix]
         while waiting:
             folder = waiting.pop()
             for name, status in _scan(root, folder, after, may_fail=folder != prefix):
                 if stat.S_ISREG(status.st_mode) and name > after:
                     yield name, status
-                elif stat.S_ISDIR(status.st_mode) and _identity(status) not in seen:
-                    seen.add(_identity(status))
+                elif stat.S_ISDIR(status.st_mode) and identity(status) not in seen:
+                    seen.add(identity(status))
                     waiting.append(name)
     except (FileNotFoundError, NotADirectoryError):
         return
@@ -202,7 +215,8 @@ def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> Iterator[tup
                 yield name, status
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
+def identity(status: os.stat_result) -> tuple[int, int]:
+    """Return the device and inode numbers of a file or directory, which identify it while it exists."""
     return status.st_dev, status.st_ino
 
 

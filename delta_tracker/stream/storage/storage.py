@@ -22,6 +22,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError,
 from obstore.store import LocalStore, from_url
 
 from delta_tracker.errors import (
+    DirectoryReplacedError,
     InvalidArgumentError,
     MalformedError,
     NameConflictError,
@@ -34,6 +35,7 @@ from delta_tracker.stream.interruption import answer, check, checked
 from delta_tracker.stream.storage.local import (
     CHUNK_BYTES,
     delete_draft,
+    identity,
     list_files,
     make_directory,
     pieces,
@@ -100,9 +102,11 @@ class Storage:
         url: ``file:///absolute/directory``, ``s3://bucket/prefix``, ``gs://...``, ``az://...`` or ``memory://``.
             Every ``Storage`` of ``memory://`` is a separate store: share the object instead of the URL.
         create: True to create a missing local directory. If False, a missing directory is read as an empty store until
-            it is created, so that a reader may start before the writer. No later call creates the directory: if it is
-            missing, or if it is empty although this object has written to it, a write raises
-            :class:`StorageError`. It may be on a volume that is not mounted.
+            it is created, so that a reader may start before the writer. No later call creates the directory. Once it
+            was found, this object writes only to this directory, recognized by its device and inode numbers:
+            if another one or none has its path, or if it is empty although this object has written to it, writes,
+            deletions and syncs raise :class:`DirectoryReplacedError`. It may be on a volume that is not mounted. Reads
+            use the directory that is there; see also :meth:`reopened`.
         fsync: if False, the system decides when local objects reach the disk, and a machine failure may lose them.
         options: options of a remote store, with the names that obstore uses, such as ``endpoint``, ``region``,
             ``access_key_id``, ``secret_access_key``, ``allow_http`` or ``read_timeout``; all values are strings. A
@@ -123,6 +127,7 @@ class Storage:
         self.url = url
         self._fsync = fsync
         self._is_remote = is_remote(url)
+        self._identity: tuple[int, int] | None = None  # of the local directory, None until it is found
         self._has_written = False
         self._settings = connection(url, options)
         with self._translated():
@@ -138,6 +143,19 @@ class Storage:
     def is_remote(self) -> bool:
         """True if the store is accessed over a network, which may alter what is sent."""
         return self._is_remote
+
+    def reopened(self) -> Storage:
+        """Return a store for the directory that is at the URL now; this object if it is still the same or missing.
+
+        A publisher must not use this method: its claim is in the directory that it opened.
+
+        Raises:
+            StorageError: if the store cannot be opened.
+        """
+        with self._translated():
+            if self._directory is None or not self._directory.is_dir() or self._is_current():
+                return self
+        return Storage(self.url, fsync=self._fsync)
 
     def put(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write the concatenated ``buffers`` as an object, replacing one of the same name.
@@ -291,6 +309,7 @@ class Storage:
                     store = self._open_store()
                     self._ask(lambda: obstore.delete(store, name), lambda: obstore.delete_async(store, name))
                 elif self._find_store() is not None:
+                    self._check_directory()
                     (self._directory / name).unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return
@@ -304,8 +323,11 @@ class Storage:
 
         Raises:
             NotDurableError: if the system cannot flush the directory.
+            StorageError: if the directory of the store was replaced.
         """
         check_name("prefix", prefix)
+        with self._translated():
+            self._check_directory()
         self._sync(prefix, f"what was created or deleted in {prefix}/")
 
     def delete_draft(self, name: str) -> bool:
@@ -322,24 +344,20 @@ class Storage:
             self.delete(name)  # another program's object: remote stores have no temporary files
             return True
         with self._translated():
+            self._check_directory()
             return delete_draft(self._directory / name)
 
-    def exists(self) -> bool:
-        """Return False if the store is a local directory that is missing or empty. Sends no request to a remote store.
+    def has_directory(self, prefix: str) -> bool:
+        """Return False if the store is local and has no directory ``prefix``. Sends no request to a remote store.
 
-        The mount point of a volume that is not mounted is such a directory.
+        The mount point of a volume that is not mounted has no directory of a stream.
 
         Raises:
             StorageError: if the directory cannot be read.
         """
-        if self._directory is None:
-            return True
+        check_name("prefix", prefix)
         with self._translated():
-            try:
-                with os.scandir(self._directory) as found:
-                    return next(found, None) is not None
-            except FileNotFoundError:
-                return False
+            return self._directory is None or (self._directory / prefix).is_dir()
 
     def objects(self, prefix: str, *, after: str | None = None) -> list[StoredObject]:
         """Return all objects in the directory ``prefix`` and its subdirectories, sorted by name.
@@ -404,6 +422,7 @@ class Storage:
             # obstore resolves `..`, backslashes and blanks of a file:// URL differently than the system: pass the path.
             local = self._directory
             self._store = from_url(self.url, **self._settings) if local is None else LocalStore(local.resolve())
+            self._identity = None if local is None else identity(local.stat())
         return self._store
 
     def _open_store(self) -> ObjectStore:
@@ -576,13 +595,40 @@ class Storage:
     def _write_file(self, name: str, buffers: Iterable[memoryview], *, overwrite: bool) -> bool:
         self._open_store()
         assert self._directory is not None
-        if self._has_written and not self.exists():
-            raise StorageError(self.url, "the directory does not exist, or has lost its objects")
-        is_new = write_file(self._directory, name, buffers, overwrite=overwrite, fsync=self._fsync)
+        is_new = write_file(
+            self._directory, name, buffers, overwrite=overwrite, fsync=self._fsync, check=self._check_directory
+        )
         self._has_written = True
         if is_new:
             self._sync(name.rpartition("/")[0], name)
         return is_new
+
+    def _check_directory(self) -> None:
+        """Raise an error if the local directory was found before, and is not the same now or has lost its objects.
+
+        Raises:
+            DirectoryReplacedError: in this case.
+        """
+        if self._identity is not None and not self._is_current():
+            raise DirectoryReplacedError(self.url)
+
+    def _is_current(self) -> bool:
+        """Return True if the local directory is the one that was found before."""
+        assert self._directory is not None
+        try:
+            status = self._directory.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        # A new directory may have the inode number of a deleted one.
+        return identity(status) == self._identity and not (self._has_written and self._is_empty())
+
+    def _is_empty(self) -> bool:
+        """Return True if the local directory is empty."""
+        assert self._directory is not None
+        if (self._directory / "drafts").is_dir():  # cheaper than a listing
+            return False
+        with os.scandir(self._directory) as found:
+            return next(found, None) is None
 
     def _sync(self, prefix: str, name: str) -> None:
         """Flush the names in the directory ``prefix`` of a local store to disk; ``name`` is for the error."""
