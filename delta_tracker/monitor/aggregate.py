@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
-
-import numpy as np
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.buckets import LogBuckets
@@ -266,7 +265,8 @@ def _number(value: object) -> float | None:
     device = getattr(value, "device", None)
     if device is not None and getattr(device, "type", "cpu") != "cpu":
         return None
-    if np.ma.is_masked(value):  # item() returns the value that the mask hides
+    numpy = sys.modules.get("numpy")  # imported if the caller has an array
+    if numpy is not None and numpy.ma.is_masked(value):  # item() returns the value that the mask hides
         return None
     try:
         number: float = value.item()  # type: ignore[attr-defined]  # of arrays, their scalars and tensors
