@@ -75,8 +75,8 @@ def encodable(text: str) -> str:
     Python represents bytes that are not UTF-8, for example in file names, by surrogates.
 
     Example:
-        >>> encodable("a\\udc80"), encodable("ä")
-        ('a\\\\udc80', 'ä')
+        >>> encodable("a\udc80"), encodable("ä")
+        ('a\\udc80', 'ä')
     """
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 

@@ -119,7 +119,7 @@ class StreamLog:
         Lists the log as :meth:`versions` does, with the same errors.
         """
         found = self.storage.objects("log", after=entry_name(after) if after >= 0 else None)
-        matches = ((_ENTRY_NAME.fullmatch(stored.name), stored.modified) for stored in found)
+        matches = [(_ENTRY_NAME.fullmatch(stored.name), stored.modified) for stored in found]
         return {int(match[1]): modified for match, modified in matches if match is not None}
 
     def head(self) -> Manifest | None:

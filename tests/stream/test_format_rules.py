@@ -35,6 +35,9 @@ _RULES = {
     "Afterwards a process whose root is missing MUST NOT create it": [
         "contract/test_storage.py::test_a_directory_that_vanished_is_not_created_again"
     ],
+    "A publisher MUST NOT write to another directory": [
+        "contract/test_storage.py::test_no_call_writes_to_another_directory_than_the_opened_one"
+    ],
     "A **publisher** MUST use a store": ["system/test_s3.py::test_a_store_that_ignores_the_condition_is_refused"],
     "A fenced publisher MUST NOT commit again": ["stream/test_log.py::test_a_second_claim_fences_the_first"],
     "Whatever deletes objects MUST sync": [

@@ -157,8 +157,8 @@ def make_directory(directory: Path, *, fsync: bool) -> None:
             _sync_name(path)
 
 
-def list_files(directory: Path, prefix: str, after: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the regular files in a directory and its subdirectories, in no order. Follows links to files.
+def list_files(directory: Path, prefix: str, after: str) -> list[tuple[str, os.stat_result]]:
+    """Return the regular files in a directory and its subdirectories, in no order. Follows links to files.
 
     Reads each directory at most once, so the cost is linear in the number of names. Skips links to directories (except
     the listed one, which may be a link), links that lead nowhere, pipes, unreadable subdirectories, and files that are
@@ -166,41 +166,45 @@ def list_files(directory: Path, prefix: str, after: str) -> Iterator[tuple[str, 
 
     Args:
         directory: directory of the store.
-        prefix: path of the listed directory, relative to ``directory``. If it does not exist, nothing is yielded.
-        after: only paths that sort after this one are yielded.
+        prefix: path of the listed directory, relative to ``directory``. If it does not exist, the result is empty.
+        after: only paths that sort after this one are returned.
 
-    Yields:
-        The path of a file, relative to ``directory`` and with forward slashes, and the file's status.
+    Returns:
+        The path of each file, relative to ``directory`` and with forward slashes, and the file's status.
 
     Raises:
         OSError: if the listed directory cannot be read.
     """
     root = os.fspath(directory)
+    found = []
     try:
         seen = {identity((directory / prefix).stat())}  # a bind mount may repeat a directory
         waiting = [prefix]
         while waiting:
             folder = waiting.pop()
             for name, status in _scan(root, folder, after, may_fail=folder != prefix):
-                if stat.S_ISREG(status.st_mode) and name > after:
-                    yield name, status
+                if stat.S_ISREG(status.st_mode):
+                    if name > after:
+                        found.append((name, status))
                 elif stat.S_ISDIR(status.st_mode) and identity(status) not in seen:
                     seen.add(identity(status))
                     waiting.append(name)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        pass
+    return found
 
 
-def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the paths in a directory and their status, except links to directories.
+def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> list[tuple[str, os.stat_result]]:
+    """Return the paths in a directory and their status, except links to directories.
 
-    Yields nothing if the directory cannot be read and ``may_fail`` is True.
+    The result is empty if the directory cannot be read and ``may_fail`` is True.
     """
+    found: list[tuple[str, os.stat_result]] = []
     try:
         entries = os.scandir(f"{root}/{folder}")
     except OSError:
         if may_fail:
-            return
+            return found
         raise
     with entries:
         for entry in entries:
@@ -212,7 +216,8 @@ def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> Iterator[tup
             except OSError:  # deleted meanwhile, or a link that leads nowhere
                 continue
             if not (entry.is_symlink() and stat.S_ISDIR(status.st_mode)):
-                yield name, status
+                found.append((name, status))
+    return found
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:

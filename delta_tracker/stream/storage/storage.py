@@ -7,6 +7,7 @@ import logging
 import operator
 import os
 import random
+import re
 import secrets
 import stat
 import time
@@ -62,6 +63,8 @@ _PAUSE_SECONDS = 0.01
 # Id of the process in which obstore's threads run; empty before the first use.
 _processes: list[int] = []
 _PAGE_OBJECTS = 1000  # objects that a remote store returns per request
+# Names that this library creates, for which is_name() is not called: a listing may have many.
+_PLAIN_NAME = re.compile(r"[a-z]+/[0-9a-z_-]+(\.[a-z]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +379,11 @@ class Storage:
             if self._directory is not None:
                 # obstore is not used here: it fails at a strange name or link, and takes longer.
                 files = [] if self._find_store() is None else sorted(list_files(self._directory, prefix, after or ""))
-                return [StoredObject(name, each.st_size, each.st_mtime) for name, each in files if is_name(name)]
+                return [
+                    StoredObject(name, each.st_size, each.st_mtime)
+                    for name, each in files
+                    if _PLAIN_NAME.fullmatch(name) or is_name(name)
+                ]
             store = self._open_store()
             pages = obstore.list(store, prefix, offset=after, chunk_size=_PAGE_OBJECTS)
             found = self._ask(lambda: list(itertools.chain.from_iterable(pages)), lambda: _collected(pages))
