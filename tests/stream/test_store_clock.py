@@ -27,7 +27,8 @@ def test_the_estimate_is_as_exact_as_the_looks(skew: float, resolution: float, s
         newest = max(modified)
         clock.saw("log", modified, began=clock.reader_time())
         assert clock.now() >= newest - 1e-6, "an age would be negative"
-        if number and is_written and newest == modified[-1] and len(modified) > 1:
+        # A coarse time may equal the one before, and then shows nothing new.
+        if number and is_written and modified[-1] > max(modified[:-1]):
             is_bounded, exact = True, min(exact, pause + 1.0 + resolution)
         if is_bounded:
             assert abs(clock.now() - true) <= max(exact, 2.0) + 1e-3
