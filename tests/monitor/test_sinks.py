@@ -473,6 +473,7 @@ def test_otlp_leaves_out_what_is_not_known(monitor) -> None:
 
 @pytest.mark.parametrize(("weight", "otlp_count"), [(32, 128), (0.25, 1), (0.3, 1), (1, 4)])
 def test_the_ratio_of_an_exported_sum_and_count_is_the_weighted_mean(monitor, weight: float, otlp_count: int) -> None:
+    pytest.importorskip("prometheus_client")
     loss = DeviceMean("loss", monitor=monitor)
     for _ in range(4):
         loss.update(torch.tensor(0.5), weight=weight)
