@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
-from msgspec import Meta
+from msgspec import Meta, to_builtins
 
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import Count, Hex, Range
@@ -208,11 +208,11 @@ class Manifest:
         entry = {
             "format": FORMAT,
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
-            "parent": self.parent and asdict(self.parent),
-            "merges": self.merges and asdict(self.merges),
+            "parent": to_builtins(self.parent),
+            "merges": to_builtins(self.merges),
             "tables": tables,
             "dense": dense,
-            "parts": [asdict(part) for part in self.parts],
+            "parts": to_builtins(self.parts),
         }
         return json.dumps(entry, separators=(",", ":")).encode()
 

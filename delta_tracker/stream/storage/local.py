@@ -56,9 +56,9 @@ def write_file(
     check()
     target = directory / name
     draft = directory / "drafts" / secrets.token_hex(8)
-    # Not parents=True: if a volume is not mounted, that would create the store on another disk.
-    for parent in (Path("drafts"), *reversed(Path(name).parents[:-1])):
-        (directory / parent).mkdir(exist_ok=True)
+    for path in (draft, target):
+        if not path.parent.is_dir():
+            _make_parents(directory, path)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -238,6 +238,13 @@ def pieces(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
             yield piece
             position += len(piece)
             rest = rest[len(piece) :]
+
+
+def _make_parents(directory: Path, path: Path) -> None:
+    """Create the missing directories between the store's ``directory`` and a file in the store."""
+    # Not parents=True: if a volume is not mounted, that would create the store on another disk.
+    for parent in reversed(path.relative_to(directory).parents[:-1]):
+        (directory / parent).mkdir(exist_ok=True)
 
 
 def _link(draft: Path, target: Path) -> bool:

@@ -423,13 +423,20 @@ class Storage:
 
     def _find_store(self) -> ObjectStore | None:
         """Open the store if necessary and return it; return None while its directory does not exist."""
-        if self._directory is not None and self._directory.exists() and not self._directory.is_dir():
+        if self._directory is None:
+            if self._store is None:
+                self._store = from_url(self.url, **self._settings)
+            return self._store
+        try:
+            status = self._directory.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return self._store
+        if not stat.S_ISDIR(status.st_mode):
             raise StorageError(self.url, "it is a file instead of a directory")
-        if self._store is None and (self._directory is None or self._directory.is_dir()):
+        if self._store is None:
             # obstore resolves `..`, backslashes and blanks of a file:// URL differently than the system: pass the path.
-            local = self._directory
-            self._store = from_url(self.url, **self._settings) if local is None else LocalStore(local.resolve())
-            self._identity = None if local is None else identity(local.stat())
+            self._store = LocalStore(self._directory.resolve())
+            self._identity = identity(status)
         return self._store
 
     def _open_store(self) -> ObjectStore:
