@@ -595,6 +595,10 @@ class ModelDeltaTracker:
         counter's total over all ranks; a metric with a state whose reduction is not sum, max, min or cat is then
         rejected.
 
+        Buffers of a metric that are not states, such as thresholds, are not saved. A load is rejected if their contents
+        at registration differ from those of the saved metric at its registration. Register a metric before its first
+        update if updates change such a buffer.
+
         Args:
             name: key in the saved state, the same on every rank.
             counter: a ``torchmetrics.Metric`` that contains no other metric and is not part of a collection with

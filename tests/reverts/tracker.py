@@ -144,6 +144,27 @@ REVERTS = [
         },
     ),
     Revert(
+        defect="the name of a reduction differs between processes",
+        generator="tests/tracker/test_rank_states.py::test_a_counter_of_the_same_kind_is_loaded_in_another_process_and_after_updates",
+        edits={
+            "delta_tracker/tracker/checkpoint/counters.py": [
+                (
+                    "            field: _reduction_name(reduction)\n",
+                    '            field: getattr(reduction, "__name__", str(reduction))\n',
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a metric whose updates change a buffer is refused",
+        generator="tests/tracker/test_rank_states.py::test_a_counter_of_the_same_kind_is_loaded_in_another_process_and_after_updates",
+        edits={
+            "delta_tracker/tracker/checkpoint/counters.py": [
+                ("        return self._kind\n", "        return self._current_kind()\n"),
+            ],
+        },
+    ),
+    Revert(
         defect="a counter that fails to load leaves the others loaded",
         generator="tests/tracker/test_rank_states.py::test_a_counter_that_was_not_saved_is_refused_and_nothing_is_loaded",
         edits={

@@ -44,15 +44,43 @@ def product(stacked: torch.Tensor) -> torch.Tensor:
 class Product(torchmetrics.Metric):
     """A state with a reduction of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduction: Any = product) -> None:
         super().__init__()
-        self.add_state("seen", torch.tensor(1.0), dist_reduce_fx=product)
+        self.add_state("seen", torch.tensor(1.0), dist_reduce_fx=reduction)
 
     def update(self, value: torch.Tensor) -> None:
         self.seen *= value
 
     def compute(self) -> torch.Tensor:
         return self.seen
+
+
+class Power:
+    """A reduction that is an object, whose text has its address."""
+
+    def __call__(self, stacked: torch.Tensor) -> torch.Tensor:
+        return stacked.prod(dim=0)
+
+
+def new_partial(**arguments: Any) -> Any:
+    """Return a partial of a new function, as another process has it: at another address."""
+
+    def scaled(stacked: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        return stacked.sum(dim=0)
+
+    return partial(scaled, **arguments)
+
+
+class Last(Product):
+    """A product with a buffer that is not a state and that each update changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(1))
+
+    def update(self, value: torch.Tensor) -> None:
+        super().update(value)
+        self.last.fill_(value)
 
 
 class Pieces(torchmetrics.Metric):
@@ -185,6 +213,7 @@ def unlike_counters(rank: int, world_size: int) -> dict[str, str]:
         "no metric": (torchmetrics.SumMetric(), Total()),
         "a metric": (Total(), torchmetrics.SumMetric()),
         "reduction": (Average(), _summed_average()),
+        "argument of a reduction": (Product(new_partial(dims=(0, 1))), Product(new_partial(dims=(0, 2)))),
     }
     model = shard(Spec([Table("t", 6, "row")]))
     messages = {}
@@ -203,6 +232,27 @@ def unlike_counters(rank: int, world_size: int) -> dict[str, str]:
         assert target.num_pending() == {"ec.embeddings.t": 1}, name
     messages["load"] = _failed_load(model)
     return messages
+
+
+def alike_counters(rank: int, world_size: int) -> dict[str, Any]:
+    """Return what is held after loading a counter of the same kind: another object, with other updates."""
+    pairs = {
+        "partial": [Product(new_partial(factor=2, dims=(0, 1), kind=torch.float32, by=Power())) for _ in range(2)],
+        "object": [Product(Power()) for _ in range(2)],
+        "changed buffer": [Last() for _ in range(2)],
+    }
+    model = shard(Spec([Table("t", 6, "row")]))
+    found: dict[str, Any] = {}
+    for name, counters in pairs.items():
+        source, target = trackers = [ModelDeltaTracker(model) for _ in counters]
+        for number, (tracker, counter) in enumerate(zip(trackers, counters, strict=True)):
+            tracker.register_counter("counter", counter)
+            if number == 0:
+                counter.update(7.0)
+        assert attempt(partial(target.load_state_dict, source.state_dict())) == "nothing was raised", name
+        assert source.description() == target.description(), name
+        found[name] = [float(counter.seen) for counter in counters]
+    return found
 
 
 def _summed_average() -> torchmetrics.Metric:

@@ -54,6 +54,11 @@ def test_a_counter_that_was_not_saved_is_refused_and_nothing_is_loaded(one_rank:
     assert "[7, 2, 2]" in messages["number of thresholds"]
 
 
+def test_a_counter_of_the_same_kind_is_loaded_in_another_process_and_after_updates(one_rank: RankPool) -> None:
+    (found,) = one_rank.run(f"{_CASES}:alike_counters")
+    assert found == {name: [7.0, 7.0] for name in ("partial", "object", "changed buffer")}
+
+
 def test_what_holds_metrics_is_refused_with_the_way_to_save_it(one_rank: RankPool) -> None:
     (messages,) = one_rank.run(f"{_CASES}:collections_of_metrics")
     for name, message in messages.items():

@@ -6,14 +6,17 @@ counts of the other ranks. At the world size of the save, each rank loads its ow
 because their reduction is not sum, max, min or cat, can be loaded only at that world size.
 
 A part's header has a *kind* for each counter, a JSON object that describes the counter. A load compares the saved kind
-with that of the registered counter before it changes any state.
+with that of the registered counter before it changes any state. The kind is taken when the counter is registered, and
+is the same in every process that builds the counter in the same way.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -85,7 +88,9 @@ _COUNT = "_update_count"
 class _Metric:
     """Wrapper that makes a torchmetrics metric a :class:`Mergeable`.
 
-    The metric's own ``state_dict`` is not used, because it omits states that are not persistent.
+    The metric's own ``state_dict`` is not used, because it omits states that are not persistent. Buffers that are not
+    states are not saved. Their contents at registration are part of the kind, because the meaning of the states may
+    depend on them, as it does on thresholds.
 
     Args:
         name: name of the counter, for error messages.
@@ -96,9 +101,10 @@ class _Metric:
         self._name = name
         self._metric = metric
         self._fields: dict[str, str] = {
-            field: getattr(reduction, "__name__", str(reduction))
+            field: _reduction_name(reduction)
             for field, reduction in metric._reductions.items()  # noqa: SLF001  torchmetrics has no public access
         }
+        self._kind = self._current_kind()  # not taken later: an update may change a buffer
 
     @property
     def unmerged(self) -> Mapping[str, str]:
@@ -107,14 +113,11 @@ class _Metric:
 
     @property
     def kind(self) -> Kind:
-        """Class of the metric, and the reductions, default shapes and buffers that its states depend on."""
-        buffers = {
-            name: [str(buffer.dtype), list(buffer.shape), _digest(buffer)]
-            for name, buffer in self._metric.named_buffers(recurse=False)
-            if name not in self._fields
-        }
-        states = {field: [reduction, self._default_shape(field)] for field, reduction in self._fields.items()}
-        return {"class": type(self._metric).__name__, "states": states, "buffers": buffers}
+        """Class of the metric, and the reductions, default shapes and buffers that its states depend on.
+
+        The buffers are those at registration.
+        """
+        return self._kind
 
     def state_dict(self) -> State:
         """Return copies of the metric's states by name, together with the number of updates.
@@ -209,6 +212,15 @@ class _Metric:
         if states:
             return {name: each for name, each in states[0].items() if name == field or name.startswith(f"{field}.")}
         return {f"{field}.length": 0} if self._default_shape(field) is None else {field: self._default(field)}
+
+    def _current_kind(self) -> Kind:
+        buffers = {
+            name: [str(buffer.dtype), list(buffer.shape), _digest(buffer)]
+            for name, buffer in self._metric.named_buffers(recurse=False)
+            if name not in self._fields
+        }
+        states = {field: [reduction, self._default_shape(field)] for field, reduction in self._fields.items()}
+        return {"class": type(self._metric).__name__, "states": states, "buffers": buffers}
 
     def _default(self, field: str) -> Tensor:
         found: Tensor = self._metric._defaults[field].detach().cpu().clone()  # noqa: SLF001
@@ -308,6 +320,22 @@ def load_all(counters: Mapping[str, Mergeable], states: Mapping[str, State]) -> 
         for name in begun:
             counters[name].load_state_dict(before[name])
         raise
+
+
+def _reduction_name(reduction: object) -> str:
+    """Return the name of a state's reduction, which is the same in every process.
+
+    A function has its own name, and a callable object has that of its class. The name of a partial includes its
+    arguments; an argument that is not a JSON value is replaced by its name in the same way.
+    """
+    if reduction is None:
+        return "None"
+    if isinstance(reduction, partial):
+        arguments = [list(reduction.args), dict(sorted(reduction.keywords.items()))]
+        text = json.dumps(arguments, default=_reduction_name, skipkeys=True)
+        return f"partial({_reduction_name(reduction.func)}, {text})"
+    name = getattr(reduction, "__name__", None)
+    return name if isinstance(name, str) else type(reduction).__qualname__
 
 
 def _is_count(value: object) -> bool:
