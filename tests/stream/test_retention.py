@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from delta_tracker.errors import FencedError, InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
+from delta_tracker.stream.maintenance import retention as retention_module
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import HEARTBEAT_SECONDS, ORPHAN_SECONDS, Retained, Retention, retain
 from delta_tracker.stream.storage.storage import Storage
@@ -202,7 +204,7 @@ def test_a_clock_that_was_put_back_makes_no_gap(history: History, clock: Clock) 
 
 @pytest.mark.parametrize("ahead", [3600.0, -3600.0])
 def test_a_wrong_clock_of_a_publisher_changes_no_age(clock: Clock, ahead: float) -> None:
-    clock.seconds = time.time()
+    clock.seconds = time.time() - 1000
     with clock.of_the_log(ahead):
         history = History(ClockedStorage(clock), 1)
         for kind in ["delta"] * 4 + ["snapshot"] + ["delta"] * 3:
@@ -218,6 +220,54 @@ def test_a_wrong_clock_of_a_publisher_changes_no_age(clock: Clock, ahead: float)
         assert retain(history.storage, Retention(seconds=60, grace_seconds=30)).versions == 7
         assert versions(history) == [0, 10, 11]
     assert_follows(history)
+
+
+@pytest.mark.parametrize("name", ["parts/foreign", "drafts/mine", "probe/mine", "predictors/x/y.json"])
+def test_an_object_of_another_program_changes_no_age(clock: Clock, name: str) -> None:
+    """The object is dated 7000 s after the others, but not after this host's time."""
+    assert_nothing_expires(clock, name, time.time() - 7200)
+
+
+@pytest.mark.parametrize("name", [f"probe/{'0' * 32}", "predictors/host-7.json", entry_name(9)])
+def test_an_object_dated_in_the_future_changes_no_age(clock: Clock, name: str) -> None:
+    assert_nothing_expires(clock, name, time.time() - 30)
+
+
+def assert_nothing_expires(clock: Clock, name: str, began: float) -> None:
+    """Check that a stream written from ``began`` on stays whole if ``name`` is dated 7000 s after its end."""
+    clock.seconds = began
+    history = History(ClockedStorage(clock), 1)
+    for kind in ("delta", "snapshot", "delta"):
+        for _ in range(3):
+            getattr(history, kind)()
+    storage = history.storage
+    in_flight = part_name(5, 1, "c")  # a compaction has not created its entry yet
+    storage.put(in_flight, [memoryview(b"123")])
+    clock.seconds += 10
+    if storage.size(name) is None:
+        storage.replace(name, b"123")
+    storage.times[name] = clock.seconds + 7000
+    assert retain(storage, Retention(versions=1, grace_seconds=600)) == Retained()
+    assert storage.size(in_flight) == 3
+
+
+@pytest.mark.parametrize(("ahead", "num_versions"), [(7200.0, 5), (0.0, 5), (-7200.0, 0)])
+def test_a_clock_of_this_host_may_delay_retention_but_expires_nothing_early(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, ahead: float, num_versions: int
+) -> None:
+    clock.seconds = 1e9
+    history = History(ClockedStorage(clock), 1)
+    for kind in ["delta"] * 4 + ["snapshot"] + ["delta"] * 3:
+        clock.seconds += 10
+        getattr(history, kind)()
+    monkeypatch.setattr(retention_module, "time", SimpleNamespace(time=lambda: clock.seconds + ahead))
+    retention = Retention(versions=1, grace_seconds=50)
+    clock.seconds += 19
+    history.storage.replace("predictors/live.json", b"")  # the snapshot is 49 seconds old
+    assert retain(history.storage, retention) == Retained()
+    clock.seconds += 1
+    history.storage.replace("predictors/live.json", b"")
+    assert retain(history.storage, retention).versions == num_versions
 
 
 @given(st.integers(0, 2**32))
@@ -319,10 +369,10 @@ def test_orphans_are_removed_by_the_clock_of_the_store(history: History, clock: 
         storage.put(name, [memoryview(b"123")])
     far = lambda: clock.seconds + 1e6  # noqa: E731  this process' clock is wrong
     clock.seconds += ORPHAN_SECONDS
-    storage.put("parts/newest", [memoryview(b"")])
+    storage.replace("predictors/live.json", b"")
     assert retain(storage, Retention(), far) == Retained()
     clock.seconds += 1
-    storage.put("parts/newest", [memoryview(b"")])
+    storage.replace("predictors/live.json", b"")
     assert retain(storage, Retention(), lambda: 0.0) == Retained(orphans=3, num_bytes=9)
     assert [storage.size(name) for name in old] == [None] * 3
     assert [storage.size(name) for name in stays] == [3] * 5
@@ -351,15 +401,15 @@ def test_heartbeats_and_probes_of_the_dead_are_removed(history: History, clock: 
 
 def test_the_draft_of_a_running_upload_stays(tmp_path: Path) -> None:
     history = History(Storage(tmp_path.as_uri(), fsync=False), 1)
-    storage, late = history.storage, time.time() + 2 * ORPHAN_SECONDS
+    storage, early = history.storage, time.time() - 2 * ORPHAN_SECONDS
     dead = tmp_path / "drafts" / "0123456789abcdef"
     dead.write_bytes(b"123")
 
     def slow() -> Iterator[memoryview]:
         yield memoryview(b"first")
-        (tmp_path / "parts" / "newest").touch()
-        os.utime(tmp_path / "parts" / "newest", (late, late))
         assert len(storage.names("drafts")) == 2
+        for name in storage.names("drafts"):
+            os.utime(tmp_path / name, (early, early))
         assert retain(storage, Retention()) == Retained(orphans=1, num_bytes=3)
         assert not dead.exists()
         yield memoryview(b"last")

@@ -15,8 +15,10 @@ must fail, so the names must stay taken.
 Any process may run retention at any time, concurrently with publishers, readers, compactions and other retention
 passes. Retention and compactions delete only objects that no reader will need.
 
-All ages use only the store's clock: they are the modification time of the newest object minus that of the object, so a
-wrong clock of a publisher or of this process has no effect. An *orphan* is an object that no process needs any more: a
+All ages use the store's clock: they are the modification time of the newest object minus that of the object, so a wrong
+clock of a publisher has no effect. Only objects whose names this library creates count. A modification time after this
+host's time counts as this host's time: an object that is dated in the future expires nothing early, and a clock of this
+host that is behind only delays deletions. An *orphan* is an object that no process needs any more: a
 part that no entry names, the draft of an interrupted write, the object of an interrupted probe, or the heartbeat of a
 predictor that has ended.
 """
@@ -24,6 +26,7 @@ predictor that has ended.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -115,8 +118,8 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
         stream: storage of the stream, or its log.
         retention: bounds to apply.
         now: function that returns the store's Unix time in seconds, for the ages of versions and merged entries. None
-            uses the newest modification time in the store. If nothing was written for a while, ages are then too low,
-            and the next pass after a write deletes more.
+            uses the newest modification time in the store, at most this host's time. If nothing was written for a
+            while, ages are then too low, and the next pass after a write deletes more.
 
     Returns:
         Counts of the deleted objects.
@@ -132,7 +135,8 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     if held is None:
         return Retained()
     guards = held.guards()
-    newest = held.newest(leftovers.newest)
+    # A later time is wrong, or this host's clock is behind. Ages that are too low only delay deletions.
+    newest = min(held.newest(leftovers.newest), time.time())
     clock = newest if now is None else now()
     start = _start(held, clock - retention.grace_seconds)
     floor = start if start in held.entries and held.entries[start].kind == "snapshot" else start + 1
@@ -281,7 +285,8 @@ class _Leftovers:
         drafts: objects below ``drafts/``: temporary files from writes to a store in a local directory.
         probes: objects below ``probe/``.
         beats: objects below ``predictors/``.
-        newest: latest modification time of these objects in Unix seconds; 0 if there are none.
+        newest: latest modification time of those whose names this library creates, in Unix seconds; 0 if there are
+            none. Other programs may date their objects as they like.
     """
 
     parts: list[StoredObject]
@@ -299,7 +304,13 @@ class _Leftovers:
     def list(cls, storage: Storage) -> _Leftovers:
         """List these objects in the store."""
         found = [storage.objects(prefix) for prefix in ("parts", "drafts", "probe", "predictors")]
-        times = [stored.modified for each in found for stored in each]
+        patterns = (_PART_NAME, _DRAFT_NAME, _PROBE_NAME, _BEAT_NAME)
+        times = [
+            stored.modified
+            for pattern, each in zip(patterns, found, strict=True)
+            for stored in each
+            if pattern.fullmatch(stored.name)
+        ]
         parts, drafts, probes, beats = found
         return cls(parts, drafts, probes, beats, max(times, default=0.0))
 
@@ -310,7 +321,7 @@ class _Leftovers:
             named: names of the parts that entries list.
             head: newest version. Parts with a higher version in their name are not orphans.
             retention: ages in seconds up to which objects are kept.
-            now: newest modification time in the store, in Unix seconds.
+            now: the store's Unix time in seconds.
         """
 
         def is_old(stored: StoredObject, age: float) -> bool:
