@@ -226,7 +226,7 @@ def exchange(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: tensor for part in every for key, tensor in part.items()}
 
 
-def _renamed(state: dict[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:
+def renamed(state: dict[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:
     """Return a state whose headers have ``old`` replaced by ``new``."""
     changed = {}
     for key, tensor in state.items():
@@ -254,21 +254,21 @@ def damaged(rank: int, world_size: int, path: str) -> dict[str, str]:
         messages = {"note": attempt(lambda: handle.annotate({1, 2}))}
     before = log_state(tracker)
     states = {
-        "version": _renamed(whole, '"version": 1', '"version": 99'),
-        "mode": _renamed(whole, '"embedding"', '"id_only"'),
-        "consumer": _renamed(whole, '["c", ', '["d", '),
-        "table": _renamed(whole, "ec.embeddings.t0", "ec.embeddings.other"),
-        "shape": _renamed(whole, "[17, 8, ", "[18, 8, "),
-        "dtype": _renamed(whole, '8, "float32"', '8, "float16"'),
-        "one rank's consumers": {**mine, **_renamed(other, '["c", ', '["d", ')},
+        "version": renamed(whole, '"version": 1', '"version": 99'),
+        "mode": renamed(whole, '"embedding"', '"id_only"'),
+        "consumer": renamed(whole, '["c", ', '["d", '),
+        "table": renamed(whole, "ec.embeddings.t0", "ec.embeddings.other"),
+        "shape": renamed(whole, "[17, 8, ", "[18, 8, "),
+        "dtype": renamed(whole, '8, "float32"', '8, "float16"'),
+        "one rank's consumers": {**mine, **renamed(other, '["c", ', '["d", ')},
         "part": other,
         "no header": {rows: mine[rows]},
         "a tensor": {key: tensor for key, tensor in whole.items() if key != rows},
         "a length": {**whole, rows: mine[rows][:-1]},
         "an id": {**whole, rows: mine[rows] + 1},
         "not JSON": {**whole, f"rank{rank}of{world_size}/header": torch.zeros(3, dtype=torch.uint8)},
-        "another rank": _renamed(whole, '"world_size": 2', '"world_size": 3'),
-        "a negative count": _renamed(whole, '"num_batches": 1', '"num_batches": -1'),
+        "another rank": renamed(whole, '"world_size": 2', '"world_size": 3'),
+        "a negative count": renamed(whole, '"num_batches": 1', '"num_batches": -1'),
     }
     messages |= {name: attempt(lambda state=state: tracker.load_state_dict(state)) for name, state in states.items()}
     narrow = ModelDeltaTracker(model, CONSUMERS, fqns_to_skip=["t1"], mode=TrackingMode.EMBEDDING)

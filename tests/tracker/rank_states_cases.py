@@ -20,7 +20,7 @@ from delta_tracker import ModelDeltaTracker
 from delta_tracker.integrations.dcp import SavedTracker
 from tests.models import Spec, Table, shard
 from tests.publisher.publishing_cases import attempt
-from tests.tracker.checkpointing_cases import Total
+from tests.tracker.checkpointing_cases import Total, renamed
 
 
 class Average(torchmetrics.Metric):
@@ -253,6 +253,21 @@ def alike_counters(rank: int, world_size: int) -> dict[str, Any]:
         assert source.description() == target.description(), name
         found[name] = [float(counter.seen) for counter in counters]
     return found
+
+
+def damaged_length(rank: int, world_size: int) -> list[str]:
+    """Return the errors of loading a list that is longer in the header than in the part."""
+    model = shard(Spec([Table("t", 6, "row")]))
+    tracker, counter = ModelDeltaTracker(model), Pieces()
+    tracker.register_counter("counter", counter)
+    counter.update(3.0)
+    messages = []
+    for length in (10**5, 10**10):
+        state = renamed(tracker.state_dict(), '"seen.length": 1', f'"seen.length": {length}')
+        messages.append(attempt(partial(tracker.load_state_dict, state)))
+        assert [each.tolist() for each in counter.seen] == [[0, 1, 2]]
+        assert len(messages[-1]) < 1000, len(messages[-1])  # otherwise the next one fills the memory
+    return messages
 
 
 def _summed_average() -> torchmetrics.Metric:

@@ -197,8 +197,11 @@ class _Metric:
         expected = {_COUNT, *self._fields} - lists
         for field in lists:
             length = fields.get(f"{field}.length", 0)
-            if field in self.unmerged and _is_count(length):
-                expected |= {f"{field}.length", *(f"{field}.{place}" for place in range(length))}  # type: ignore[call-overload]
+            if field in self.unmerged and type(length) is int and length >= 0:
+                if length > len(fields):  # checked first: a damaged length can be too large for a set
+                    problem = f"its list {field!r} has {length} tensors, but it has {len(fields)} fields"
+                    raise MalformedStateError(self._name, problem)
+                expected |= {f"{field}.length", *(f"{field}.{place}" for place in range(length))}
             elif field in fields:
                 expected.add(field)
         tensors = {field for field in expected if field != _COUNT and not field.endswith(".length")}
