@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -21,6 +23,7 @@ from torchmetrics.classification import (
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor, Window
+from delta_tracker.monitor.device.across_ranks import merge_ranks
 from delta_tracker.monitor.device.classification import FIGURES, DeviceClassification
 from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean, DeviceSum
 from delta_tracker.monitor.device.syncs import SIMULATED, SyncError, assert_no_sync, find_syncs, held, on_device
@@ -353,6 +356,21 @@ def test_merged_over_ranks(two_ranks: RankPool) -> None:
     assert answers[0]["metric max"] == 8.0
     assert answers[0]["metric mean"] == pytest.approx(5.5)
     assert answers[0]["metric cat"] == pytest.approx(answers[0]["exact cat"])
+
+
+@pytest.mark.parametrize("failing", ["all_reduce", "cpu"])
+def test_a_merge_over_ranks_that_failed_loses_no_value(monitor: Monitor, failing: str) -> None:
+    mean, rows = DeviceMean("mean", monitor=monitor), DeviceCounter("rows", monitor=monitor)
+    with mock.patch.object(dist, "get_backend", return_value="gloo"), mock.patch.object(dist, "all_reduce"):
+        for value in (1.0, 2.0):
+            mean.update(torch.tensor([value, value + 2]))
+            rows.update(3)
+            owner = dist if failing == "all_reduce" else torch.Tensor
+            failure = mock.patch.object(owner, failing, side_effect=RuntimeError("connection lost"))
+            with failure, pytest.raises(RuntimeError, match="lost"):
+                merge_ranks([mean, rows])
+            figures = merge_ranks([mean, rows])
+            assert (figures["mean"].total, figures["mean"].count, figures["rows"].total) == (2 * value + 2, 2, 3)
 
 
 def test_a_merge_over_ranks_takes_no_reading_from_the_collector(two_ranks: RankPool) -> None:

@@ -159,4 +159,17 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="a merge over ranks that failed loses the values of its rank",
+        generator="tests/monitor/test_device.py::test_a_merge_over_ranks_that_failed_loses_no_value",
+        edits={
+            "delta_tracker/monitor/device/across_ranks.py": [
+                (
+                    "    dist.all_reduce(vector, group=group)\n",
+                    "    for stat, each in zip(stats, now, strict=True):\n        stat.set_merged(each)\n"
+                    "    dist.all_reduce(vector, group=group)\n",
+                )
+            ]
+        },
+    ),
 ]

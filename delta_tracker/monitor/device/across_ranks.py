@@ -19,7 +19,7 @@ def merge_ranks(stats: Sequence[Mergeable], group: dist.ProcessGroup | None = No
     """Return the aggregate of each stat over all ranks, for the values recorded since the stat was last merged.
 
     Runs one all-reduce. Every rank must call this function with the same stats in the same order. Waits for the device
-    and for the other ranks.
+    and for the other ranks. If the function raises, the next call merges the values again.
 
     Args:
         stats: the stats to merge.
@@ -38,7 +38,10 @@ def merge_ranks(stats: Sequence[Mergeable], group: dist.ProcessGroup | None = No
     if dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     now = [stat.sums(device) for stat in stats]
-    vector = torch.cat([each - stat.merged_until(each) for stat, each in zip(stats, now, strict=True)])
+    vector = torch.cat([stat.unmerged(each) for stat, each in zip(stats, now, strict=True)])
     dist.all_reduce(vector, group=group)
     parts: Sequence[Tensor] = torch.split(vector.cpu(), [stat.num_sums for stat in stats])
-    return {stat.name: stat.figures(part.tolist()) for stat, part in zip(stats, parts, strict=True)}
+    merged = {stat.name: stat.figures(part.tolist()) for stat, part in zip(stats, parts, strict=True)}
+    for stat, each in zip(stats, now, strict=True):
+        stat.set_merged(each)
+    return merged

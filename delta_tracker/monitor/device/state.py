@@ -79,16 +79,13 @@ class DeviceState(ABC):
                 total += vector.to(device)
             return total
 
-    def merged_until(self, now: Tensor) -> Tensor:
-        """Return the ``[K]`` sums at the last merge across ranks, and store ``now`` for the next merge.
+    def unmerged(self, now: Tensor) -> Tensor:
+        """Return ``now``, the ``[K]`` current sums, minus the sums at the last merge across ranks."""
+        return now if self._merged is None else now - self._merged
 
-        Returns zeros at the first merge.
-
-        Args:
-            now: ``[K]`` current sums.
-        """
-        before, self._merged = self._merged, now
-        return torch.zeros_like(now) if before is None else before
+    def set_merged(self, now: Tensor) -> None:
+        """Store ``now``, the ``[K]`` sums that a merge across ranks has included, for the next :meth:`unmerged`."""
+        self._merged = now
 
     def forget(self) -> None:
         """Drop the sums of every device. Called in a forked child."""
