@@ -25,7 +25,7 @@ from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor import Monitor, Window
 from delta_tracker.monitor.device.across_ranks import merge_ranks
 from delta_tracker.monitor.device.classification import FIGURES, DeviceClassification
-from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean, DeviceSum
+from delta_tracker.monitor.device.metrics import DeviceCounter, DeviceHistogram, DeviceMean, DeviceSum, reader_of
 from delta_tracker.monitor.device.syncs import SIMULATED, SyncError, assert_no_sync, find_syncs, held, on_device
 from delta_tracker.monitor.device.torchmetric import TorchMetric
 from tests.monitor.clocks import ManualClock
@@ -510,6 +510,28 @@ def test_a_stat_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor, ki
         kind("s", monitor=monitor).update(torch.ones(number))
         counts = [window.values.get("count", window.values.get("sum")) for window in _windows(monitor, "s")]
         assert counts == [number]
+
+
+@pytest.mark.parametrize("num_failures", [1, 3])
+def test_a_stat_that_is_deleted_is_read_after_a_copy_that_failed(monitor: Monitor, num_failures: int) -> None:
+    stats = [DeviceSum(name, monitor=monitor) for name in ("kept", "s")]
+    for number in (1.0, 2.0):
+        for stat in stats:
+            stat.update(torch.tensor([number]))
+        if number == 1.0:
+            monitor.collect()
+    alive = weakref.ref(stats.pop())
+    del stat
+    reader = reader_of(monitor)
+    with mock.patch("delta_tracker.monitor.device.state._start_copy", side_effect=MemoryError("pinned")):
+        for _ in range(num_failures):
+            with pytest.raises(MemoryError):
+                reader.read(is_last=False)
+    reader.read(is_last=False)
+    windows = {each.definition.name: each.values.get("sum") for each in monitor.collect().windows}
+    assert (windows.get("kept"), windows.get("s")) == (2.0, 2.0)
+    gc.collect()  # the errors hold frames
+    assert alive() is None
 
 
 def test_a_metric_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor) -> None:

@@ -172,4 +172,14 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="the last values of a deleted device stat are lost if their copy cannot be started",
+        generator="tests/monitor/test_device.py::test_a_stat_that_is_deleted_is_read_after_a_copy_that_failed",
+        edits={
+            "delta_tracker/monitor/device/state.py": [
+                ("deleted = [self.deleted[place] for place", "deleted = [self.deleted.popleft() for _"),
+                ("            for _ in deleted:\n                self.deleted.popleft()\n", ""),
+            ]
+        },
+    ),
 ]

@@ -188,18 +188,24 @@ class DeviceReader(Source):
     def begin(self, epoch_end: EpochEnd | None = None) -> None:
         """Start to copy the sums of all states, each on the CUDA stream that last updated the state.
 
+        The states that were deleted are dropped once their copies are started. If a copy cannot be started, they are
+        kept for the next call.
+
         Args:
             epoch_end: step and epoch if the method is called at the end of an epoch, otherwise None.
         """
         with self.lock:
+            deleted = [self.deleted[place] for place in range(len(self.deleted))]  # a destructor may append meanwhile
             groups: dict[tuple[torch.device, Any], list[DeviceState]] = {}
-            for state in self._alive():
+            for state in self._alive() + deleted:
                 for device in state._vectors:  # noqa: SLF001  reader and state share their fields
                     groups.setdefault((device, state._streams.get(device)), []).append(state)  # noqa: SLF001
             for (device, stream), states in groups.items():
                 vectors = [state._vectors[device] for state in states]  # noqa: SLF001
                 numbers, event = _start_copy(vectors, device, stream)
                 self._copies.append(_Copy(numbers, event, device, states, epoch_end))
+            for _ in deleted:
+                self.deleted.popleft()
 
     def finish(self, *, wait: bool) -> bool:
         """Record the completed copies, oldest first, up to the first one that is pending.
@@ -230,11 +236,9 @@ class DeviceReader(Source):
             state.forget()
 
     def _alive(self) -> list[DeviceState]:
-        """Return the states that exist and, for the last time, those that were deleted since the last call."""
+        """Return the states that were not deleted, and forget the others."""
         found = [each for reference in self._states if (each := reference()) is not None and not each.is_deleted]
         self._states = [weakref.ref(state) for state in found]
-        while self.deleted:
-            found.append(self.deleted.popleft())
         return found
 
     def _absorb(self, copy: _Copy) -> None:
