@@ -177,6 +177,17 @@ def test_weighted_means_are_right(monitor, weights) -> None:
     assert report.values["mean"] == 1.5
 
 
+def test_a_number_as_weight_is_not_rounded_to_float32(monitor) -> None:
+    """The sums are float64. The weight of a number is then the same as on the host."""
+    stat = DeviceMean("s", monitor=monitor)
+    with assert_no_sync():
+        stat.update(on_device(torch.tensor([1.0, 2.0, math.nan], dtype=torch.float64)), 0.1)
+    (report,) = _windows(monitor, "s")
+    aggregate = report.window.aggregate
+    assert (aggregate.total, aggregate.weight) == (0.1 + 0.2, 0.2)
+    assert report.values["mean"] == (0.1 + 0.2) / 0.2
+
+
 def test_nans_are_counted_and_poison_nothing(monitor) -> None:
     stat = DeviceMean("s", monitor=monitor)
     stat.update(torch.tensor([1.0, math.nan, 3.0]), torch.tensor([1.0, 5.0, math.nan]))

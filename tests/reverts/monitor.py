@@ -165,9 +165,8 @@ REVERTS = [
         edits={
             "delta_tracker/monitor/device/across_ranks.py": [
                 (
-                    "    dist.all_reduce(vector, group=group)\n",
-                    "    for stat, each in zip(stats, now, strict=True):\n        stat.set_merged(each)\n"
-                    "    dist.all_reduce(vector, group=group)\n",
+                    "    dist.all_reduce(vector",
+                    "    [a.set_merged(b) for a, b in zip(stats, now)]\n    dist.all_reduce(vector",
                 )
             ]
         },
@@ -179,6 +178,15 @@ REVERTS = [
             "delta_tracker/monitor/device/state.py": [
                 ("deleted = [self.deleted[place] for place", "deleted = [self.deleted.popleft() for _"),
                 ("            for _ in deleted:\n                self.deleted.popleft()\n", ""),
+            ]
+        },
+    ),
+    Revert(
+        defect="a number that is the weight of values on a device is rounded to float32",
+        generator="tests/monitor/test_device.py::test_a_number_as_weight_is_not_rounded_to_float32",
+        edits={
+            "delta_tracker/monitor/device/metrics.py": [
+                ("weight = torch.full((), weight, dtype=dtype, device=value.device)", "weight = float(weight)")
             ]
         },
     ),

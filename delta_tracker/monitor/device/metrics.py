@@ -142,6 +142,9 @@ class DeviceMean(_DeviceStat):
     def _update(self, value: Tensor, weight: Tensor | float) -> None:
         _check(value, weight)
         dtype = sum_dtype(value.device)
+        if not isinstance(weight, Tensor):
+            # As an operand of where(), a number would have the default dtype. full() copies nothing from the host.
+            weight = torch.full((), weight, dtype=dtype, device=value.device)
         weighted = value.to(dtype) * weight
         is_good = weighted.isfinite()
         sums = (
