@@ -588,7 +588,7 @@ def fails_between_collectives(rank: int, world_size: int, url: str) -> list[str]
         publisher = Publisher(tracker, url, cadence=Cadence(batches=1))
         held = empty_model(tracker)
         predictor = Predictor(held, url)
-        for name, exception in itertools.product(["tensor", "frombuffer"], [MemoryError, KeyboardInterrupt]):
+        for name, exception in itertools.product(["from_numpy", "frombuffer"], [MemoryError, KeyboardInterrupt]):
             model(batch(spec, generator)).backward()
             once = _Once(getattr(torch, name), exception)
             num_interrupts = 0
