@@ -44,6 +44,7 @@ from delta_tracker.stream.storage.storage import Storage, Transfer, back_off
 
 _DIGITS = 20  # zero-padded, so that names sort by version, up to 2**63
 _CLAIM_ATTEMPTS = 100  # attempts that may be lost to other publishers
+_ALTERATIONS = 3  # consecutive altered claims that are created; each stays in the log
 _REFUSALS = 5  # attempts at one name that the store refuses, although its listing does not show the name
 _MAX_REFUSED = 16  # malformed entries that are remembered
 _MAX_ENTRY_BYTES = 64 << 20  # a manifest has about 300 bytes per rank and table
@@ -244,9 +245,11 @@ class StreamLog:
         """Claim the stream with the generation after the head's, and return the claim.
 
         If the store is empty, the claim starts a new stream. If the bytes of the claim are altered on the way to a
-        remote store, another claim follows it, because no other publisher may be able to read the altered one.
+        remote store, another claim follows it, because no other publisher may be able to read the altered one. After
+        three consecutive altered claims, which stay in the log, the store or the connection is considered faulty.
 
         Raises:
+            AlteredEntryError: if three consecutive claims were altered on the way to a remote store.
             NameConflictError: if the store refuses to create the next entry, but lists no entry of that name.
             MalformedError: if an entry does not follow the format.
             NotDurableError: if the claim was created, but may be missing after a power loss. The next claim follows it.
@@ -256,6 +259,7 @@ class StreamLog:
         writer = secrets.token_hex(16)
         refused, name = 0, ""
         altered: Manifest | None = None  # own claim whose bytes were altered on the way
+        num_altered = 0  # consecutive altered claims
         for _ in range(_CLAIM_ATTEMPTS):
             head = altered or self.head()
             next_name = entry_name(0 if head is None else head.version + 1)
@@ -277,10 +281,14 @@ class StreamLog:
             except AlteredEntryError as error:
                 altered = replace(entry, xxh3=error.xxh3)
                 altered = altered if self._confirm(altered) else None
+                num_altered += 1
+                if num_altered == _ALTERATIONS:
+                    raise
+                back_off(num_altered)
                 continue
             if claimed is not None:
                 return Claim(self, *claimed, needs_snapshot=altered is not None)
-            altered = None
+            altered, num_altered = None, 0
             back_off(refused + 1)
         raise StorageError(self.storage.url, f"lost {_CLAIM_ATTEMPTS} claims to other publishers, the last for {name}")
 

@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import xxhash
 
 from delta_tracker import Predictor
 from delta_tracker.errors import (
+    AlteredEntryError,
     FencedError,
     MalformedError,
     NameConflictError,
@@ -391,6 +392,47 @@ def test_a_claim_whose_name_is_unavailable_fails(tmp_path: Path, kind: str) -> N
     assert caught.value.name == entry_name(2)
     path.unlink()
     assert Writer(storage).claim.head.version == 2
+
+
+class _Alters(Storage):
+    """A remote store that alters the creations with the numbers in ``altered``, and refuses those in ``refused``."""
+
+    is_remote = True
+    altered: Container[int] = ()
+    refused: Container[int] = ()
+    num_created = 0
+
+    def create(self, name: str, data: bytes) -> bool:
+        self.num_created += 1
+        if self.num_created in self.refused:
+            return False
+        return super().create(name, data + b" " if self.num_created in self.altered else data)
+
+
+def test_a_claim_in_a_store_that_alters_every_write_ends_after_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each altered claim stays in the log, so they must be few; the error says what happened."""
+    pauses: list[int] = []
+    monkeypatch.setattr(log_module, "back_off", pauses.append)
+    storage = _Alters("memory://")
+    storage.altered = range(1000)
+    with pytest.raises(AlteredEntryError, match=r"log/0{19}2.json has other bytes"):
+        StreamLog(storage).claim()
+    assert storage.num_created == len(storage.names("log")) == 3
+    assert pauses == [1, 2]
+
+
+@pytest.mark.parametrize(("altered", "refused", "pauses"), [([1, 2], [], [1, 2]), ([1, 2, 4, 5], [3], [1, 2, 1, 1, 2])])
+def test_a_claim_continues_after_two_altered_ones(
+    monkeypatch: pytest.MonkeyPatch, altered: list[int], refused: list[int], pauses: list[int]
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(log_module, "back_off", found.append)
+    storage = _Alters("memory://")
+    storage.altered, storage.refused = altered, refused
+    claim = StreamLog(storage).claim()
+    assert claim.needs_snapshot
+    assert claim.head.version == len(altered)
+    assert found == pauses
 
 
 @pytest.mark.parametrize(
