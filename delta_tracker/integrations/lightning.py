@@ -61,7 +61,7 @@ class TrackerCallback(Callback):
         """Tracker of the current ``fit``.
 
         Raises:
-            DetachedError: before ``fit`` starts and after it ends.
+            DetachedError: before ``fit`` starts, after it ends, and after :meth:`on_fit_start` raised an error.
         """
         if self._tracker is None:
             raise DetachedError
@@ -80,12 +80,13 @@ class TrackerCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the tracker and restore its saved state, if there is one.
 
-        Then build the publisher if publishing is enabled. All ranks must call this method.
+        Then build the publisher if publishing is enabled. All ranks must call this method. If it raises an error, the
+        tracker is detached.
 
         Raises:
             RankMismatchError: if the trackers or the loaded states of the ranks differ, or if another rank failed.
             RankLostError: if a rank died or did not build its tracker in time.
-            Exception: the error that was raised while the tracker was built or its state loaded.
+            Exception: the error that was raised while the tracker was built, its state loaded, or the publisher built.
         """
         del trainer
         saved = self._saved  # kept until this method succeeds, for a fit after a failed one
@@ -93,6 +94,8 @@ class TrackerCallback(Callback):
         try:
             agree(lambda: self._built(pl_module, saved), group)
             agree(lambda: self._loaded(saved), group)
+            if self._publish is not None:
+                self._publisher = self._publish(self.tracker)
         except BaseException:
             if self._tracker is not None:
                 self._tracker.detach()
@@ -100,8 +103,6 @@ class TrackerCallback(Callback):
             raise
         finally:
             group.close()
-        if self._publish is not None:
-            self._publisher = self._publish(self.tracker)
         self._saved = None
 
     def on_train_batch_end(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from delta_tracker.errors import DetachedError
 from tests.ranks import RankPool
 from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.tracker.checkpoint_files import compare, load, same_weights
@@ -96,7 +97,7 @@ def test_ranks_that_disagree_are_refused_before_training(two_ranks: RankPool, tm
 def test_a_fit_after_a_failed_one_loads_the_state(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     from delta_tracker.integrations import lightning  # noqa: PLC0415  optional
 
-    saved, loaded, closed, failures = {"header": torch.zeros(1)}, [], [], [failing]
+    saved, loaded, closed, detached, failures = {"header": torch.zeros(1)}, [], [], [], [failing]
 
     def attempt(name: str) -> None:
         if name in failures:
@@ -104,10 +105,13 @@ def test_a_fit_after_a_failed_one_loads_the_state(monkeypatch: pytest.MonkeyPatc
             raise ValueError(name)
 
     class Tracker:
-        detach = description = dict
+        description = dict
 
         def __init__(self) -> None:
             attempt("build")
+
+        def detach(self) -> None:
+            detached.append(self)
 
         def load_state_dict(self, state: object) -> None:
             attempt("load")
@@ -121,6 +125,9 @@ def test_a_fit_after_a_failed_one_loads_the_state(monkeypatch: pytest.MonkeyPatc
     callback.on_load_checkpoint(None, None, {"delta_tracker": saved})
     with pytest.raises(ValueError, match=failing):
         callback.on_fit_start(None, None)
+    with pytest.raises(DetachedError):
+        callback.tracker  # noqa: B018
+    assert len(detached) == (failing != "build")
     del loaded[:]
     callback.on_fit_start(None, None)
     assert loaded == [saved]
