@@ -131,7 +131,7 @@ REVERTS = [
                 ("            if self._publish is not None:\n", "            if False:\n"),
                 (
                     "            group.close()\n",
-                    "            group.close()\n        self._publisher = self._publish and self._publish(self.tracker)\n",
+                    "            group.close()\n        self._publisher = self._publish(self.tracker)\n",
                 ),
             ],
         },
