@@ -202,7 +202,8 @@ class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
 class UnknownConsumerError(DeltaTrackerError, LookupError):
     """The tracker does not have the given consumer, or none was given although the tracker has several consumers.
 
-    ``consumer`` is the given name, or None. ``known`` lists the names of all consumers.
+    ``consumer`` is the given name, or None. ``known`` lists the names of all consumers, except those that a publisher
+    adds while it copies a snapshot.
     """
 
     def __init__(self, consumer: str | None, known: Iterable[str]) -> None:

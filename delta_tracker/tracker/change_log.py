@@ -189,6 +189,7 @@ class ChangeLog:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
         """
         with self.lock:
+            self._release_abandoned()
             name = self._consumers.resolve(consumer)
             self.notice_writes(self._stores)
             return self._num_pending(name)
@@ -276,6 +277,7 @@ class ChangeLog:
             UnknownConsumerError: if there is no such consumer, or no name was given and there are several.
         """
         with self.lock:
+            self._release_abandoned()
             return self._consumers.is_behind(self._consumers.resolve(consumer))
 
     def looked_up(self, ids: Mapping[str, Tensor | None]) -> None:

@@ -83,14 +83,17 @@ class ConsumerPositions:
     def resolve(self, name: str | None) -> str:
         """Return ``name`` if a consumer has this name. If ``name`` is None, return the name of the only consumer.
 
+        Transient consumers are found by name only.
+
         Raises:
             UnknownConsumerError: if there is no such consumer, or ``name`` is None and there are several consumers.
         """
-        if name is None and len(self._consumers) == 1:
-            return next(iter(self._consumers))
-        if name is None or name not in self._consumers:
-            raise UnknownConsumerError(name, self._consumers)
-        return name
+        if name is not None and name in self._consumers:
+            return name
+        lasting = [known for known, consumer in self._consumers.items() if not consumer.is_transient]
+        if name is None and len(lasting) == 1:
+            return lasting[0]
+        raise UnknownConsumerError(name, lasting)
 
     def reserve(self, name: str, holder: str | None, *, is_transient: bool = False) -> None:
         """Reserve consumer ``name`` for ``holder``, or end the reservation if ``holder`` is None.

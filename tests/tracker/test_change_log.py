@@ -18,6 +18,7 @@ from delta_tracker.errors import (
     InvalidArgumentError,
     NeedsSnapshotError,
     StaleDeltaError,
+    UnknownConsumerError,
 )
 from delta_tracker.tracker.change_log import ChangeLog, Reading
 from delta_tracker.tracker.row_sets.torch import TorchRows
@@ -308,3 +309,26 @@ def test_a_commit_succeeds_where_memory_runs_out_after_it(monkeypatch: pytest.Mo
         patch.setattr(store, "cut", _raises_memory_error)
         log.seal(sent, commit=True)
     assert log.read("fast").rows["t"].ids.tolist() == []
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+@pytest.mark.parametrize("call", ["num_pending", "is_behind", "resolve"])
+def test_the_only_consumer_needs_no_name_while_a_snapshot_is_copied(call: str, *, is_abandoned: bool) -> None:
+    log = _log(["default"])
+    log.mark("t", torch.tensor([1, 2]))
+    log.add("default (snapshot)", holder="a publisher")
+    if is_abandoned:
+        log.abandoned.append(("default (snapshot)", True))
+    assert getattr(log, call)(None) == {"num_pending": {"t": 2, "u": 0}, "is_behind": False, "resolve": "default"}[call]
+    assert log.consumers == (("default",) if is_abandoned else ("default", "default (snapshot)"))
+    with pytest.raises(UnknownConsumerError, match=r"known consumers: 'default'\."):
+        getattr(log, call)("absent")
+
+
+@pytest.mark.parametrize("call", ["num_pending", "is_behind"])
+def test_an_abandoned_consumer_is_not_found_by_name(call: str) -> None:
+    log = _log(["default"])
+    log.add("default (snapshot)", holder="a publisher")
+    log.abandoned.append(("default (snapshot)", True))
+    with pytest.raises(UnknownConsumerError):
+        getattr(log, call)("default (snapshot)")
