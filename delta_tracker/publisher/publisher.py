@@ -184,9 +184,9 @@ class Publisher:
 
     @property
     def upkeep_error(self) -> Exception | None:
-        """Error of the last run of compaction and retention.
+        """Error of the last compaction or of the last retention.
 
-        None if the run succeeded, if there has been no run yet, or if this rank is not rank 0.
+        None if neither failed, if there has been no run yet, or if this rank is not rank 0.
         """
         return None if self._upkeep is None else self._upkeep.error
 

@@ -278,7 +278,16 @@ REVERTS = [
         defect="a failed pass of the upkeep keeps the rows that it merged",
         generator="tests/stream/test_upkeep.py::test_the_memory_of_a_failed_pass_is_freed",
         edits={
-            "delta_tracker/stream/maintenance/upkeep.py": [("self._error = unraised(error)", "self._error = error")]
+            "delta_tracker/stream/maintenance/upkeep.py": [("step: unraised(error)}", "step: error}")],
+        },
+    ),
+    Revert(
+        defect="a retention pass clears the error of the compactions",
+        generator="tests/stream/test_upkeep.py::test_a_retention_pass_does_not_clear_the_error_of_a_compaction",
+        edits={
+            "delta_tracker/stream/maintenance/upkeep.py": [
+                ("        self._succeed(step)\n        try:\n", "        self._errors = {}\n        try:\n"),
+            ],
         },
     ),
     Revert(

@@ -100,6 +100,58 @@ def test_a_failure_is_logged_once_and_cleared_when_a_pass_succeeds(caplog: pytes
     assert caplog.messages[1:] == ["upkeep recovered: url=memory://"]
 
 
+def test_a_retention_pass_does_not_clear_the_error_of_a_compaction(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Storage):
+        fails_put = True
+        fails_list = False
+
+        def put(self, name, buffers):
+            if self.fails_put and threading.current_thread().name == "upkeep":
+                raise OSError("no space")
+            super().put(name, buffers)
+
+        def objects(self, prefix, *, after=None):
+            if self.fails_list and prefix == "drafts":
+                raise OSError("no route")
+            return super().objects(prefix, after=after)
+
+    storage = Failing("memory://")
+    writer = Writer(storage)
+    upkeep = Upkeep(storage, Retention(), compact_every=4, retain_every=1)
+    writer.snapshot()
+    errors = []
+    with caplog.at_level(logging.WARNING):
+        for row in range(12):  # passes 4, 8 and 12 compact
+            storage.fails_put = row < 10
+            storage.fails_list = row == 5
+            upkeep.after(writer.delta([row]).version)
+            _wait_for_the_pass()
+            errors.append(None if upkeep.error is None else str(upkeep.error))
+    assert errors == [None] * 3 + ["no space"] * 8 + [None]
+    assert caplog.messages == [
+        "upkeep failed, the next pass retries: url=memory:// error=no space",
+        "upkeep failed, the next pass retries: url=memory:// error=no route",
+        "upkeep recovered: url=memory://",
+    ]
+
+
+def test_an_error_to_start_a_pass_ends_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage)
+    upkeep = Upkeep(storage, Retention(), retain_every=1)
+
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        upkeep.after(writer.snapshot().version)
+    assert str(upkeep.error) == "can't start new thread"
+    upkeep.after(writer.delta([1]).version)
+    upkeep.close()
+    assert upkeep.error is None
+
+
 def test_the_memory_of_a_failed_pass_is_freed() -> None:
     class Failing(Storage):
         def put(self, name, buffers):

@@ -18,8 +18,9 @@ _logger = logging.getLogger(__name__)
 class Upkeep:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
-    A pass compacts before it deletes. A failure is kept in :attr:`error` and not raised in the caller. It is logged,
-    unless the preceding pass failed with the same kind of error. The next pass retries.
+    A pass compacts before it deletes, and ends at the first failure. A failure is kept in :attr:`error` and not raised
+    in the caller. It is logged, unless the preceding compaction (or retention) failed with the same kind of error. The
+    next pass retries.
 
     Args:
         storage: store of the stream.
@@ -63,12 +64,18 @@ class Upkeep:
         self._retained: int | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._error: Exception | None = None
+        # What failed ("start", "compaction" or "retention") to its last error. Replaced, never changed, because it is
+        # read while a pass runs.
+        self._errors: dict[str, Exception] = {}
 
     @property
     def error(self) -> Exception | None:
-        """Error of the last pass, without a traceback; None if it succeeded or no pass has run."""
-        return self._error
+        """Error of the last compaction or of the last retention, without a traceback; None if neither failed.
+
+        If both failed, the one that has failed for longer. The error of a compaction remains until a compaction
+        succeeds, even if retention succeeds meanwhile.
+        """
+        return next(iter(self._errors.values()), None)
 
     def after(self, version: int) -> None:
         """Start a pass if one is due after the committed ``version`` and none is running. Never blocks or raises."""
@@ -87,7 +94,7 @@ class Upkeep:
         try:
             thread.start()
         except RuntimeError as error:  # the system cannot start a thread, or the interpreter shuts down
-            self._fail(error)
+            self._fail("start", error)
         else:
             self._thread = thread
 
@@ -106,25 +113,34 @@ class Upkeep:
                 self._thread.join()
 
     def _run(self, compacts: bool, retains: bool) -> None:  # noqa: FBT001  positions of a thread's arguments
+        steps = [("compaction", self._compact)] * compacts + [("retention", self._retain)] * retains
+        step = "start"
+        self._succeed(step)
         try:
             with interruptible(self._stop):
-                self._pass(compacts=compacts, retains=retains)
+                for step, run in steps:
+                    run()
+                    self._succeed(step)
         except Interrupted:
             _logger.info("close() interrupted the upkeep pass: url=%s", self._log.storage.url)
         except Exception as error:  # noqa: BLE001  a failure must not reach training; it is logged and kept
-            self._fail(error)
-        else:
-            if self._error is not None:
-                _logger.warning("upkeep recovered: url=%s", self._log.storage.url)
-            self._error = None
+            self._fail(step, error)
 
-    def _pass(self, *, compacts: bool, retains: bool) -> None:
-        if compacts:
-            compact(self._log, fold=self._fold, max_bytes=self._max_bytes)
-        if retains and self._retention is not None:
+    def _compact(self) -> None:
+        compact(self._log, fold=self._fold, max_bytes=self._max_bytes)
+
+    def _retain(self) -> None:
+        if self._retention is not None:
             retain(self._log, self._retention)
 
-    def _fail(self, error: Exception) -> None:
-        if self._error is None or kind_of(error) != kind_of(self._error):
+    def _succeed(self, step: str) -> None:
+        if step in self._errors:
+            self._errors = {other: error for other, error in self._errors.items() if other != step}
+            if not self._errors:
+                _logger.warning("upkeep recovered: url=%s", self._log.storage.url)
+
+    def _fail(self, step: str, error: Exception) -> None:
+        before = self._errors.get(step)
+        if before is None or kind_of(error) != kind_of(before):
             _logger.warning("upkeep failed, the next pass retries: url=%s error=%s", self._log.storage.url, error)
-        self._error = unraised(error)
+        self._errors = {**self._errors, step: unraised(error)}
