@@ -142,7 +142,7 @@ class StreamCursor:
     def check_for_gap(self) -> None:
         """Raise an error if the next entry was deleted, or if the log was replaced.
 
-        Call this method if :meth:`next` returns None. Lists the log.
+        Call this method if :meth:`next` returns None. Lists the entries from the last applied one on.
 
         Raises:
             MissingVersionError: if the log has versions after the missing entry.
@@ -152,7 +152,7 @@ class StreamCursor:
         if self.place is None:
             return
         held = self.place.link
-        versions = self.log.versions()
+        versions = self.log.versions(after=held.version - 1)  # a long log has many older entries
         head = versions[-1] if versions else -1
         present = self.log.read(held.version) if held.version in versions[-1:] else None
         if head < held.version or (present is not None and present.xxh3 != held.xxh3):
