@@ -37,6 +37,13 @@ class Source(ABC):
             is_last: True for the last collection before the monitor stops. Only then may the method wait for a device.
         """
 
+    def take_over(self, earlier: Source) -> None:  # noqa: B027  most sources keep nothing to record
+        """Record what ``earlier`` has not recorded yet. Called before this source replaces it; must not block.
+
+        Args:
+            earlier: source of the same name. It is not read again.
+        """
+
     def end(self) -> None:  # noqa: B027  most sources need no clean-up
         """Clean up before the source is removed."""
 

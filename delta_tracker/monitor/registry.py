@@ -86,9 +86,15 @@ class Registry:
             return stat
 
     def add_source(self, source: Source) -> None:
-        """Add a source, which is read at every collection. An earlier source of the same name is replaced."""
+        """Add a source, which is read at every collection.
+
+        It replaces an earlier source of the same name and takes over what that one has not recorded yet.
+        """
         with self._lock:
             self.forget_ended()
+            earlier = self._sources.get(source.name)
+            if earlier is not None:
+                source.take_over(earlier)
             self._sources[source.name] = source
 
     def forget_ended(self) -> None:

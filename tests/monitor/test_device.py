@@ -557,3 +557,24 @@ def test_a_metric_that_is_deleted_is_read_once_more_and_freed(monitor: Monitor) 
     assert alive() is None
     TorchMetric("other", torchmetrics.SumMetric(), monitor=monitor)  # removes the sources that have ended
     assert "m" not in [source.name for source in monitor.registry.sources]
+
+
+@pytest.mark.parametrize("is_deleted_first", [True, False])
+def test_a_metric_that_replaces_a_deleted_one_loses_none_of_its_updates(
+    monitor: Monitor, *, is_deleted_first: bool
+) -> None:
+    alive = []
+    stat: TorchMetric | None = None
+    for number in range(1, 4):
+        if is_deleted_first:
+            stat = None
+        stat = TorchMetric("m", torchmetrics.SumMetric(), monitor=monitor)
+        stat.update(float(number))
+        alive.append(weakref.ref(stat))
+    aggregates = [window.window.aggregate for window in _windows(monitor, "m")]
+    assert [(each.count, each.total) for each in aggregates] == [(3, 6.0)]
+    assert [window.values["value"] for window in _windows(monitor, "m")] in ([], [3.0])
+    gc.collect()
+    assert [each() for each in alive] == [None, None, stat]
+    stat.update(4.0)
+    assert [window.values["value"] for window in _windows(monitor, "m")] == [7.0]

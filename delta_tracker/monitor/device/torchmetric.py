@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -92,7 +93,8 @@ class TorchMetric(Source):
     :class:`~delta_tracker.monitor.device.metrics.DeviceMean` or
     :class:`~delta_tracker.monitor.device.classification.DeviceClassification`.
 
-    The monitor holds only a weak reference to this object. An object that is deleted is read once more and freed.
+    The monitor holds only a weak reference to this object. An object that is deleted is read once more and freed, also
+    if another one of the same name exists by then. Of the objects of one name, only the newest is read before.
 
     Args:
         name: name of the gauge.
@@ -318,8 +320,8 @@ class _Reader(Source):
         metric: the object, held by a weak reference.
 
     Attributes:
-        deleted: the object, after it was deleted with updates that were not recorded. Its destructor appends it, which
-            takes no lock.
+        deleted: the object, after it was deleted with updates that were not recorded, and those of earlier readers of
+            the same name, which share the deque. A destructor appends to it, which takes no lock.
     """
 
     def __init__(self, metric: TorchMetric) -> None:
@@ -333,17 +335,28 @@ class _Reader(Source):
         return self._metric() is None and not self.deleted
 
     def read(self, *, is_last: bool) -> None:
-        """Read the object, or free it if it was deleted and its last updates are recorded."""
-        metric = self.deleted[0] if self.deleted else self._metric()
-        if metric is None:
-            return
+        """Read the deleted objects, and free those whose last updates are recorded. Then read the object."""
+        for deleted in list(self.deleted):
+            self._read_deleted(deleted, is_last=is_last)
+        metric = self._metric()
+        if metric is not None:
+            metric.read(is_last=is_last)
+
+    def take_over(self, earlier: Source) -> None:
+        """Also read the objects of an earlier reader after they are deleted."""
+        if isinstance(earlier, _Reader):
+            self.deleted = earlier.deleted
+
+    def _read_deleted(self, metric: TorchMetric, *, is_last: bool) -> None:
+        """Read a deleted object. Free it if its last updates are recorded, or if it raises."""
         has_failed = True
         try:
             metric.read(is_last=is_last)
             has_failed = False
         finally:
-            if self.deleted and (has_failed or not metric._has_news):  # noqa: SLF001  reader of this class
-                self.deleted.clear()
+            if has_failed or not metric._has_news:  # noqa: SLF001  reader of this class
+                with suppress(ValueError):  # an earlier reader that is still running may have removed it
+                    self.deleted.remove(metric)
 
     def after_fork(self) -> None:
         """Prepare the object for use in a forked child. Free it if it was deleted."""
