@@ -126,7 +126,7 @@ class TrackerCallback(Callback):
         """
         del trainer, pl_module
         # A strategy may save on rank 0, or on every rank.
-        checkpoint[_KEY] = self.tracker.state_dict(strategy="gather") or self.tracker.state_dict()
+        checkpoint[_KEY] = self.tracker.state_dict(strategy="gather_or_local")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the publisher and detach the tracker, even if ``fit`` raised an error."""

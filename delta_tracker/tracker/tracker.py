@@ -61,8 +61,8 @@ class ModelDeltaTracker:
 
     A row counts as changed when an update to the row is written, not when the row is looked up. Forward passes under
     ``no_grad`` and outputs that are never backpropagated mark no rows. Reads may happen between any two operations of
-    the training thread; no update is lost. Each rank tracks its own shards. Only reads with ``top_k`` and
-    ``state_dict(strategy="gather")`` are collectives.
+    the training thread; no update is lost. Each rank tracks its own shards. Only reads with ``top_k``, and
+    ``state_dict`` with a strategy that gathers, are collectives.
 
     Tables whose optimizer is not fused (DENSE kernels, DATA_PARALLEL) are compared with a second copy of their rows at
     each read. This is exact for momentum, Adam, weight decay and other ranks' gradients, and takes the memory of the
@@ -619,7 +619,8 @@ class ModelDeltaTracker:
         Args:
             strategy: ``"local"`` returns this rank's part without a collective; every rank saves its own part.
                 ``"gather"`` is a collective, which returns the parts of all ranks on rank 0, and an empty dict on the
-                other ranks.
+                other ranks. ``"gather_or_local"`` is the same collective, but returns this rank's part on the other
+                ranks.
 
         Returns:
             Key to tensor; keys differ between ranks. The format is defined in
@@ -627,7 +628,7 @@ class ModelDeltaTracker:
 
         Raises:
             InvalidArgumentError: if the strategy is unknown, or the state of a counter cannot be saved.
-            RankLostError: if the strategy is ``"gather"`` and a rank died or did not make the call in time.
+            RankLostError: if the strategy is a collective and a rank died or did not make the call in time.
         """
         return self._checkpoint.state_dict(strategy=strategy)
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytorch_lightning as lightning
 import torch
@@ -18,6 +19,7 @@ from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.integrations.lightning import TrackerCallback
 from delta_tracker.publisher.cadence import Cadence
+from delta_tracker.tracker.checkpoint import tracker_checkpoint
 from tests.models import Spec, Table, batch, shard
 from tests.publisher.publishing_cases import assert_equal, attempt, empty_model
 from tests.tracker.checkpointing_cases import dump
@@ -186,6 +188,17 @@ def fit_counting(rank: int, world_size: int, folder: str, every_rank: bool) -> l
         _continue(counts, strategy, 1 + number, path if number else None)
         seen.append(counts.seen)
     return seen
+
+
+def packed_once(rank: int, world_size: int) -> list[Any]:
+    """Save a checkpoint; return how often this rank encoded its state, and the ranks whose parts it has."""
+    callback = TrackerCallback(lambda _: ModelDeltaTracker(shard(Spec([Table("t", 17, "row")]))))
+    callback.on_fit_start(None, None)
+    checkpoint: dict[str, Any] = {}
+    with mock.patch.object(tracker_checkpoint, "pack", wraps=tracker_checkpoint.pack) as pack:
+        callback.on_save_checkpoint(None, None, checkpoint)
+    callback.teardown(None, None, "fit")
+    return [pack.call_count, sorted({key.split("/")[0] for key in checkpoint["delta_tracker"]})]
 
 
 def disagreements(rank: int, world_size: int, folder: str) -> dict[str, str]:

@@ -81,6 +81,12 @@ def _check_states(answers: list[Any]) -> None:
     assert {loaded[1]["sum"] for _, (loaded, _, _) in answers} == {sum(own)}
 
 
+def test_each_rank_encodes_its_state_once_for_a_checkpoint(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(f"{_CASES}:packed_once")
+    assert first == [1, ["rank0of2", "rank1of2"]]
+    assert second == [1, ["rank1of2"]]
+
+
 def test_ranks_that_disagree_are_refused_before_training(two_ranks: RankPool, tmp_path: Path) -> None:
     for rank, messages in enumerate(two_ranks.run(f"{_CASES}:disagreements", folder=str(tmp_path))):
         assert messages["counters"].startswith("RankMismatchError"), messages

@@ -118,7 +118,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(two_ranks: RankPool, tmp_p
         "counters": ("StateMismatchError", "counters [], where ['sum'] is expected"),
         "note": ("InvalidArgumentError", "Pass dicts"),
         "noted consumer": ("UnknownConsumerError", "'x'"),
-        "strategy": ("InvalidArgumentError", "('local', 'gather')"),
+        "strategy": ("InvalidArgumentError", "('local', 'gather', 'gather_or_local')"),
     }
     for rank, messages in enumerate(two_ranks.run(f"{_CASES}:damaged", path=str(tmp_path))):
         for name, (kind, words) in expected.items():

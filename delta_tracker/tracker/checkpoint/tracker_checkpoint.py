@@ -36,7 +36,7 @@ from delta_tracker.types import TrackingMode
 
 _logger = logging.getLogger(__name__)
 
-Strategy = Literal["local", "gather"]
+Strategy = Literal["local", "gather", "gather_or_local"]
 
 
 class Restored(Enum):
@@ -140,7 +140,8 @@ class TrackerCheckpoint:
             return part
         if self._group is None:
             self._group = RankGroup("parts", 'state_dict(strategy="gather")', TORCH_TIMEOUT)
-        return gather_parts(part, self._group)
+        gathered = gather_parts(part, self._group)
+        return part if strategy == "gather_or_local" and rank != 0 else gathered
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""
