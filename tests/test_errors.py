@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -19,6 +21,7 @@ from delta_tracker.errors import (
     MissingExtraError,
     MissingVersionError,
     NameConflictError,
+    PanicError,
     StorageError,
     StreamError,
     TableMismatchError,
@@ -40,15 +43,50 @@ def test_every_error_of_a_stream_is_a_stream_error() -> None:
         HeldVersionError(7, "NaN"),
         MissingExtraError("redis", "redis"),
         NameConflictError("memory://", "log/1", 5),
+        PanicError(FollowEndedError(KeyError("inner"))),
         StorageError("memory://", "No space left on device"),
         TableMismatchError("t", "F32", "F16", ["a", "b"]),
         UnsupportedModuleError({"m": "DMPCollection"}, "Use another"),
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_can_be_sent_to_another_process(error: DeltaTrackerError) -> None:
+@pytest.mark.parametrize("send", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+def test_errors_can_be_sent_to_another_process(
+    error: DeltaTrackerError, send: Callable[[BaseException], BaseException]
+) -> None:
+    received, sent = send(error), error
+    assert received is not error
+    while True:
+        assert (type(received), str(received), vars(received)) == (type(sent), str(sent), vars(sent))
+        if sent.__cause__ is None:
+            break
+        received, sent = received.__cause__, sent.__cause__
+    assert received.__cause__ is None
+
+
+class _Unsendable(BaseException):
+    """An error that pickle and copy cannot build again, because its constructor takes other arguments."""
+
+    def __init__(self, number: int, *, reason: str) -> None:
+        super().__init__(f"{number}: {reason}")
+
+
+class _Local(BaseException):
+    """An error that holds an object that pickle refuses."""
+
+    def __init__(self) -> None:
+        super().__init__(threading.Lock())
+
+
+@pytest.mark.parametrize("kind", [FollowEndedError, PanicError])
+@pytest.mark.parametrize("cause", [_Unsendable(1, reason="x"), _Local()], ids=lambda cause: type(cause).__name__)
+def test_an_error_can_be_sent_if_its_cause_cannot(
+    kind: type[FollowEndedError | PanicError], cause: BaseException
+) -> None:
+    error = kind(cause)
     received = pickle.loads(pickle.dumps(error))
-    assert (type(received), str(received), vars(received)) == (type(error), str(error), vars(error))
+    assert (type(received), str(received), received.__cause__) == (kind, str(error), None)
+    assert copy.copy(error).__cause__ is cause
 
 
 class _Rows:

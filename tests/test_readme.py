@@ -117,7 +117,7 @@ def _rows(document: Path, title: str) -> set[str]:
 
 
 def test_every_error_has_a_cause_and_a_remedy() -> None:
-    bases = {errors.DeltaTrackerError, errors.CheckpointError, errors.StreamError}
+    bases = {errors.DeltaTrackerError, errors.CheckpointError, errors.StreamError, errors._CausedError}
     raised = {
         name
         for name, kind in vars(errors).items()

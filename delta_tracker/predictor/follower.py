@@ -245,9 +245,10 @@ class Follower:
             except Interrupted:
                 raise
             except BaseException as error:  # noqa: BLE001  a thread has no caller that could handle it
+                what = _described(error)  # first, because unraised() removes the traceback of an error it cannot copy
                 self.error = ended = unraised(FollowEndedError(error))
                 url = self._cursor.log.storage.url
-                _logger.error("predictor stopped following %s: %s", url, _described(error))  # noqa: TRY400  see _described
+                _logger.error("predictor stopped following %s: %s", url, what)  # noqa: TRY400  see _described
                 self._survives(lambda: self._beat(is_last=True))
                 self.error = ended
 

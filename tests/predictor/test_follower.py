@@ -232,6 +232,32 @@ def test_an_error_that_ends_the_thread_is_recorded(
     predictor.stop()
 
 
+class _UncopiableError(BaseException):
+    """An error that cannot be copied, because its constructor takes other arguments."""
+
+    def __init__(self, number: int, *, reason: str) -> None:
+        super().__init__(f"{number}: {reason}")
+
+
+def test_an_error_that_ends_the_thread_is_logged_with_its_place(
+    writer: Writer, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = Breakable.of(writer.model()[FQN])
+
+    def write(number: int) -> None:
+        raise _UncopiableError(7, reason="enough")
+
+    target.before_write = write
+    predictor = Predictor({FQN: target}, writer.storage)
+    predictor.follow(poll_seconds=0.001)
+    eventually(lambda: not any(thread.name == "predictor" for thread in threading.enumerate()))
+    with pytest.raises(StreamError, match="7: enough"):
+        predictor.stop()
+    place = f"({__file__}:{write.__code__.co_firstlineno + 1})"
+    (message,) = [each.getMessage() for each in caplog.records if "stopped following" in each.getMessage()]
+    assert message.endswith(f"_UncopiableError: 7: enough {place}")
+
+
 class _Greedy(RowTarget):
     """A target whose error's traceback keeps its arguments alive, like that of any target that raises."""
 

@@ -151,4 +151,18 @@ REVERTS = [
         generator="tests/predictor/test_follower.py::test_a_malformed_entry_is_logged_once_while_it_delays_the_predictor",
         edits={"delta_tracker/stream/cursor.py": [("            self._skipped.add(key)\n", "")]},
     ),
+    Revert(
+        defect="an error that ends follow() and cannot be copied is logged without its place",
+        generator="tests/predictor/test_follower.py::test_an_error_that_ends_the_thread_is_logged_with_its_place",
+        edits={
+            "delta_tracker/predictor/follower.py": [
+                ('following %s: %s", url, what)', 'following %s: %s", url, _described(error))')
+            ]
+        },
+    ),
+    Revert(
+        defect="an error that is sent to another process loses its cause",
+        generator="tests/test_errors.py::test_errors_can_be_sent_to_another_process",
+        edits={"delta_tracker/errors.py": [("vars(self), _picklable(self.__cause__)", "vars(self), None")]},
+    ),
 ]
