@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -14,6 +17,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -579,6 +584,90 @@ def test_a_listing_scans_each_directory_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "scandir", record)
     assert storage.names("log") == [f"log/{number}/x" for number in range(num_directories)]
     assert len(scanned) == 1 + num_directories
+
+
+class _Entries:
+    """A scan of a directory in which the status of one name fails."""
+
+    def __init__(self, entries: Any, name: str, code: int) -> None:
+        self._entries, self._name, self._code = entries, name, code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entries.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        for entry in self._entries:
+            stat = functools.partial(self._fail, entry.path) if entry.name == self._name else entry.stat
+            yield SimpleNamespace(name=entry.name, is_file=entry.is_file, is_symlink=entry.is_symlink, stat=stat)
+
+    def _fail(self, path: str) -> None:
+        raise OSError(self._code, os.strerror(self._code), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "is_skipped"),
+    [
+        ("log/3", errno.ENOENT, True),  # deleted meanwhile
+        ("log/3", errno.EIO, False),
+        ("log/3", errno.ESTALE, False),
+        ("log/3", errno.EACCES, False),  # the listed directory may not be searched
+        ("log/link", errno.ELOOP, True),
+        ("log/link", errno.ENOTDIR, True),
+        ("log/link", errno.EACCES, True),  # leads into a directory that may not be searched
+        ("log/link", errno.EIO, False),
+        ("log/below/2", errno.EACCES, True),
+        ("log/below/2", errno.EIO, False),
+        ("log/below", errno.ENOENT, True),
+        ("log/below", errno.EIO, False),
+    ],
+)
+def test_a_listing_that_may_lack_an_object_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, *, is_skipped: bool
+) -> None:
+    """A head that is missing from a listing could make a late claim look like part of the log."""
+    storage = Storage(tmp_path.as_uri())
+    for each in ("log/1", "log/3", "log/below/2"):
+        storage.create(each, b"x")
+    (tmp_path / "log" / "link").symlink_to("1")
+    folder, _, last = name.rpartition("/")
+    scandir = os.scandir
+
+    def scan(path: str) -> Any:
+        entries = scandir(path)
+        return _Entries(entries, last, code) if os.fspath(path).endswith(folder) else entries
+
+    assert (everything := storage.names("log")) == ["log/1", "log/3", "log/below/2", "log/link"]
+    monkeypatch.setattr(os, "scandir", scan)
+    if is_skipped:
+        assert storage.names("log") == [each for each in everything if not each.startswith(name)]
+    else:
+        with pytest.raises(StorageError, match=re.escape(os.strerror(code))):
+            storage.names("log")
+
+
+@pytest.mark.parametrize(("code", "is_skipped"), [(errno.ENOENT, True), (errno.EACCES, True), (errno.EIO, False)])
+def test_a_listing_passes_over_folders_that_vanish_or_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, *, is_skipped: bool
+) -> None:
+    storage = Storage(tmp_path.as_uri())
+    for name in ("log/1", "log/below/2"):
+        storage.create(name, b"x")
+    scandir = os.scandir
+
+    def fail(path: str) -> Any:
+        if os.fspath(path).endswith("log/below"):
+            raise OSError(code, os.strerror(code), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    if is_skipped:
+        assert storage.names("log") == ["log/1"]
+    else:
+        with pytest.raises(StorageError, match="Input/output error"):
+            storage.names("log")
 
 
 def test_a_listing_passes_over_unreadable_folders_but_not_over_its_own(

@@ -6,6 +6,7 @@ requests the next one, so the buffers would have to be copied.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import os
@@ -18,6 +19,8 @@ from pathlib import Path
 CHUNK_BYTES = 4 << 20
 # Start writeback to the disk after this many bytes, which shortens the fsync at the end.
 _EARLY_BYTES = 16 << 20
+# Errors of a link that leads to no file: a circle, or a name that is too long.
+_NOWHERE = (errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def write_file(
@@ -173,7 +176,8 @@ def list_files(directory: Path, prefix: str, after: str) -> list[tuple[str, os.s
         The path of each file, relative to ``directory`` and with forward slashes, and the file's status.
 
     Raises:
-        OSError: if the listed directory cannot be read.
+        OSError: if the listed directory, or the status of a file or subdirectory, cannot be read. A file must not be
+            missing from the result because of a failure: the entry before it would look like the head.
     """
     root = os.fspath(directory)
     found = []
@@ -197,12 +201,13 @@ def list_files(directory: Path, prefix: str, after: str) -> list[tuple[str, os.s
 def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> list[tuple[str, os.stat_result]]:
     """Return the paths in a directory and their status, except links to directories.
 
-    The result is empty if the directory cannot be read and ``may_fail`` is True.
+    If ``may_fail`` is True, the result lacks what this process has no permission to read, and is empty if the directory
+    does not exist.
     """
     found: list[tuple[str, os.stat_result]] = []
     try:
         entries = os.scandir(f"{root}/{folder}")
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         if may_fail:
             return found
         raise
@@ -211,13 +216,32 @@ def _scan(root: str, folder: str, after: str, *, may_fail: bool) -> list[tuple[s
             name = f"{folder}/{entry.name}"
             if name <= after and entry.is_file(follow_symlinks=False):
                 continue  # its status is not needed
-            try:
-                status = entry.stat()
-            except OSError:  # deleted meanwhile, or a link that leads nowhere
+            status = _status(entry, may_fail=may_fail)
+            if status is None:
                 continue
             if not (entry.is_symlink() and stat.S_ISDIR(status.st_mode)):
                 found.append((name, status))
     return found
+
+
+def _status(entry: os.DirEntry[str], *, may_fail: bool) -> os.stat_result | None:
+    """Return the status of an entry of a directory. Return None if it was deleted or is a link that leads nowhere.
+
+    A link into a directory that may not be searched leads nowhere. If the entry is not a link, the scanned directory
+    may not be searched: the result is then None only if ``may_fail`` is True.
+    """
+    try:
+        return entry.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError:
+        if may_fail or entry.is_symlink():
+            return None
+        raise
+    except OSError as error:
+        if error.errno in _NOWHERE:
+            return None
+        raise
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:

@@ -366,11 +366,11 @@ class Storage:
         """Return all objects in the directory ``prefix`` and its subdirectories, sorted by name.
 
         If ``after`` is given, only objects whose names sort after it are returned. In a local directory, files whose
-        names no method accepts, links that lead nowhere or to a directory below ``prefix``, and unreadable
-        subdirectories are skipped. Links to files are followed.
+        names no method accepts, links that lead nowhere or to a directory below ``prefix``, and subdirectories and
+        targets of links that this process has no permission to read are skipped. Links to files are followed.
 
         Raises:
-            StorageError: if the store cannot be listed.
+            StorageError: if the store cannot be listed, or the status of an object cannot be read.
         """
         check_name("prefix", prefix)
         if after is not None:
