@@ -19,9 +19,12 @@ class StoreClock:
 
     - The store's time is not before any modification time.
     - If an object was not modified yet when the reader looked last, its modification time is not before that look.
-      This requires two looks: a process that looks only once cannot detect that its clock is ahead.
+      This requires two looks: a process that looks only once cannot detect that its clock is ahead. It also requires
+      that objects are dated when they become visible. A local store dates them just before.
 
-    The estimate is exact to the time between two looks, plus one second. Not thread-safe.
+    The estimate is exact to the time between two looks, plus one second. If a writer is suspended after it dated a
+    local object and before the object is visible, the estimate may be too low by the time of the suspension. Not
+    thread-safe.
 
     Args:
         clock: function that returns the reader's Unix time in seconds.

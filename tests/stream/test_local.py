@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
+import time
 from pathlib import Path
 
 import pytest
 
 from delta_tracker.stream.storage import local as files
 from delta_tracker.stream.storage.local import make_directory, write_file
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.stream.store_clock import StoreClock
 
 
 @pytest.mark.parametrize("fsync", [True, False])
@@ -33,6 +37,33 @@ def test_writeback_starts_early_for_synced_files_only(
     assert told == list(itertools.pairwise(edges)), "gaps, or bytes told of twice"
     assert all(end - begin >= 16 for begin, end in told)
     assert (edges[-1] > 80) == fsync
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_slow_sync_does_not_date_a_file_before_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """A reader that looked during the sync did not see the file, so it was modified after that look."""
+    store = Storage(tmp_path.as_uri())
+    clock = StoreClock()
+    store.replace("log/0", b"first")
+    fsync = os.fsync
+
+    def look() -> None:
+        began = clock.reader_time()
+        clock.saw("log", [each.modified for each in store.objects("log")], began=began)
+
+    def slow(descriptor: int) -> None:
+        fsync(descriptor)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.utime(descriptor, (time.time() - 70, time.time() - 70))  # the bytes were written 70 s ago
+            look()
+
+    monkeypatch.setattr(os, "fsync", slow)
+    os.utime(tmp_path / "log" / "0", (time.time() - 140, time.time() - 140))
+    assert write_file(tmp_path, "log/1", [memoryview(b"x")], overwrite=overwrite, fsync=True)
+    look()
+    assert clock.offset == 0.0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

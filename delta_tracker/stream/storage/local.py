@@ -44,7 +44,9 @@ def write_file(
         buffers: contents of the file.
         overwrite: True to replace an existing file of this name.
         fsync: True to flush the bytes to disk before the file is renamed. If False, the system decides when the bytes
-            reach the disk. In both cases, :func:`sync_names` flushes the new name.
+            reach the disk. In both cases, :func:`sync_names` flushes the new name. The flush may take long, so the file
+            is dated after it: a reader that saw no such file looked before its modification time. This time is not
+            flushed. If a power loss undoes it, the file is dated before the flush, and only ages are wrong by as much.
         check: called before the first change and before the file is renamed. It raises an error if ``directory`` was
             replaced. If it is replaced after the second call, the renaming fails, because the temporary file is not in
             the new directory.
@@ -77,6 +79,7 @@ def write_file(
                     begin = end
             if fsync:
                 os.fsync(descriptor)
+                os.utime(descriptor)  # the flush may have taken long; needs no flush itself, see above
         finally:
             os.close(descriptor)
         check()
