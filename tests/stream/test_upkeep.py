@@ -135,6 +135,26 @@ def test_a_retention_pass_does_not_clear_the_error_of_a_compaction(caplog: pytes
     ]
 
 
+def test_versions_are_removed_although_the_compaction_before_fails() -> None:
+    class Full(Storage):
+        def put(self, name, buffers):
+            if threading.current_thread().name == "upkeep":
+                raise OSError("no space")
+            super().put(name, buffers)
+
+    storage = Full("memory://")
+    writer = Writer(storage)
+    writer.snapshot()
+    upkeep = Upkeep(storage, Retention(versions=1, grace_seconds=0), compact_every=4, retain_every=4)
+    for row in range(12):  # the passes after every fourth version compact and retain
+        if row == 4:
+            writer.snapshot()
+        upkeep.after(writer.delta([row]).version)
+        _wait_for_the_pass()
+    assert str(upkeep.error) == "no space"
+    assert StreamLog(storage).versions()[:2] > [0, 2]  # the claim is kept
+
+
 def test_an_error_to_start_a_pass_ends_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage("memory://")
     writer = Writer(storage)

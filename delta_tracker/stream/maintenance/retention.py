@@ -18,9 +18,9 @@ passes. Retention and compactions delete only objects that no reader will need.
 All ages use the store's clock: they are the modification time of the newest object minus that of the object, so a wrong
 clock of a publisher has no effect. Only objects whose names this library creates count. A modification time after this
 host's time counts as this host's time: an object that is dated in the future expires nothing early, and a clock of this
-host that is behind only delays deletions. An *orphan* is an object that no process needs any more: a
-part that no entry names, the draft of an interrupted write, the object of an interrupted probe, or the heartbeat of a
-predictor that has ended.
+host that is behind only delays deletions. An *orphan* is an object that no process needs any more: a part that no entry
+names, the draft of an interrupted write, the object of an interrupted probe, or the heartbeat of a predictor that has
+ended.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from delta_tracker.errors import InvalidArgumentError, kind_of, unraised
 from delta_tracker.stream.interruption import Interrupted, interruptible
@@ -18,9 +19,9 @@ _logger = logging.getLogger(__name__)
 class Upkeep:
     """Runner of compaction and retention in a background thread, one pass at a time. Not thread-safe.
 
-    A pass compacts before it deletes, and ends at the first failure. A failure is kept in :attr:`error` and not raised
-    in the caller. It is logged, unless the preceding compaction (or retention) failed with the same kind of error. The
-    next pass retries.
+    A pass compacts before it deletes, and deletes even if the compaction failed. A failure is kept in :attr:`error` and
+    not raised in the caller. It is logged, unless the preceding compaction (or retention) failed with the same kind of
+    error. The next pass retries.
 
     Args:
         storage: store of the stream.
@@ -114,17 +115,29 @@ class Upkeep:
 
     def _run(self, compacts: bool, retains: bool) -> None:  # noqa: FBT001  positions of a thread's arguments
         steps = [("compaction", self._compact)] * compacts + [("retention", self._retain)] * retains
-        step = "start"
-        self._succeed(step)
+        self._succeed("start")
         try:
             with interruptible(self._stop):
                 for step, run in steps:
-                    run()
-                    self._succeed(step)
+                    self._try(step, run)
         except Interrupted:
             _logger.info("close() interrupted the upkeep pass: url=%s", self._log.storage.url)
         except Exception as error:  # noqa: BLE001  a failure must not reach training; it is logged and kept
+            self._fail("start", error)
+
+    def _try(self, step: str, run: Callable[[], None]) -> None:
+        """Run one step of a pass. Its error does not keep the next step from running: a store without space needs it.
+
+        Args:
+            step: key of the step in ``_errors``.
+            run: the step.
+        """
+        try:
+            run()
+        except Exception as error:  # noqa: BLE001  a failure must not reach training; it is logged and kept
             self._fail(step, error)
+        else:
+            self._succeed(step)
 
     def _compact(self) -> None:
         compact(self._log, fold=self._fold, max_bytes=self._max_bytes)
