@@ -1,0 +1,135 @@
+"""Queues of operations, one for each stream, and the order in which the operations run."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+class Operation:
+    """Operation in the queue of a stream.
+
+    Args:
+        run: function that does the work; None for a wait.
+        after: operations of other streams that must have run before.
+    """
+
+    __slots__ = ("after", "is_done", "queue", "run")
+
+    def __init__(self, queue: Queue, run: Callable[[], None] | None, after: Iterable[Operation] = ()) -> None:
+        self.queue = queue
+        self.run = run
+        self.after = [each for each in after if not each.is_done]
+        self.is_done = False
+
+    @property
+    def is_ready(self) -> bool:
+        """True if all operations of other queues that this operation waits for have run."""
+        return all(each.is_done for each in self.after)
+
+
+class Queue:
+    """Operations of one stream that have not run.
+
+    Args:
+        weight: how often the scheduler prefers this queue to others.
+    """
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.pending: deque[Operation] = deque()
+        self.last: Operation | None = None  # newest operation, which may have run
+
+
+class Scheduler:
+    """Chooses the order of operations. An order is legal if each queue is in order and each wait is respected.
+
+    The seed chooses one of several kinds of order: operations run at once, as late as possible, or in between; and some
+    streams are much slower than others.
+
+    Args:
+        seed: seed of all choices.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self._fault: BaseException | None = None  # error of an operation; like CUDA's, it is raised by each later wait
+        self._is_running = False
+        self._queues: list[Queue] = []
+        self._eagerness = self.random.choice([0.0, 0.0, 0.2, 0.5, 0.9])
+
+    def queue(self) -> Queue:
+        """Return the queue of a new stream."""
+        with self.lock:
+            queue = Queue(10 ** self.random.uniform(-3, 0))
+            self._queues.append(queue)
+            return queue
+
+    def append(self, queue: Queue, run: Callable[[], None] | None, after: Iterable[Operation] = ()) -> Operation:
+        """Append an operation to a queue, then run some operations if the seed says so."""
+        with self.lock:
+            operation = Operation(queue, run, after)
+            queue.pending.append(operation)
+            queue.last = operation
+            while self.random.random() < self._eagerness and self._run_one(self._queues):
+                pass
+            return operation
+
+    def wait(self, operation: Operation | None) -> None:
+        """Run an operation and all operations before it, as a host does that waits for it; and some others."""
+        with self.lock:
+            while operation is not None and not operation.is_done:
+                needed = self._needed(operation)
+                is_eager = self.random.random() < self._eagerness
+                assert self._run_one(self._queues if is_eager else needed), "an operation waits for itself"
+            self._raise_fault()
+
+    def drain(self) -> None:
+        """Run all operations."""
+        with self.lock:
+            while self._run_one(self._queues):
+                pass
+            self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    def _needed(self, operation: Operation) -> list[Queue]:
+        """Return queues whose first operation must run before ``operation`` and is ready."""
+        found, seen, waiting = [], set(), [operation.queue]
+        while waiting:
+            queue = waiting.pop()
+            if queue in seen:
+                continue
+            seen.add(queue)
+            blockers = [each.queue for each in queue.pending[0].after if not each.is_done]
+            waiting += blockers
+            if not blockers:
+                found.append(queue)
+        return found
+
+    def _run_one(self, queues: list[Queue]) -> bool:
+        """Run the first operation of one of the queues. Return False if none is ready."""
+        ready = [queue for queue in queues if queue.pending and queue.pending[0].is_ready]
+        if not ready or self._is_running:  # an operation that frees memory appends another one
+            return False
+        queue = self.random.choices(ready, [each.weight for each in ready])[0]
+        operation = queue.pending.popleft()
+        self._is_running = True
+        try:
+            if operation.run is not None:
+                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                    operation.run()
+        except Exception as error:  # noqa: BLE001  whatever the operation raises
+            self._fault = self._fault or error
+        finally:
+            self._is_running = False
+            operation.is_done = True
+            operation.run, operation.after = None, []
+        return True
