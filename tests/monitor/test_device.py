@@ -96,6 +96,41 @@ def test_calls_that_do_not_wait_are_not_detected(call) -> None:
         assert torch.equal(held(result), expected)
 
 
+_WITH_A_NUMBER = {
+    "where": lambda x, number: torch.where(x > 1, x, number),
+    "where, the other way": lambda x, number: torch.where(x > 1, number, x),
+    "where, its condition": lambda x, number: torch.where(number > 1, x, x),
+    "index_put": lambda x, number: x.clone().index_put_((x.long().clamp(0, 2),), number),
+    "index": lambda x, number: torch.ops.aten.index(x, [number.long()]),
+}
+
+
+@pytest.mark.xfail(strict=True, reason="torch copies or reads the number inside the operation")
+@pytest.mark.parametrize("call", _WITH_A_NUMBER.values(), ids=_WITH_A_NUMBER)
+def test_numbers_from_the_host_that_torch_copies_are_detected(call) -> None:
+    """torch copies a zero-dimensional CPU tensor to the device here, and waits. Arithmetic reads it on the host."""
+    with find_syncs() as found:
+        call(on_device(torch.tensor([1.0, 2, 3])), torch.tensor(2.0))
+    assert len(found) == 1
+
+
+_FILLED = {
+    "masked_fill": lambda x, number: x.masked_fill(x > 1, number),
+    "masked_fill_": lambda x, number: x.clone().masked_fill_(x > 1, number),
+    "index_fill_": lambda x, number: x.clone().index_fill_(0, x.long().clamp(0, 2), number),
+}
+
+
+@pytest.mark.xfail(strict=True, reason="torch copies or reads the number inside the operation")
+@pytest.mark.parametrize("call", _FILLED.values(), ids=_FILLED)
+def test_numbers_on_the_device_that_torch_reads_to_fill_with_are_detected(call) -> None:
+    x = on_device(torch.tensor([1.0, 2, 3]))
+    for number, waits in ((on_device(torch.tensor(2.0)), True), (torch.tensor(2.0), False), (2.0, False)):
+        with find_syncs() as found:
+            call(x, number)
+        assert bool(found) == waits, number
+
+
 def test_copies_of_ordinary_memory_to_the_device_wait() -> None:
     for copy in (lambda: torch.as_tensor(1.0, device=SIMULATED), lambda: torch.ones(3).to(SIMULATED)):
         with find_syncs() as found:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from delta_tracker import TopK
 from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.monitor.device.syncs import find_syncs, held, on_device
 from delta_tracker.tracker.top_k import AllRanks, Candidates, _ordered_keys, choose
 from tests.ranks import RankPool
 
@@ -109,6 +110,36 @@ def test_the_agreed_choice_is_the_sorted_one(world_size: int, budget: dict[str, 
         expected = sorted_choice(top_k, ranks)
         assert [{fqn: mask.tolist() for fqn, mask in answer.items()} for answer in answers] == expected
         assert num_collectives <= 5
+
+
+def _claimed(table: Candidates) -> Candidates:
+    return Candidates(on_device(table.scores), on_device(table.is_due), table.row_bytes)
+
+
+@pytest.mark.parametrize("budget", [{"rows": 7}, {"fraction": 0.3}, {"fraction": 1.0}, {"num_bytes": 200}])
+@pytest.mark.parametrize("per_table", [False, True])
+def test_the_choice_on_a_device_is_the_sorted_one(budget: dict[str, Any], per_table: bool) -> None:
+    draw = random.Random(0)
+    top_k = TopK(**budget, per_table=per_table)
+    for _ in range(15):
+        values = draw.choice([[0.0, 1.0], [-2.5, -1.0, 0.0, 3.5, float("inf")], [draw.gauss(0, 1) for _ in range(99)]])
+        rank = {fqn: _candidates(draw, draw.choice([0, 1, 5, 20]), 24, values) for fqn in _FQNS}
+        with find_syncs():
+            answer = choose(top_k, {fqn: _claimed(table) for fqn, table in rank.items()}, _FQNS, AllRanks())
+        assert [{fqn: held(mask).tolist() for fqn, mask in answer.items()}] == sorted_choice(top_k, [rank])
+
+
+@pytest.mark.xfail(strict=True, reason="all keys are copied to the host three times per table")
+def test_a_choice_on_a_device_waits_equally_often_for_any_number_of_tables() -> None:
+    draw = random.Random(0)
+    counts = []
+    for num_tables in (1, 10):
+        tables = {f"t{number}": _candidates(draw, 50, 24, [-1.0, 0.5, 2.0]) for number in range(num_tables)}
+        with find_syncs() as found:
+            tables = {fqn: _claimed(table) for fqn, table in tables.items()}
+            choose(TopK(rows=20), tables, list(tables), AllRanks())
+        counts.append(len(found))
+    assert counts[0] == counts[1] <= 5
 
 
 def test_rows_of_different_cost_share_a_budget_in_bytes() -> None:
