@@ -74,6 +74,7 @@ _TESTED_THROUGH = {
     "tracker.delta_reader": "tracker.test_tracker",
     "tracker.log_state": "tracker.test_checkpoint",
     "tracker.lookup_recorder": "tracker.test_seed_interface",
+    "tracker.store.host_copy": "tracker.test_old_states",
     "tracker.store.make_store": "tracker.test_tracker",
     "tracker.tracked_model": "tracker.test_tracker",
 }

@@ -84,3 +84,25 @@ def test_stores(engine: str, with_states: bool) -> None:
         store.mark(ids, is_written=True)
         store.cut(1)
     assert store.changed(0, 1).ids.tolist() == sorted(set(ids.tolist()))
+
+
+@pytest.mark.parametrize("max_device_bytes", [0, 1 << 30])
+def test_old_states_take_the_memory_of_their_rows(max_device_bytes: int) -> None:
+    weights = torch.rand(1_000_000, 64, device="cuda")
+    store = SegmentStore(
+        len(weights), "cuda", old_states=lambda ids: weights.index_select(0, ids), max_device_bytes=max_device_bytes
+    )
+    batches = [torch.randint(0, 200_000, (65_536,), device="cuda") for _ in range(40)]
+    rows = torch.cat(batches).unique()
+    store.open_batch(-1, batches[0])  # the first one allocates
+    torch.cuda.synchronize()
+    with _no_sync():
+        for batch, ids in enumerate(batches):
+            store.open_batch(batch, ids)
+            store.close_batch(batch)
+    torch.cuda.synchronize()
+    store.cut(1)
+    changed = store.changed(0, 1)
+    assert torch.equal(changed.ids, rows)
+    assert torch.equal(changed.states, weights[rows])
+    assert store.log_bytes <= len(weights) + len(rows) * (8 + 64 * 4) * 8 / 7 + (1 << 20)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.reverts.revert import Revert
 
+_OLD_STATES = "delta_tracker/tracker/store/old_states.py"
+
 REVERTS = [
     Revert(
         defect="a cut does not mark open rows again",
@@ -257,6 +259,62 @@ REVERTS = [
             "delta_tracker/tracker/consumer_positions.py": [
                 ("self._consumers.items() if not consumer.is_transient]", "self._consumers.items()]")
             ]
+        },
+    ),
+    Revert(
+        defect="a block of old states on a device keeps its padding",
+        generator="tests/tracker/test_old_states.py::test_blocks_are_trimmed_to_their_rows",
+        edits={
+            _OLD_STATES: [
+                ("            if not self.is_open and lowest < _FULL * len(self._ids):", "            if False:")
+            ]
+        },
+    ),
+    Revert(
+        defect="old states on a device reserve memory for more rows than the table has",
+        generator="tests/tracker/test_segments.py::test_old_states_on_a_device_take_the_memory_of_their_rows",
+        edits={
+            _OLD_STATES: [("Block(min(capacity, self._num_rows - known), ids, states)", "Block(capacity, ids, states)")]
+        },
+    ),
+    Revert(
+        defect="a read waits once for each block of old states on a device",
+        generator="tests/tracker/test_old_states.py::test_blocks_are_trimmed_to_their_rows",
+        edits={
+            _OLD_STATES: [
+                ("torch.cat([block.count for block in blocks]).tolist()", "[int(block.count) for block in blocks]"),
+            ]
+        },
+    ),
+    Revert(
+        defect="old states stay on the device whatever they take",
+        generator="tests/tracker/test_old_states.py::test_old_blocks_are_spilled",
+        edits={"delta_tracker/tracker/store/segments.py": [("            left -= states.spill(max(0, left))\n", "")]},
+    ),
+    Revert(
+        defect="the number of rows in a block is taken from a copy that is not complete",
+        generator="tests/tracker/test_old_states.py::test_states_in_small_blocks_with_late_copies_are_the_same",
+        edits={
+            _OLD_STATES: [
+                ("        if self._copy is not None and self._copy.is_done:", "        if self._copy is not None:")
+            ]
+        },
+    ),
+    Revert(
+        defect="rows that were appended while their number was copied are overwritten",
+        generator="tests/tracker/test_old_states.py::test_states_in_small_blocks_with_late_copies_are_the_same",
+        edits={_OLD_STATES: [("min(self.highest, lowest + since)", "lowest")]},
+    ),
+    Revert(
+        defect="spilled states are released before they are copied",
+        generator="tests/tracker/test_old_states.py::test_states_in_small_blocks_with_late_copies_are_the_same",
+        edits={_OLD_STATES: [("self._states is not None and self._spilled.is_done:", "self._states is not None:")]},
+    ),
+    Revert(
+        defect="memory that old states reserve drops a consumer",
+        generator="tests/tracker/test_old_states.py::test_memory_for_further_states_is_released_before_a_consumer_is_dropped",
+        edits={
+            "delta_tracker/tracker/store/segments.py": [("            states.shrink()\n", "            del states\n")]
         },
     ),
 ]

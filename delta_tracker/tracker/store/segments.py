@@ -15,7 +15,7 @@ update is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ from delta_tracker.buffers import new_rows
 from delta_tracker.rows import ChangedRows, put_rows
 from delta_tracker.tracker.row_sets.engines import choose_engine
 from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, OldStates, settle
 
 # Normally few batches are open. More stay open only if backward passes raise and their batches are not closed.
 _MAX_OPEN = 256
 _STUCK = -2  # key of the open batch that _fold_oldest() creates
+_DEVICE_BYTES = 64 << 20
 # Sets of at least this size are cleared and reused, because page faults in new memory take longer than a small read.
 _SPARE_BYTES = 1 << 20
 
@@ -36,13 +38,7 @@ _SPARE_BYTES = 1 << 20
 class _Segment:
     start: int
     rows: RowSet | None = None  # None while nothing is marked
-    # Ids of newly marked rows and their old states. A marked row that is in no entry has an unknown old state.
-    # Except on the CPU, ids of -1 pad the entries, because their length is not known without waiting: see trim().
-    states: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def trim(self) -> None:
-        """Remove the padding (each id of -1 and its state) from all entries of :attr:`states`. Waits for the device."""
-        self.states = [(ids[ids >= 0], states[ids >= 0]) for ids, states in self.states]
+    states: OldStates | None = None  # None until a row with an old state is marked
 
     def absorb(self, newer: _Segment) -> None:
         """Move the rows of a newer segment into this one. For rows in both, keep this segment's states."""
@@ -52,16 +48,15 @@ class _Segment:
             self.rows, newer.rows = newer.rows, None
             self.states = newer.states
             return
-        for ids, states in newer.states:
-            is_new = ~self.rows.contains(ids)
-            if bool(is_new.any()):
-                self.states.append((ids[is_new], states[is_new]))
+        if newer.states is not None:
+            if self.states is None:
+                self.states = newer.states.empty()
+            self.states.absorb(newer.states, self.rows)
         self.rows.absorb(newer.rows)
 
     @property
     def num_bytes(self) -> int:
-        states = sum(ids.nbytes + states.nbytes for ids, states in self.states)
-        return states + (0 if self.rows is None else self.rows.num_bytes)
+        return sum(each.num_bytes for each in (self.rows, self.states) if each is not None)
 
 
 class SegmentStore:
@@ -83,6 +78,9 @@ class SegmentStore:
         was_written: function that returns True if the shard was written in place since the previous call of the
             function. The first call covers the time since the function was created. None to disable
             :meth:`notice_writes`.
+        max_device_bytes: maximum size in bytes of the old states on the device, except for the memory of the newest
+            ones, see :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. Older ones are moved to pinned host
+            memory. Ignored on the CPU, and without effect on devices other than CUDA.
 
     Example:
         >>> store = SegmentStore(num_rows=8)
@@ -101,6 +99,7 @@ class SegmentStore:
         engine: str | None = None,
         old_states: Callable[[Tensor], Tensor] | None = None,
         was_written: Callable[[], bool] | None = None,
+        max_device_bytes: int = _DEVICE_BYTES,
     ) -> None:
         self.num_rows = num_rows
         self._device = torch.device(device)
@@ -108,7 +107,8 @@ class SegmentStore:
         self._old_states = old_states
         self._was_written = was_written
         self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
-        self._pads = self._device.type != "cpu"  # only the device knows the number of new rows, so pad the states
+        self._max_device_bytes = max_device_bytes
+        self._pads = self._device.type != "cpu"  # only the device has the number of new rows
         self._segments = [_Segment(start=0)]
         self._open: dict[int, Tensor | None] = {}
         self._spare: RowSet | None = None
@@ -160,6 +160,8 @@ class SegmentStore:
             last.start = position
         else:
             self._segments.append(_Segment(start=position))
+            if isinstance(last.states, DeviceStates):
+                last.states.close()
         for ids in self._open.values():
             self._mark(ids)
 
@@ -259,7 +261,8 @@ class SegmentStore:
                 since it was cut.
             with_states: return a copy of the old states too, if the store keeps them.
         """
-        self._trim()
+        if with_states:
+            self._settle()
         segments = [seg for seg in self._segments if start <= seg.start < stop and seg.rows is not None]
         merged = None
         if segments:
@@ -281,7 +284,7 @@ class SegmentStore:
     def compact(self, pinned: Collection[int]) -> None:
         """Merge neighboring segments that no position in ``pinned`` separates."""
         if len(self._segments) > 1:
-            self._trim()
+            self._settle()
         place = 1
         while place < len(self._segments):
             older, newer = self._segments[place - 1], self._segments[place]
@@ -306,8 +309,10 @@ class SegmentStore:
             self._segments.append(_Segment(start=last if before is None else before))
 
     def drop_spare(self) -> None:
-        """Free the spare set that is kept for reuse."""
+        """Free the spare set that is kept for reuse, and the memory that is reserved for further old states."""
         self._spare = None
+        for states in self._device_states:
+            states.shrink()
 
     @property
     def num_segments(self) -> int:
@@ -326,7 +331,10 @@ class SegmentStore:
 
     @property
     def log_bytes(self) -> int:
-        """Total size in bytes of the row sets, the old states and the ids of open batches."""
+        """Total size in bytes of the row sets, the old states and the ids of open batches.
+
+        Includes memory that is reserved for further old states. Does not wait for the device.
+        """
         opened = sum(ids.nbytes for ids in self._open.values() if ids is not None)
         spare = 0 if self._spare is None else self._spare.num_bytes
         return opened + spare + sum(segment.num_bytes for segment in self._segments)
@@ -350,16 +358,35 @@ class SegmentStore:
                 merged.absorb(segment.rows)
         return merged
 
-    def _trim(self) -> None:
-        if self._pads:
-            for segment in self._segments:
-                segment.trim()
+    @property
+    def _device_states(self) -> list[DeviceStates]:
+        return [seg.states for seg in self._segments if isinstance(seg.states, DeviceStates)]
+
+    def _settle(self) -> None:
+        """Read the numbers of old states that only the device has. Waits for the device at most once."""
+        settle(self._device_states)
+
+    def _tend(self) -> None:
+        """Update the old states on a device with the copies that are complete, and keep them within their limit.
+
+        Does not wait for the device.
+        """
+        left = self._max_device_bytes
+        for states in reversed(self._device_states):
+            states.poll()
+            left -= states.spill(max(0, left))
 
     def _last_rows(self) -> RowSet:
         last = self._segments[-1]
         if last.rows is None:
             last.rows = self._take_set()
         return last.rows
+
+    def _last_states(self) -> OldStates:
+        last = self._segments[-1]
+        if last.states is None:
+            last.states = DeviceStates(self.num_rows) if self._pads else HostStates()
+        return last.states
 
     def _take_set(self) -> RowSet:
         """Return an empty set. Reuses the spare set if there is one."""
@@ -379,20 +406,19 @@ class SegmentStore:
             pass
         elif self._old_states is None or not keep_states:
             self._last_rows().mark(_whole_numbers(ids))
-        elif self._pads:
-            new, _ = self._last_rows().mark_new_padded(_whole_numbers(ids))
-            self._segments[-1].states.append((new, self._old_states(new.clamp(min=0))))
         else:
-            new = self._last_rows().mark_new(_whole_numbers(ids))
-            self._segments[-1].states.append((new, self._old_states(new)))
+            self._last_states().mark_new(self._last_rows(), _whole_numbers(ids), self._old_states)
+            if self._pads:
+                self._tend()
 
     def _mark_with(self, ids: Tensor, states: Tensor) -> None:
         """Mark the rows ``ids``, which must be unique, with their old states ``states``."""
-        rows = self._last_rows()
-        if self._old_states is not None:
-            is_new = ~rows.contains(ids)
-            self._segments[-1].states.append((ids[is_new], states[is_new]))
-        rows.mark(ids)
+        if self._old_states is None:
+            self._last_rows().mark(ids)
+        else:
+            self._last_states().mark_with(self._last_rows(), ids, states)
+            if self._pads:
+                self._tend()
 
     def _with_states(self, ids: Tensor, merged: RowSet | None, segments: list[_Segment]) -> ChangedRows:
         if self._old_states is None:
@@ -406,11 +432,12 @@ class SegmentStore:
             assert merged is not None, "given with segments"
             if len(segments) > 1:
                 known.index_fill_(0, merged.rank(segment.rows.scan()), False)
-            if segment.states:
-                places = merged.rank(torch.cat([marked for marked, _ in segment.states]))
+            marked = [] if segment.states is None else segment.states.ids()
+            if segment.states is not None and marked:
+                places = merged.rank(torch.cat(marked))
                 known.index_fill_(0, places, True)
                 begin = 0
-                for _, old in segment.states:
+                for old in segment.states.states():
                     put_rows(states, places[begin : begin + len(old)], old)
                     begin += len(old)
         if not bool(known.all()):

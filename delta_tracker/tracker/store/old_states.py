@@ -1,0 +1,492 @@
+"""Old states of the rows of one segment: :class:`HostStates` on the CPU, :class:`DeviceStates` on other devices.
+
+Notation: ``N`` is the number of ids of a call, ``R`` the number of rows of the shard, ``S`` the number of values in an
+old state, ``C`` the capacity of a block.
+
+On the CPU, the number of rows that a batch marks for the first time is available at once. On a device only the device
+has it: reading it would make the training step wait. The states are therefore written to blocks of preallocated memory
+on the device, at positions that the device computes. The host has an upper bound of the number of rows in a block, and
+learns the number from copies that complete later, to allocate a new block before the upper bound exceeds the capacity.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.store.host_copy import HostCopy
+
+# Blocks have at least the first size, in bytes, so that a read takes few operations. If the ids of two batches need no
+# more, they have at most the second one, which bounds the memory that is reserved on the device.
+_MIN_BYTES, _MAX_BYTES = 1 << 20, 8 << 20
+# A block that is closed is copied to memory of the exact size if it is filled to less than this fraction.
+_FULL = 0.875
+
+
+ReadStates = Callable[[Tensor], Tensor]
+"""Function that takes local ids ``[N]`` and returns the current states ``[N, S]`` of the rows."""
+
+
+class OldStates(ABC):
+    """Old states of some of the marked rows of one segment. The old states of its other rows are unknown."""
+
+    @abstractmethod
+    def empty(self) -> Self:
+        """Return a new object of the same kind, without states."""
+
+    @abstractmethod
+    def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
+        """Mark rows, and keep the current states of those that were not marked before.
+
+        Args:
+            marked: the marked rows of the segment.
+            ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
+            read: function that returns the current states.
+        """
+
+    @abstractmethod
+    def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
+        """Mark rows, and keep the given states of those that were not marked before.
+
+        Args:
+            marked: the marked rows of the segment.
+            ids: ``[N]`` int64 local ids, in any order, unique.
+            states: ``[N, S]``.
+        """
+
+    @abstractmethod
+    def absorb(self, newer: Self, marked: RowSet) -> None:
+        """Move the states of a newer segment to this one, except those of the rows in ``marked``.
+
+        Except on the CPU, call :func:`settle` first. Waits for the device.
+        """
+
+    @abstractmethod
+    def ids(self) -> list[Tensor]:
+        """Return the ids of the rows, one tensor for each tensor of :meth:`states`. No id is in two tensors.
+
+        Except on the CPU, call :func:`settle` first.
+        """
+
+    @abstractmethod
+    def states(self) -> Iterator[Tensor]:
+        """Yield the old states on the device of the shard, in the order of :meth:`ids`."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors on the device of the shard."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Size in bytes of the memory on the device and on the host. Does not wait for the device."""
+
+
+class HostStates(OldStates):
+    """Old states of the rows of one segment in CPU memory, in exactly the size of the rows.
+
+    Attributes:
+        pieces: ids ``[N]`` and old states ``[N, S]`` of the rows that one call marked.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[Tensor, Tensor]] = []
+
+    def empty(self) -> HostStates:
+        """Return a new object without states."""
+        return HostStates()
+
+    def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
+        """Mark rows, and keep the current states of those that were not marked before."""
+        new = marked.mark_new(ids)
+        self.pieces.append((new, read(new)))
+
+    def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
+        """Mark rows, and keep the given states of those that were not marked before."""
+        self._add_new(marked, ids, states)
+        marked.mark(ids)
+
+    def absorb(self, newer: HostStates, marked: RowSet) -> None:
+        """Move the states of a newer segment to this one, except those of the rows in ``marked``."""
+        for ids, states in newer.pieces:
+            self._add_new(marked, ids, states)
+
+    def ids(self) -> list[Tensor]:
+        """Return the ids of the rows, one tensor for each tensor of :meth:`states`."""
+        return [ids for ids, _ in self.pieces]
+
+    def states(self) -> Iterator[Tensor]:
+        """Yield the old states, in the order of :meth:`ids`."""
+        return (states for _, states in self.pieces)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all ids and states."""
+        for pair in self.pieces:
+            yield from pair
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the ids and states in bytes."""
+        return sum(ids.nbytes + states.nbytes for ids, states in self.pieces)
+
+    def _add_new(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
+        is_new = ~marked.contains(ids)
+        if bool(is_new.any()):
+            self.pieces.append((ids[is_new], states[is_new]))
+
+
+class Block:
+    """Old states of up to ``C`` rows, in the order in which the rows were marked.
+
+    A block is open until :meth:`close`. While it is open, its memory has ``C + 1`` rows. The last one receives what
+    does not fit, which is only padding. A closed block whose number of rows is known has memory for these rows only,
+    unless it is nearly full. :meth:`spill` moves its states to pinned host memory.
+
+    Args:
+        capacity: ``C``, 1 or more.
+        ids: a tensor with the dtype and device of the ids.
+        states: ``[N, S]``, a tensor with the dtype and device of the states.
+
+    Attributes:
+        capacity: ``C``.
+        lowest: lower bound of the number of rows.
+        highest: upper bound of the number of rows. If it equals ``lowest``, the number of rows is known.
+        is_open: True if rows may be appended.
+        count: number of rows, ``[1]`` int64, which is only on the device.
+    """
+
+    def __init__(self, capacity: int, ids: Tensor, states: Tensor) -> None:
+        # A tensor created in inference mode cannot be written in place outside it.
+        with torch.inference_mode(mode=False):
+            self._ids = ids.new_empty(capacity + 1)
+            self._states: Tensor | None = states.new_empty((capacity + 1, *states.shape[1:]))
+            self.count = ids.new_zeros(1)
+        self.capacity = capacity
+        self.lowest = self.highest = 0
+        self.is_open = True
+        self._appended = 0  # sum of the sizes of all appended tensors
+        self._copy: HostCopy | None = None  # of the count
+        self._at_copy = 0  # value of _appended when _copy was started
+        self._spilled: HostCopy | None = None  # of the states
+
+    def append(self, ids: Tensor, states: Tensor, count: Tensor) -> None:
+        """Append rows. Does not wait for the device.
+
+        Args:
+            ids: ``[N]`` int64. The first ``count`` are the ids of the rows; the others are padding.
+            states: ``[N, S]``, with the same padding.
+            count: ``[1]`` int64. The block must have room for this number of rows.
+        """
+        assert self.is_open, "closed blocks are not written"
+        assert self._states is not None, "only closed blocks are spilled"
+        places = torch.arange(len(ids), device=ids.device).add_(self.count).clamp_(max=self.capacity)
+        self._ids.index_copy_(0, places, ids)
+        self._states.index_copy_(0, places, states)
+        self.count.add_(count)
+        self._appended += len(ids)
+        self.highest = min(self.capacity, self.highest + len(ids))
+
+    @property
+    def is_known(self) -> bool:
+        """True if the host has the number of rows."""
+        return self.lowest == self.highest
+
+    @property
+    def is_pending(self) -> bool:
+        """True if :meth:`poll` has something to wait for: a number of rows, or a spilled block."""
+        return self.is_open or not self.is_known or (self._spilled is not None and self._states is not None)
+
+    @property
+    def is_resident(self) -> bool:
+        """True if the block can be spilled: it is closed, its number of rows is known, and it was not spilled."""
+        return not self.is_open and self.is_known and self._spilled is None
+
+    def start_copy(self) -> None:
+        """Start to copy the number of rows to the host, unless a copy is pending. Does not wait for the device."""
+        if self._copy is None and not self.is_known:
+            self._copy, self._at_copy = HostCopy(self.count), self._appended
+
+    def poll(self) -> None:
+        """Update the bounds if a copy of the number of rows is complete, and release the memory of spilled states.
+
+        Does not wait for the device.
+        """
+        if self._spilled is not None and self._states is not None and self._spilled.is_done:
+            self._states = None
+        if self._copy is not None and self._copy.is_done:
+            lowest, since = int(self._copy.result()), self._appended - self._at_copy
+            self._copy = None
+            self.learn(lowest, min(self.highest, lowest + since))
+            if not self.is_open:
+                self.start_copy()
+
+    def learn(self, lowest: int, highest: int) -> None:
+        """Set the bounds of the number of rows. Trims a closed block if its number of rows is known."""
+        self.lowest, self.highest = lowest, highest
+        if self.is_known:
+            self._copy = None
+            if not self.is_open and lowest < _FULL * len(self._ids):
+                self._resize(lowest)
+
+    def close(self) -> None:
+        """Append no more rows. Trims the block if its number of rows is known. Does not wait for the device."""
+        if self.is_open:
+            self.is_open = False
+            self.learn(self.lowest, self.highest)
+            self.start_copy()
+
+    def shrink(self) -> None:
+        """Reduce the capacity of an open block to the upper bound of its number of rows."""
+        if self.is_open and self.highest < self.capacity:
+            self._resize(self.highest + 1)
+            self.capacity = self.highest
+
+    def spill(self) -> None:
+        """Start to move the states of a resident block to pinned host memory. The ids stay on the device.
+
+        Does not wait for the device. :meth:`poll` releases the memory on the device once the copy is complete.
+        """
+        assert self.is_resident, "selected by the caller"
+        self._spilled = HostCopy(self.states, aside=True)
+
+    @property
+    def ids(self) -> Tensor:
+        """Ids of the rows, whose number must be known."""
+        assert self.is_known, "settled by the caller"
+        return self._ids[: self.lowest]
+
+    @property
+    def states(self) -> Tensor:
+        """Old states of the rows, on the device. The number of rows must be known."""
+        assert self.is_known, "settled by the caller"
+        if self._states is not None:
+            return self._states[: self.lowest]
+        assert self._spilled is not None, "the states are on the device or spilled"
+        return self._spilled.result().to(self._ids.device, non_blocking=True)
+
+    def take(self, index: Tensor) -> None:
+        """Keep only some rows of a closed block, whose number of rows must be known.
+
+        Args:
+            index: ``[N]`` int64 positions of the rows, unique.
+        """
+        self._ids, self._states, self._spilled = self.ids[index], self.states[index], None
+        self.lowest = self.highest = self.capacity = len(index)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors on the device."""
+        yield from (each for each in (self._ids, self._states, self.count) if each is not None)
+
+    @property
+    def device_bytes(self) -> int:
+        """Size in bytes of the memory on the device."""
+        return sum(each.nbytes for each in self.tensors())
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes of the memory on the device and of the copies in host memory."""
+        return self.device_bytes + sum(copy.num_bytes for copy in (self._copy, self._spilled) if copy is not None)
+
+    def _resize(self, num_rows: int) -> None:
+        """Copy the first ``num_rows`` rows to memory of this size."""
+        if self._states is not None:
+            self._ids, self._states = self._ids[:num_rows].clone(), self._states[:num_rows].clone()
+
+
+class DeviceStates(OldStates):
+    """Old states of the rows of one segment on a device, in blocks.
+
+    No method waits for the device, except :meth:`absorb`. The memory is that of the rows and of one open block. An open
+    block has room for two batches of ids, or for all ``R`` rows if that is less, but for at least 1 MiB. It is closed
+    when the next batch might not fit. A closed block is trimmed to the size of its rows once a copy of their number has
+    arrived: on CUDA, usually one or two batches later; on other devices, at the next :func:`settle`.
+
+    Args:
+        num_rows: ``R``.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._blocks: list[Block] = []  # oldest first; only the last one may be open
+        self._pending: list[Block] = []  # blocks that have to be polled
+        self._resident: deque[Block] = deque()  # oldest first
+        self._resident_bytes = 0
+        self._num_settled = self._settled_bytes = 0  # rows and bytes of the blocks that are not pending
+        self._holds_all = False  # True if the open block has room for all rows that may still be marked
+
+    def empty(self) -> DeviceStates:
+        """Return a new object without states, for the same number of rows."""
+        return DeviceStates(self._num_rows)
+
+    @property
+    def unknown(self) -> list[Block]:
+        """Blocks whose number of rows is not known."""
+        return [block for block in self._pending if not block.is_known]
+
+    def mark_new(self, marked: RowSet, ids: Tensor, read: ReadStates) -> None:
+        """Mark rows, and keep the current states of those that were not marked before.
+
+        ``read`` may be called with more ids than these, all of them valid.
+        """
+        if self._lowest < self._num_rows:  # otherwise all rows are marked
+            new, count = marked.mark_new_padded(ids)
+            self._append(new, count, read)
+
+    def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
+        """Mark rows, and keep the given states of those that were not marked before."""
+        is_new = ~marked.contains(ids)
+        marked.mark(ids)
+        order = is_new.logical_not().byte().sort(stable=True).indices  # new rows first
+        self._append(ids[order], is_new.sum(0, keepdim=True), lambda kept: states[order[: len(kept)]])
+
+    def poll(self) -> None:
+        """Update the bounds with the copies that are complete, and trim and release memory accordingly."""
+        for block in self._pending:
+            block.poll()
+        self._sort()
+
+    def close(self) -> None:
+        """Close the open block, because no more rows are appended for now."""
+        if self._blocks:
+            self._blocks[-1].close()
+            self._sort()
+
+    def shrink(self) -> None:
+        """Release the memory of the open block that is reserved for rows that may be marked later."""
+        if self._blocks:
+            self._blocks[-1].shrink()
+            self._holds_all = False
+
+    def spill(self, max_bytes: int) -> int:
+        """Start to move closed blocks to pinned host memory, oldest first.
+
+        Args:
+            max_bytes: size of the closed blocks that may stay on the device, in bytes. Blocks whose number of rows is
+                not known stay in any case.
+
+        Returns:
+            Size in bytes of the closed blocks that stay.
+        """
+        while self._resident and self._resident_bytes > max_bytes:
+            block = self._resident.popleft()
+            num_bytes = block.num_bytes
+            self._resident_bytes -= num_bytes
+            block.spill()
+            self._pending.append(block)
+            self._num_settled -= block.lowest
+            self._settled_bytes -= num_bytes
+        return self._resident_bytes
+
+    def absorb(self, newer: DeviceStates, marked: RowSet) -> None:
+        """Move the states of a newer segment to this one, except those of the rows in ``marked``.
+
+        Call :func:`settle` for both first. Waits for the device once.
+        """
+        self.close()
+        newer.close()
+        blocks = [block for block in newer._blocks if block.lowest]
+        kept = []
+        if blocks:
+            is_marked = marked.contains(torch.cat([block.ids for block in blocks]))
+            is_new = torch.split(~is_marked, [block.lowest for block in blocks])
+            counts: list[int] = torch.stack([mask.sum() for mask in is_new]).tolist()
+            for block, mask, count in zip(blocks, is_new, counts, strict=True):
+                if 0 < count < block.lowest:
+                    # A stable sort puts the kept rows first. Unlike nonzero(), it does not wait for the device.
+                    block.take(mask.logical_not().byte().sort(stable=True).indices[:count])
+                if count:
+                    kept.append(block)
+        self._blocks += kept
+        self._pending += kept
+        self._sort()
+
+    def ids(self) -> list[Tensor]:
+        """Return the ids of the rows, one tensor for each block. Call :func:`settle` first."""
+        return [block.ids for block in self._blocks]
+
+    def states(self) -> Iterator[Tensor]:
+        """Yield the old states on the device, in the order of :meth:`ids`. Call :func:`settle` first.
+
+        A spilled block is copied to the device when it is reached. The copy is not kept.
+        """
+        return (block.states for block in self._blocks)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors on the device."""
+        for block in self._blocks:
+            yield from block.tensors()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes of the memory on the device and of the copies in host memory."""
+        return self._settled_bytes + sum(block.num_bytes for block in self._pending)
+
+    def _append(self, ids: Tensor, count: Tensor, read: ReadStates) -> None:
+        """Add rows that were newly marked.
+
+        Args:
+            ids: ``[N]`` int64. The first ``count`` are the ids of the rows; the others are padding.
+            count: ``[1]`` int64, the number of rows.
+            read: function that returns the states ``[M, S]`` to keep for the first ``M`` ids. It is called with these
+                ids, in which 0 replaces -1.
+        """
+        num_ids = min(len(ids), self._num_rows - self._lowest)
+        if num_ids <= 0:
+            return
+        ids = ids[:num_ids]
+        states = read(ids.clamp(min=0))
+        block = self._room(num_ids, ids, states)
+        block.append(ids, states, count)
+        if 2 * block.highest >= block.capacity:
+            block.start_copy()
+
+    @property
+    def _lowest(self) -> int:
+        """Lower bound of the number of rows."""
+        return self._num_settled + sum(block.lowest for block in self._pending)
+
+    def _room(self, num_ids: int, ids: Tensor, states: Tensor) -> Block:
+        """Return an open block with room for ``num_ids`` rows, or for all rows that may still be marked."""
+        if self._blocks and self._blocks[-1].is_open:
+            block = self._blocks[-1]
+            if self._holds_all or block.highest + num_ids <= block.capacity:
+                return block
+            self.close()
+        known = self._lowest
+        row_bytes = ids.element_size() + states.element_size() * states[:1].numel()
+        most, least = _MAX_BYTES // row_bytes, _MIN_BYTES // row_bytes
+        capacity = max(2 * num_ids, min(most, known // 8), least)
+        self._holds_all = capacity >= self._num_rows - known
+        block = Block(min(capacity, self._num_rows - known), ids, states)
+        self._blocks.append(block)
+        self._pending.append(block)
+        return block
+
+    def _sort(self) -> None:
+        """Move the blocks that need no more polling from the pending ones to the others."""
+        for block in self._pending:
+            if not block.is_pending:
+                self._num_settled += block.lowest
+                self._settled_bytes += block.num_bytes
+                if block.is_resident:
+                    self._resident.append(block)
+                    self._resident_bytes += block.num_bytes
+        self._pending = [block for block in self._pending if block.is_pending]
+
+
+def settle(segments: Iterable[DeviceStates]) -> None:
+    """Read the numbers of rows of all blocks of several segments. Waits for the device at most once."""
+    segments = list(segments)
+    blocks = [block for states in segments for block in states.unknown]
+    if blocks:
+        counts: list[int] = torch.cat([block.count for block in blocks]).tolist()
+        for block, count in zip(blocks, counts, strict=True):
+            block.learn(count, count)
+    for states in segments:
+        states.poll()
