@@ -13,7 +13,14 @@ BIN := $(VENV)/bin
 PIP := PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 CODE := delta_tracker benchmarks examples tests
 
-.PHONY: help demo test test-matrix test-no-extras test-reverts test-sweeps bench docs lint types format clean
+# Not in requirements-cpu.txt, because it takes 691 MB.
+TRITON := 3.7.1
+# The GPU targets use the environment of python3, which needs a torch for CUDA; without a GPU, they use .venv.
+DEVICE := cuda
+PYTHON := $(if $(filter cuda,$(DEVICE)),python3,$(BIN)/python)
+INSTALLED := $(if $(filter cuda,$(DEVICE)),,$(VENV)/.installed)
+
+.PHONY: help demo test test-gpu test-triton test-matrix test-no-extras test-reverts test-sweeps bench bench-gpu docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +31,13 @@ demo: $(VENV)/.installed  ## train on MovieLens while a predictor follows; write
 test: $(VENV)/.installed  ## run the tests
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+test-gpu: $(INSTALLED)  ## run the tests on a GPU, or everywhere with DEVICE=simulated; PYTHON is the interpreter
+	@DELTA_TRACKER_DEVICE=$(DEVICE) $(PYTHON) -W ignore -m tests.gpu $(ARGS)
+
+test-triton: $(VENV)/triton/.installed  ## run the Triton engine in its interpreter, and compile it for two GPUs
+	@PYTHONPATH="$(CURDIR)/$(VENV)/triton$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m pytest -n 2 -k triton \
+	    tests/contract/test_row_sets.py tests/system/test_triton_interpreter.py
+
 test-no-extras: $(VENV)/.installed  ## run the monitor's tests as if no optional package were installed
 	@DELTA_TRACKER_NO_EXTRAS=1 $(BIN)/python -m pytest -n 2 tests/monitor tests/system/test_monitor_*.py
 
@@ -31,15 +45,18 @@ test-reverts: $(VENV)/.installed  ## remove each fix from a copy and check that 
 	@$(BIN)/python -W ignore -m tests.reverts $(ARGS)
 
 test-sweeps: $(VENV)/.installed  ## run the long sweeps completely; `make test` runs a part
-	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist load -k "test_every_operation or quiet_point or runs_tiny or three_ranks or power_loss" \
+	@DELTA_TRACKER_WHOLE_SWEEPS=1 $(BIN)/python -m pytest -n 2 --dist load -k "test_every_operation or quiet_point or runs_tiny or three_ranks or power_loss or compiled" \
 	    tests/system/test_fault_sweep.py tests/system/test_crash.py tests/system/test_benchmarks.py \
-	    tests/integrations/test_lightning.py tests/system/test_power_loss.py
+	    tests/integrations/test_lightning.py tests/system/test_power_loss.py tests/gpu/fbgemm/test_compile.py
 
 test-matrix: $(VENV)/.installed  ## run the tests against every supported torchrec; ARGS goes to .ci/matrix
 	@$(BIN)/python .ci/matrix $(ARGS)
 
 bench: $(VENV)/.installed  ## run all benchmarks and fill the table in benchmarks/README.md; needs an idle machine
 	@$(BIN)/python -W ignore -m benchmarks
+
+bench-gpu: $(INSTALLED)  ## run the benchmark on a GPU, or a tiny one everywhere with DEVICE=simulated
+	@$(PYTHON) -W ignore -m benchmarks.bench_gpu --device $(DEVICE) $(ARGS)
 
 docs: $(VENV)/.installed  ## write the API reference to docs-output/
 	@$(BIN)/python -W ignore -m pdoc --docformat google --output-directory docs-output \
@@ -78,4 +95,9 @@ $(VENV)/.requirements: requirements-cpu.txt
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml
 	@echo '[4/4] delta_tracker itself'
 	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/triton/.installed: $(VENV)/.installed
+	@rm -rf $(VENV)/triton
+	@$(PIP) --no-deps --target $(VENV)/triton triton==$(TRITON)
 	@touch $@

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,37 +93,57 @@ def bags(table_set: Sequence[Table]) -> EmbeddingBagCollection:
     return made
 
 
-def shard(model: nn.Module, table_set: Sequence[Table]) -> DistributedModelParallel:
-    """Shard a model whose submodule ``ebc`` is the :func:`bags` of the tables. Needs :func:`one_rank`."""
+_CPU = torch.device("cpu")
+
+
+def shard(
+    model: nn.Module, table_set: Sequence[Table], device: torch.device = _CPU, kernel: str = "fused"
+) -> DistributedModelParallel:
+    """Shard a model whose submodule ``ebc`` is the :func:`bags` of the tables. Needs :func:`one_rank`.
+
+    Args:
+        model: the model.
+        table_set: the tables.
+        device: device of the rows.
+        kernel: TorchRec's name of the compute kernel.
+    """
+
+    def sharding(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  of torchrec
+        made = table_wise(rank=0)(*args, **kwargs)
+        made.compute_kernel = kernel
+        return made
+
     sharder = EmbeddingBagCollectionSharder()
     plan = construct_module_sharding_plan(
         model.get_submodule("ebc"),
-        {table.name: table_wise(rank=0) for table in table_set},
+        {table.name: sharding for table in table_set},
         sharder=sharder,
         local_size=1,
         world_size=1,
-        device_type="cpu",
+        device_type=device.type,
     )
     return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
+        device=device,
         plan=ShardingPlan({"ebc": plan}),
         sharders=[sharder],
     )
 
 
 class Trainer:
-    """Tables under DistributedModelParallel on the CPU, with SGD fused into the backward pass. Needs :func:`one_rank`.
+    """Tables under DistributedModelParallel, with SGD fused into the backward pass. Needs :func:`one_rank`.
 
     Args:
         table_set: the tables, the first of which :meth:`train` looks up.
+        device: device of the rows.
+        kernel: TorchRec's name of the compute kernel.
     """
 
-    def __init__(self, table_set: Sequence[Table]) -> None:
+    def __init__(self, table_set: Sequence[Table], device: torch.device = _CPU, kernel: str = "fused") -> None:
         torch.manual_seed(0)
         self.tables = tuple(table_set)
-        self.model = shard(nn.ModuleDict({"ebc": bags(table_set)}), table_set)
+        self.model = shard(nn.ModuleDict({"ebc": bags(table_set)}), table_set, device, kernel)
 
     @staticmethod
     def fqn(table: Table) -> str:
@@ -137,5 +158,5 @@ class Trainer:
             lengths=torch.cat([torch.ones_like(ids), ids.new_zeros(len(ids) * (len(self.tables) - 1))]),
         )
         pooled = self.model.module["ebc"](features).values()
-        pooled.backward(torch.rand(pooled.shape))
+        pooled.backward(torch.rand(pooled.shape, device=pooled.device))
         tracker.step()

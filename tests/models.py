@@ -25,7 +25,7 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import CacheAlgorithm, CacheParams, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -67,6 +67,7 @@ class Spec:
     kernel: str = "fused"
     optimizer: str = "RowWiseAdagrad"
     local_size: int | None = None  # ranks per host, all of them unless given
+    device: str = "cpu"
     features: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,11 +119,16 @@ class Model(nn.Module):
 
 
 def with_kernel(generator: Callable[..., Any], kernel: str, kind: str | None = None) -> Callable[..., Any]:
-    """A parameter's sharding with ``kernel``: only some generators take it, in torchrec 1.3 not even ``row_wise``."""
+    """A parameter's sharding with ``kernel``: only some generators take it, in torchrec 1.3 not even ``row_wise``.
+
+    The cache of a table in unified memory has one set of 32 rows, if the table has at most 320 rows.
+    """
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         sharding = generator(*args, **kwargs)
         sharding.compute_kernel = kernel
+        if kernel == "fused_uvm_caching":
+            sharding.cache_params = CacheParams(algorithm=CacheAlgorithm.LRU, load_factor=0.1)
         sharding.sharding_type = kind or sharding.sharding_type
         return sharding
 
@@ -151,7 +157,7 @@ def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
     """Build the model of ``spec``, sharded over all ranks as its tables define, with fused row-wise Adagrad."""
     torch.manual_seed(0)
     model = Model(spec, "meta")
-    model.dense = nn.Linear(spec.tables[0].dim, 1)
+    model.dense = nn.Linear(spec.tables[0].dim, 1, device=spec.device)
     fused_optimizer = {"SGD": torch.optim.SGD}.get(spec.optimizer) or getattr(torchrec.optim, spec.optimizer)
     parameters = dict(model.ec.named_parameters())
     for table in spec.tables:
@@ -166,12 +172,12 @@ def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
         sharder=sharder,
         local_size=spec.local_size or world_size,
         world_size=world_size,
-        device_type="cpu",
+        device_type=torch.device(spec.device).type,
     )
     return DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
+        device=torch.device(spec.device),
         plan=ShardingPlan({"ec": plan}),
         sharders=[sharder],
     )
@@ -199,11 +205,12 @@ def ordinary_optimizer(model: DistributedModelParallel, kind: str, **kwargs: flo
 
 
 def batch(spec: Spec, generator: torch.Generator, size: int = 3, max_length: int = 2) -> KeyedJaggedTensor:
-    """Return random ids for every feature: ``size`` bags of up to ``max_length`` ids."""
+    """Return random ids for every feature, on the model's device: ``size`` bags of up to ``max_length`` ids."""
     rows = {name: table.rows for table in spec.tables for name in table.features}
     lengths = torch.randint(0, max_length + 1, (len(spec.features) * size,), generator=generator)
     values = [
         torch.randint(0, rows[name], (int(count),), generator=generator)
         for name, count in zip(spec.features, lengths.view(-1, size).sum(1), strict=True)
     ]
-    return KeyedJaggedTensor(keys=spec.features, values=torch.cat(values), lengths=lengths)
+    features = KeyedJaggedTensor(keys=spec.features, values=torch.cat(values), lengths=lengths)
+    return features.to(torch.device(spec.device))

@@ -32,10 +32,11 @@ class RankFailureError(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes that wait for cases on their standard input."""
+    """``world_size`` processes that wait for cases on their standard input, joined in a group of ``backend``."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
+        self._backend = backend
         self._ranks: list[subprocess.Popen[bytes]] = []
 
     def run(self, case: str, *, timeout_seconds: float = _ANSWER_SECONDS, **kwargs: Any) -> list[Any]:
@@ -86,7 +87,7 @@ class RankPool:
             }
             self._ranks.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.ranks"],
+                    [sys.executable, "-m", "tests.ranks", self._backend],
                     cwd=_ROOT,
                     env=env,
                     stdin=subprocess.PIPE,
@@ -116,15 +117,15 @@ class RankPool:
         return [answers[index] for index in range(self.world_size)]
 
 
-def _serve() -> None:
-    """Answer each line of standard input with a line on the original standard output."""
+def _serve(backend: str) -> None:
+    """Join the group and answer each line of standard input with a line on the original standard output."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not be read as an answer
     import torch  # noqa: PLC0415  the pool itself needs no torch
     from torch import distributed as dist  # noqa: PLC0415
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_GROUP_TIMEOUT_SECONDS))
+    dist.init_process_group(backend, timeout=timedelta(seconds=_GROUP_TIMEOUT_SECONDS))
     for line in sys.stdin:
         order = json.loads(line)
         module, function = order["case"].split(":")
@@ -138,4 +139,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1])

@@ -4,7 +4,8 @@ The tests of ``delta_tracker/PACKAGE/NAME.py`` are in ``tests/PACKAGE/test_NAME.
 ``delta_tracker/`` in ``tests/test_NAME.py``. Two kinds of files test a whole subpackage
 ``delta_tracker/PACKAGE/FOLDER/``: ``tests/PACKAGE/test_FOLDER.py``, and ``tests/contract/test_FOLDER.py`` for what
 every implementation has to pass. ``_TESTED_THROUGH`` names the file for each other module. Tests that start processes
-are in ``tests/system/`` or ``tests/integrations/``. A test file that has no module's name tests a behavior of several.
+are in ``tests/system/`` or ``tests/integrations/``, tests for a GPU in ``tests/gpu/``. A test file that has no module's
+name tests a behavior of several.
 """
 
 from __future__ import annotations

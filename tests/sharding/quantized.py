@@ -55,6 +55,7 @@ def quantize(
     split: bool = False,
     kinds: Mapping[str, str] | None = None,
     attributes: Mapping[str, Any] | None = None,
+    device: torch.device | str = "cpu",
 ) -> nn.Module:
     """A model whose ``ec`` is the quantized collection of float tables, ``[rows, columns]`` by name.
 
@@ -65,11 +66,12 @@ def quantize(
         tables=[
             config(name=name, num_embeddings=len(table), embedding_dim=table.shape[1], feature_names=[name])
             for name, table in tables.items()
-        ]
+        ],
+        device=torch.device(device),
     )
     model = _Model(ec)
     for name, table in tables.items():
-        (ec.embedding_bags if bag else ec.embeddings)[name].weight = nn.Parameter(table.clone())
+        (ec.embedding_bags if bag else ec.embeddings)[name].weight = nn.Parameter(table.to(device, copy=True))
     for name, value in (attributes or {}).items():
         setattr(ec, name, value)
     quant_prep_customize_row_alignment(model, [collection], alignment)
@@ -81,8 +83,12 @@ def quantize(
         return quantize_inference_model(model, quantization_dtype=KINDS[kind], per_table_weight_dtype=per_table)
 
 
-def shard_quantized(model: nn.Module, sharding: str) -> nn.Module:
+def shard_quantized(
+    model: nn.Module, sharding: str, *, kernel: str = "quant", device: torch.device | str = "cpu"
+) -> nn.Module:
     """The quantized model over two shards in this process: "table", "row" or "column".
+
+    On a GPU it is over one shard, "table", because torchrec puts the second shard on a second GPU.
 
     It has the model's rows if that splits scale and bias; otherwise torchrec shards it by tables only, without rows.
     """
@@ -94,25 +100,27 @@ def shard_quantized(model: nn.Module, sharding: str) -> nn.Module:
     sharder = (QuantEmbeddingBagCollectionSharder if bag else QuantEmbeddingCollectionSharder)(
         fused_params=fused_params
     )
+    device = torch.device(device)
+    world_size = 2 if device.type == "cpu" else 1
     generator = {
-        "table": table_wise(rank=1, device="cpu"),
+        "table": table_wise(rank=world_size - 1, device=device.type),
         "row": row_wise(),
         "column": column_wise(ranks=[0, 1]),
     }[sharding]
     plan = construct_module_sharding_plan(
         model.ec,
-        {name: with_kernel(generator, "quant") for name in names},
+        {name: with_kernel(generator, kernel) for name in names},
         sharder=sharder,
-        local_size=2,
-        world_size=2,
-        device_type="cpu",
+        local_size=world_size,
+        world_size=world_size,
+        device_type=device.type,
     )
     state = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".tbes." not in name}
     sharded = _shard_modules(
         module=model,
-        device=torch.device("cpu"),
+        device=device,
         plan=ShardingPlan({"ec": plan}),
-        env=ShardingEnv.from_local(2, 0),
+        env=ShardingEnv.from_local(world_size, 0),
         sharders=[sharder],
     )
     if split:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -49,6 +50,23 @@ def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json", f"{name}.md"], "it left files behind"
 
 
+def test_the_benchmark_for_gpus_runs_tiny_without_one() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bench_gpu", "--device", "simulated"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, cwd=_ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for line in ("mark: torch", "step of 200 plain tables", "longest stall", "p99", "first step", "TorchRec's tracker"):
+        assert line in done.stdout, line
+
+
+def test_the_tests_for_gpus_run_without_one() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu", "captured"]
+    env = os.environ | {"DELTA_TRACKER_DEVICE": "simulated"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, cwd=_ROOT, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "without graphs: CUDA graphs\n" in done.stdout
+    assert re.search(r"^captured lookups +passed", done.stdout, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality"])
 def test_committed_results_are_of_the_current_program(name: str) -> None:
     directory = _ROOT / "benchmarks" / "results"
@@ -63,7 +81,7 @@ def test_committed_results_are_of_the_current_program(name: str) -> None:
 def test_make_bench_runs_every_benchmark() -> None:
     runner = importlib.import_module("benchmarks.__main__")
     named = {*runner.PROGRAMS, *runner.PRINTING}
-    assert {path.stem for path in (_ROOT / "benchmarks").glob("bench_*.py")} - named == set()
+    assert {path.stem for path in (_ROOT / "benchmarks").glob("bench_*.py")} - named == {"bench_gpu"}
     assert not runner.PROGRAMS.keys() & runner.PRINTING.keys()
 
 

@@ -1,0 +1,129 @@
+"""Run the tests on a device, the most informative part first: ``python -m tests.gpu``, as ``make test-gpu`` does.
+
+Each part is a process of its own, because an error of a CUDA kernel breaks its process. The parts with FBGEMM run only
+if torchrec and fbgemm are installed, and on a GPU only if fbgemm has CUDA kernels. The device is that of
+:mod:`tests.gpu.devices`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from tests.gpu.devices import ENGINES, IS_CUDA, KIND, MISSING
+from tests.gpu.parts import PARTS, Part
+
+_ROOT = Path(__file__).parent.parent.parent
+_NEEDED = ("msgspec", "numpy", "obstore", "xxhash", "pytest", "pytest_timeout", "hypothesis")
+_SHOWN = ("torch", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+
+# Adds two bags of one row; it fails if fbgemm was built without CUDA or for another GPU.
+_PROBE_FBGEMM = """
+import sys, torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+import torchrec
+on_gpu = sys.argv[1] == "cuda"
+place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+tables = SplitTableBatchedEmbeddingBagsCodegen([(10, 8, *place)], device=torch.device("cuda" if on_gpu else "cpu"))
+device = tables.current_device
+ids, offsets = torch.tensor([3, 4], device=device), torch.tensor([0, 1, 2], device=device)
+tables(ids, offsets).sum().backward()
+print(tables.split_embedding_weights()[0].sum().item())
+"""
+
+
+def probe(*, wants_fbgemm: bool) -> bool:
+    """Print device, versions and missing packages. Return True if the parts with FBGEMM are wanted and can run."""
+    print(f"device: {KIND}")
+    if IS_CUDA:
+        properties = torch.cuda.get_device_properties(0)
+        print(
+            f"  {properties.name}, {properties.total_memory >> 30} GiB, capability {torch.cuda.get_device_capability()}"
+        )
+        print(f"  CUDA {torch.version.cuda}, driver {_driver()}")
+        values = torch.arange(1000, device="cuda")
+        assert int((values * values).sum()) == sum(n * n for n in range(1000)), "the device computes wrong sums"
+    else:
+        for name, description in MISSING.items():
+            print(f"  without {name}: {description}")
+    print(f"versions: python {sys.version.split()[0]}, " + ", ".join(filter(None, map(_version, _SHOWN))))
+    print(f"engines of row sets: {', '.join(ENGINES)}")
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        sys.exit(f"missing packages: {', '.join(missing)}. Install them into {sys.executable}")
+    if not wants_fbgemm:
+        return False
+    has_fbgemm = find_spec("torchrec") is not None and find_spec("fbgemm_gpu") is not None
+    if has_fbgemm:
+        command = [sys.executable, "-W", "ignore", "-c", _PROBE_FBGEMM, KIND]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+        has_fbgemm = done.returncode == 0
+        if not has_fbgemm:
+            print(f"fbgemm does not run here:\n{done.stderr[-2000:]}")
+    print(f"FBGEMM's kernels: {'yes' if has_fbgemm else 'no, only the parts that need torch alone run'}")
+    return has_fbgemm
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
+def _run(part: Part) -> str:
+    """Run a part and return its outcome."""
+    # A newer torch than the pinned one warns about other things, which is no error here.
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
+    command += ["--no-header", "--tb=short", "-o", "minversion=7", *part.paths]
+    env = os.environ | {"DELTA_TRACKER_DEVICE": KIND, "PYTHONPATH": str(_ROOT)}
+    begin = time.perf_counter()
+    try:
+        code = subprocess.run(command, check=False, cwd=_ROOT, env=env, timeout=part.seconds * 4).returncode
+    except subprocess.TimeoutExpired:
+        return f"stopped after {part.seconds * 4} s"
+    outcome = {0: "passed", 5: "nothing to run"}.get(code, f"FAILED, exit code {code}")
+    return f"{outcome}, {time.perf_counter() - begin:.0f} s"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts whose titles have a given word, by default all. Return 0 if none failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="run only the parts whose titles have one of these")
+    words = parser.parse_args(argv).words
+    chosen = [part for part in PARTS if not words or any(word in part.title for word in words)]
+    has_fbgemm = probe(wants_fbgemm=any(part.needs_fbgemm for part in chosen))
+    outcomes = {part.title: "not run: needs FBGEMM" for part in chosen if part.needs_fbgemm and not has_fbgemm}
+    chosen = [part for part in chosen if part.title not in outcomes]
+    if not IS_CUDA:  # no part breaks the process, and each would import torch again
+        paths = [path for part in chosen for path in part.paths]
+        chosen = [Part(", ".join(part.title for part in chosen), tuple(paths), 150)] if chosen else []
+    for part in chosen:
+        print(f"\n== {part.title}", flush=True)
+        outcomes[part.title] = _run(part)
+    print(f"\n{'part':<55} on {KIND}")
+    for title, outcome in outcomes.items():
+        print(f"{title:<55} {outcome}")
+    return int(any(outcome.startswith(("FAILED", "stopped")) for outcome in outcomes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""Compiled lookups and compiled autograd report the rows that changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.devices import IS_CUDA
+from tests.ranks import RankPool
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+pytestmark = pytest.mark.skipif(not (IS_CUDA or SWEEPS_ARE_WHOLE), reason="some 10 s each: `make test-sweeps` runs it")
+
+
+@pytest.mark.parametrize("autograd", [False, True], ids=["eager backward", "compiled autograd"])
+@pytest.mark.parametrize("full", [False, True], ids=["graph breaks", "fullgraph"])
+def test_compiled_lookups_report_the_rows_that_changed(one_rank: RankPool, full: bool, autograd: bool) -> None:
+    backend = "inductor" if IS_CUDA else "aot_eager"
+    (num_changed,) = one_rank.run("tests.gpu.fbgemm.training:compiled", backend=backend, full=full, autograd=autograd)
+    assert num_changed > 10

@@ -1,0 +1,41 @@
+"""A lookup that is captured in a CUDA graph is refused, or all rows count as changed: no replay is lost."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from benchmarks.plain_torchrec import Features, PlainModel
+from delta_tracker import ModelDeltaTracker
+from delta_tracker.errors import DeltaTrackerError
+from tests.gpu.devices import OF_MODULES, needs
+
+pytestmark = [needs("graphs"), pytest.mark.usefixtures("plain_torchrec")]
+
+
+def test_replays_of_a_captured_step_lose_no_update() -> None:
+    model = PlainModel({"t": (1000, 8)}, OF_MODULES)
+    ids = torch.arange(0, 100, device=OF_MODULES)
+    features = Features({"t": ids})
+    with ModelDeltaTracker(model) as tracker:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # as torch.cuda.graphs asks for
+            for _ in range(3):
+                model(features).backward()
+        torch.cuda.current_stream().wait_stream(side)
+        tracker.get_delta()
+        graph = torch.cuda.CUDAGraph()
+        with contextlib.suppress(DeltaTrackerError):
+            with torch.cuda.graph(graph):
+                model(features).backward()
+            for begin in (100, 300):
+                before = model.weights()["ec.embeddings.t"].clone()
+                ids.copy_(torch.arange(begin, begin + 100, device=OF_MODULES))
+                graph.replay()
+                torch.cuda.synchronize()
+                changed = (model.weights()["ec.embeddings.t"] != before).any(dim=1).nonzero().flatten()
+                assert changed.tolist() == list(range(begin, begin + 100))
+                assert set(changed.tolist()) <= set(tracker.get_delta()["ec.embeddings.t"].ids.tolist())

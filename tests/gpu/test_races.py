@@ -1,0 +1,117 @@
+"""Work on several CUDA streams at once, with delays that make a missing order visible."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from benchmarks.plain_torchrec import PlainModel
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TrackingMode
+from delta_tracker.tracker.store.segments import SegmentStore
+from tests.gpu.devices import ENGINES, OF_MODULES, needs, slow_down
+from tests.stream.streams import FQN, Writer
+
+pytestmark = needs("streams")
+
+
+def test_no_row_changes_while_a_lookup_runs_on_a_side_stream(tmp_path) -> None:
+    storage = Storage(f"file://{tmp_path}")
+    writer = Writer(storage, 4096, 64)
+    writer.snapshot()
+    table = torch.zeros(4096, 64, device=OF_MODULES)
+    predictor = Predictor({FQN: table}, storage)
+    predictor.sync()
+    ids, stop = torch.arange(4096, device=OF_MODULES), threading.Event()
+    pairs = []
+
+    def look_up() -> None:
+        side = torch.cuda.Stream()
+        while not stop.is_set():
+            with predictor.reading(), torch.cuda.stream(side):
+                first = table.index_select(0, ids)
+                slow_down(5)
+                second = table.index_select(0, ids)
+            pairs.append((first, second))
+        side.synchronize()
+
+    thread = threading.Thread(target=look_up)
+    thread.start()
+    for _ in range(20):
+        writer.delta(list(range(4096)))
+        predictor.sync()
+    stop.set()
+    thread.join()
+    torch.cuda.synchronize()
+    assert len(pairs) > 5
+    assert all(torch.equal(first, second) for first, second in pairs)
+    assert torch.equal(table.cpu(), writer.table)
+
+
+@pytest.mark.usefixtures("plain_torchrec")
+@pytest.mark.parametrize("kind", ["snapshot", "publish"])
+def test_a_version_has_the_rows_of_training_on_a_side_stream(kind: str, tmp_path) -> None:
+    storage = Storage(f"file://{tmp_path}")
+    tables = {"t": (20_000, 64), "u": (1000, 8)}
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        model = PlainModel(tables, OF_MODULES)
+        tracker = ModelDeltaTracker(model)
+        publisher = Publisher(tracker, storage)
+        publisher.snapshot()
+        served = {fqn: torch.zeros(table.shape) for fqn, table in model.weights().items()}
+        predictor = Predictor(served, storage)
+        for number in range(4):
+            ids = {name: torch.randint(0, rows, (3000,), device=OF_MODULES) for name, (rows, _) in tables.items()}
+            slow_down()
+            model.train_on(ids)
+            tracker.step()
+            getattr(publisher, kind)()
+            slow_down()
+            predictor.sync()
+            for fqn, table in model.weights().items():
+                assert torch.equal(served[fqn], table.cpu()), number
+        publisher.close()
+        tracker.detach()
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_read_waits_for_marks_of_another_stream(engine: str, with_states: bool) -> None:
+    weights = torch.rand(5000, 4, device=OF_MODULES)
+    old_states = (lambda ids: weights.index_select(0, ids)) if with_states else None
+    store = SegmentStore(5000, OF_MODULES, engine=engine, old_states=old_states)
+    side = torch.cuda.Stream()
+    expected = set()
+    for number in range(5):
+        ids = torch.randint(0, 5000, (500,), device=OF_MODULES)
+        expected = set(ids.tolist())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            slow_down()
+            store.open_batch(number, ids)
+            store.close_batch(number)
+        store.cut(number + 1)
+        assert set(store.changed(number, number + 1).ids.tolist()) == expected
+    torch.cuda.synchronize()
+
+
+@pytest.mark.usefixtures("plain_torchrec")
+def test_old_states_are_those_before_an_update_on_a_side_stream() -> None:
+    side = torch.cuda.Stream()
+    model = PlainModel({"t": (5000, 16)}, OF_MODULES)
+    with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
+        for _ in range(3):
+            before = model.weights()["ec.embeddings.t"].cpu()
+            ids = torch.randint(0, 5000, (700,), device=OF_MODULES)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                slow_down()
+                model.train_on({"t": ids})
+                slow_down()
+                model.train_on({"t": ids})
+            rows = tracker.get_delta()["ec.embeddings.t"]
+            assert torch.equal(rows.ids.cpu(), ids.unique().cpu())
+            assert torch.equal(rows.states.cpu(), before[rows.ids.cpu()])
+            torch.cuda.synchronize()
