@@ -7,6 +7,7 @@ import os
 from bisect import bisect_left
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from delta_tracker.tracker.row_sets.numba import NumbaRows
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.row_sets.triton import TritonRows
+from delta_tracker.tracker.store.segments import SegmentStore
 
 _CPU = torch.device("cpu")
 
@@ -437,3 +439,79 @@ def test_triton_compiles_for_a_gpu_that_is_not_here(capability: int, monkeypatch
         is_atomic = any(word in compiled.asm["ptx"] for word in ("atom.global", "red.global"))
         assert is_atomic == (name == "mark"), name
         assert compiled.asm["cubin"]
+
+
+@_needs_triton
+@pytest.mark.skipif(_INTERPRETS, reason="nothing is compiled in the interpreter")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.xfail(strict=True, reason="not fixed yet")
+def test_triton_compiles_one_variant_for_all_sizes_and_alignments(
+    capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every size and alignment once had a variant, which was compiled inside a backward pass."""
+    backend = pytest.importorskip("triton.backends.compiler")
+    runtime = pytest.importorskip("triton.runtime")
+    programs = import_module("delta_tracker.tracker.row_sets.triton_programs")
+    driver = SimpleNamespace(
+        get_current_target=lambda: backend.GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: f"a GPU of capability {capability}",
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(runtime.driver, "_active", driver)
+    launched: dict[str, set[str]] = {}
+
+    def launch(self: TritonRows, name: str, num_programs: int, *arguments: Any, **constants: int) -> None:
+        kernel = getattr(programs, name)
+        kernel.warmup(*arguments, **constants, grid=(num_programs,))
+        launched.setdefault(name, set()).update(kernel.device_caches[driver.get_current_device()][0])
+
+    monkeypatch.setattr(TritonRows, "_launch", launch)
+    monkeypatch.setattr(TritonRows, "serves", classmethod(lambda cls, device: True))
+    monkeypatch.setattr(TritonRows, "warm_up", classmethod(lambda cls, device: None), raising=False)
+    for num_rows in (1, 16, 512, 5003, 10_000):
+        rows = TritonRows(num_rows, _CPU)
+        for num_ids, offset in ((1, 0), (1, 1), (16, 0), (16, 3), (1001, 5)):
+            ids = torch.zeros(2000, dtype=torch.int64)[offset : offset + num_ids]
+            rows.mark(ids)
+            rows.mark_new_padded(ids)
+            rows.rank(ids)
+        rows._launch(
+            "scan", 1, rows._words, *(torch.zeros(9, dtype=t) for t in (torch.int64, torch.int32, torch.int64))
+        )
+    assert {name: len(variants) for name, variants in launched.items()} == {"mark": 2, "count": 1, "rank": 1, "scan": 1}
+
+
+@_needs_triton
+@pytest.mark.skipif(not _INTERPRETS, reason="runs in Triton's interpreter")
+@pytest.mark.xfail(strict=True, reason="not fixed yet")
+def test_a_scan_of_triton_visits_only_blocks_with_marked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan of 100 M rows once started 195,000 programs, one for each block of 512 rows."""
+    rows = TritonRows(512 * 1000, _CPU)
+    rows.mark(torch.tensor([5, 512 * 700 + 3, 6]))
+    launched, launch = [], TritonRows._launch
+
+    def counting(self: TritonRows, name: str, num_programs: int, *arguments: Any, **constants: int) -> None:
+        launched.append((name, num_programs))
+        launch(self, name, num_programs, *arguments, **constants)
+
+    monkeypatch.setattr(TritonRows, "_launch", counting)
+    assert rows.scan().tolist() == [5, 6, 512 * 700 + 3]
+    assert launched == [("count", 16), ("scan", 2)]
+
+
+@_needs_triton
+@pytest.mark.skipif(not _INTERPRETS, reason="runs in Triton's interpreter")
+@pytest.mark.xfail(strict=True, reason="not fixed yet")
+def test_mark_new_of_triton_sorts_no_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = TritonRows(1000, _CPU)
+    monkeypatch.setattr(Tensor, "sort", None)
+    assert sorted(rows.mark_new(torch.tensor([7, 3, 7, 2])).tolist()) == [2, 3, 7]
+
+
+@pytest.mark.xfail(strict=True, reason="not fixed yet")
+def test_the_engine_is_warm_before_the_first_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store creates its first set in a backward pass, where Triton once compiled its kernels."""
+    calls: list[torch.device] = []
+    monkeypatch.setattr(TorchRows, "warm_up", calls.append)
+    SegmentStore(10, _CPU, engine="torch")
+    assert calls == [_CPU]
