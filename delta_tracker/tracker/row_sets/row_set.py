@@ -23,7 +23,8 @@ class RowSet(ABC):
        If ``R`` is 0, all ids are accepted and the set stays empty.
     2. Results are new tensors on the set's device. Later calls do not change them.
     3. Only :meth:`clear` removes rows.
-    4. The same sequence of calls always returns the same results, in the same order.
+    4. The same sequence of calls always returns the same results. Only the order of the ids that :meth:`mark_new` and
+       :meth:`mark_new_padded` return may differ, with engines whose docstring says so.
     5. :meth:`scan`, :meth:`mark_new` and :meth:`count` wait for the device, because the size or value of their result
        depends on the set's content. :meth:`rank` may wait. No other method waits.
 
@@ -46,6 +47,16 @@ class RowSet(ABC):
     @abstractmethod
     def serves(cls, device: torch.device) -> bool:
         """Return True if this engine supports ``device``. Does not check that the engine's package is installed."""
+
+    @classmethod  # noqa: B027  most engines compile nothing
+    def warm_up(cls, device: torch.device) -> None:
+        """Compile the engine's kernels for ``device``, so that no later call compiles. No-op by default.
+
+        The constructor calls this method. Call it earlier if the first set is created inside a training step.
+
+        Raises:
+            MissingExtraError: if the engine's package is not installed.
+        """
 
     @property
     @abstractmethod

@@ -27,14 +27,17 @@ _IDS_PER_PROGRAM = 1024
 _RANKS_PER_PROGRAM = 128
 _BLOCKS_PER_PROGRAM = 64
 
+_COMPILED: set[torch.device] = set()
+"""Devices for which the kernels are compiled."""
+
 
 class TritonRows(RowSet):
     """Row set with one bit for each row and one bit for each block of 512 rows.
 
-    The bit of a block is set if any row of the block is marked, so that a scan skips blocks without marked rows. The
-    set takes ``R / 8 + R / 4096`` bytes for the ``R`` rows of a shard. :meth:`mark_new` returns ids in ascending order.
-    :meth:`rank` does not wait for the device. Each Triton kernel is compiled at its first use, which takes seconds.
-    Triton caches the result on disk.
+    The bit of a block is set if any row of the block is marked, so that a scan reads only blocks with marked rows. The
+    set takes ``R / 8 + R / 4096`` bytes for the ``R`` rows of a shard. :meth:`mark_new` returns ids in random order.
+    :meth:`rank` does not wait for the device. The first set on a device compiles all Triton kernels, which takes
+    seconds. Triton caches the result on disk.
 
     Raises:
         MissingExtraError: if triton is not installed.
@@ -48,6 +51,27 @@ class TritonRows(RowSet):
         with torch.inference_mode(mode=False):
             self._words = torch.zeros(self._num_blocks * _WORDS_PER_BLOCK, dtype=torch.int32, device=device)
             self._summary = torch.zeros(-(-self._num_blocks // 32), dtype=torch.int32, device=device)
+        self.warm_up(device)
+
+    @classmethod
+    def warm_up(cls, device: torch.device) -> None:
+        """Compile all Triton kernels for ``device``, by running each once. Only the first call for a device does it.
+
+        Raises:
+            MissingExtraError: if triton is not installed.
+        """
+        if device in _COMPILED:
+            return
+        _COMPILED.add(device)  # first, because the constructor calls this method
+        try:
+            rows, ids = cls(1, device), torch.zeros(1, dtype=torch.int64, device=device)
+            rows.mark(ids)
+            rows.mark_new_padded(ids)
+            rows.rank(ids)
+            rows.scan()
+        except BaseException:
+            _COMPILED.discard(device)
+            raise
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
@@ -60,7 +84,7 @@ class TritonRows(RowSet):
         return self._words.nbytes + self._summary.nbytes
 
     def _mark(self, ids: Tensor) -> None:
-        self._launch_mark(ids, fresh=None)
+        self._launch_mark(ids, fresh=None, num_fresh=None)
 
     def _mark_all(self) -> None:
         _set_first(self._words, self.num_rows)
@@ -71,13 +95,10 @@ class TritonRows(RowSet):
         self._summary.zero_()
 
     def _mark_new_padded(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        none = self.num_rows  # sorts after every row
-        dtype = torch.int32 if none < 2**31 else torch.int64
-        fresh = torch.empty(ids.numel(), dtype=dtype, device=self.device)
-        self._launch_mark(ids, fresh)
-        # Among equal ids, it is random which one sets the bit first. Sorting makes the result deterministic.
-        ordered = fresh.sort().values.long()
-        return torch.where(ordered < none, ordered, -1), (ordered < none).sum(0, keepdim=True)
+        fresh = torch.full_like(ids, -1, memory_format=torch.contiguous_format)
+        num_fresh = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._launch_mark(ids, fresh, num_fresh)
+        return fresh, num_fresh
 
     def _contains(self, ids: Tensor) -> Tensor:
         ids = within(ids, self.num_rows)
@@ -88,40 +109,43 @@ class TritonRows(RowSet):
         self._summary |= other._summary
 
     def _scan(self) -> Tensor:
-        counts, before = self._count()
-        rows = torch.empty(int(before[-1] + counts[-1]), dtype=torch.int64, device=self.device)
-        self._launch("scan", self._num_blocks, self._words, counts, before, rows)
+        counts, before, touched, num_touched = self._count()
+        num_rows, num_blocks = torch.cat([before[-1:] + counts[-1:], num_touched]).tolist()
+        rows = torch.empty(num_rows, dtype=torch.int64, device=self.device)
+        if num_blocks:
+            self._launch("scan", num_blocks, self._words, before, touched, rows)
         return rows
 
     def _num_marked(self) -> int:
-        counts, _ = self._count()
-        return int(counts.sum())
+        return int(self._count()[0].sum())
 
     def _rank(self, ids: Tensor) -> Tensor:
-        _, before = self._count()
+        before = self._count()[1]
         ranks = torch.empty(ids.numel(), dtype=torch.int64, device=self.device)
         num_programs = -(-ids.numel() // _RANKS_PER_PROGRAM)
         arguments = (self._words, before, self.num_rows, ids.contiguous(), ids.numel(), ranks)
         self._launch("rank", num_programs, *arguments, size=_RANKS_PER_PROGRAM)
         return ranks
 
-    def _launch_mark(self, ids: Tensor, fresh: Tensor | None) -> None:
+    def _launch_mark(self, ids: Tensor, fresh: Tensor | None, num_fresh: Tensor | None) -> None:
         num_programs = -(-ids.numel() // _IDS_PER_PROGRAM)
-        arguments = (self._words, self._summary, self.num_rows, ids.contiguous(), ids.numel(), fresh)
+        arguments = (self._words, self._summary, self.num_rows, ids.contiguous(), ids.numel(), fresh, num_fresh)
         self._launch("mark", num_programs, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None)
 
-    def _count(self) -> tuple[Tensor, Tensor]:
+    def _count(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Count the marked rows of each of the ``B`` blocks of the set.
 
         Returns:
-            ``[B]`` int32, the number of marked rows in each block; and ``[B]`` int64, the number of marked rows in all
-            earlier blocks.
+            ``[B]`` int32, the number of marked rows in each block; ``[B]`` int64, the number of marked rows in all
+            earlier blocks; ``[B]`` int32, the ``T`` blocks with marked rows in random order, and undefined values after
+            them; and ``[1]`` int64, ``T``.
         """
-        counts = torch.empty(self._num_blocks, dtype=torch.int32, device=self.device)
+        counts, touched = (torch.empty(self._num_blocks, dtype=torch.int32, device=self.device) for _ in range(2))
+        num_touched = torch.zeros(1, dtype=torch.int64, device=self.device)
         num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
-        arguments = (self._words, self._summary, self._num_blocks, counts)
+        arguments = (self._words, self._summary, self._num_blocks, counts, touched, num_touched)
         self._launch("count", num_programs, *arguments, size=_BLOCKS_PER_PROGRAM)
-        return counts, counts.cumsum(0) - counts
+        return counts, counts.cumsum(0) - counts, touched, num_touched
 
     def _launch(self, name: str, num_programs: int, *arguments: Tensor | int | None, **constants: int) -> None:
         # Triton launches on the current device, which may differ from the set's.

@@ -7,7 +7,8 @@ outside ``[0, R)`` count as row 0. Shapes:
 - ``summary`` is ``[ceil(B / 32)]`` int32, with one bit per block, which is set if a row of the block is marked.
 - ``ids`` is ``[N]`` int64. Rows and positions are int64 too.
 
-Each kernel runs as many program instances in parallel, each on a different part of the data.
+Each kernel runs as many program instances in parallel, each on a different part of the data. Sizes and the alignment of
+ids are no part of a kernel's specialization, so that one variant is compiled for all of them.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ def _popcount(words: tl.tensor) -> tl.tensor:
     return ((words * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_ids"])
-def mark(
+@triton.jit(do_not_specialize=["num_rows", "num_ids"], do_not_specialize_on_alignment=["ids"])
+def mark(  # noqa: PLR0913, PLR0917  Triton calls it by position
     words: tl.tensor,
     summary: tl.tensor,
-    num_rows: tl.tensor,
+    num_rows: tl.int64,
     ids: tl.tensor,
-    num_ids: tl.tensor,
+    num_ids: tl.int64,
     fresh: tl.tensor,
+    num_fresh: tl.tensor,
     size: tl.constexpr,
     wants_fresh: tl.constexpr,
 ) -> None:
     """Mark the row of each id and update the summary.
 
-    If ``wants_fresh`` is set, also write to ``fresh``, ``[N]``: ``fresh[i]`` becomes the row of ``ids[i]`` if this id
-    marked the row, and ``R`` if the row was already marked. If several ids are equal, only one of them marks the row.
-    Each instance processes ``size`` ids.
+    If ``wants_fresh`` is set, also append each row that was not marked before to ``fresh``, ``[N]``, and add the number
+    of these rows to ``num_fresh``, ``[1]`` int64. If several ids are equal, only one of them marks the row. Each
+    instance processes ``size`` ids and appends its rows as one block. The order of the blocks is random.
     """
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = at < num_ids
@@ -64,45 +66,60 @@ def mark(
     unseen = clear & ((tl.load(summary + (block >> 5), mask=clear, other=0) & _bit(block)) == 0)
     tl.atomic_or(summary + (block >> 5), _bit(block), mask=unseen, sem="relaxed")
     if wants_fresh:
-        tl.store(fresh + at, tl.where(clear & ((before & bit) == 0), row, num_rows), mask=here)
+        is_fresh = clear & ((before & bit) == 0)
+        place = tl.cumsum(is_fresh.to(tl.int32), axis=0)
+        first = tl.atomic_add(num_fresh, tl.sum(is_fresh.to(tl.int64), axis=0), sem="relaxed")
+        tl.store(fresh + first + place - 1, row, mask=is_fresh)
 
 
-@triton.jit
-def count(words: tl.tensor, summary: tl.tensor, num_blocks: tl.tensor, counts: tl.tensor, size: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["num_blocks"])
+def count(
+    words: tl.tensor,
+    summary: tl.tensor,
+    num_blocks: tl.int64,
+    counts: tl.tensor,
+    touched: tl.tensor,
+    num_touched: tl.tensor,
+    size: tl.constexpr,
+) -> None:
     """Write the number of marked rows in each block to ``counts``, ``[B]`` int32.
 
-    Each instance processes ``size`` blocks.
+    Also append each block with marked rows to ``touched``, ``[B]`` int32, in random order, and add their number to
+    ``num_touched``, ``[1]`` int64. Each instance processes ``size`` blocks, and reads the words of blocks with marked
+    rows only.
     """
     block = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     here = block < num_blocks
-    touched = here & ((tl.load(summary + (block >> 5), mask=here, other=0) & _bit(block)) != 0)
+    is_touched = here & ((tl.load(summary + (block >> 5), mask=here, other=0) & _bit(block)) != 0)
     at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    marked = _popcount(tl.load(words + at, mask=touched[:, None], other=0))
+    marked = _popcount(tl.load(words + at, mask=is_touched[:, None], other=0))
     tl.store(counts + block, tl.sum(marked, axis=1), mask=here)
+    place = tl.cumsum(is_touched.to(tl.int32), axis=0)
+    first = tl.atomic_add(num_touched, tl.sum(is_touched.to(tl.int64), axis=0), sem="relaxed")
+    tl.store(touched + first + place - 1, block.to(tl.int32), mask=is_touched)
 
 
 @triton.jit
-def scan(words: tl.tensor, counts: tl.tensor, before: tl.tensor, out: tl.tensor) -> None:
+def scan(words: tl.tensor, before: tl.tensor, touched: tl.tensor, out: tl.tensor) -> None:
     """Write the marked rows of one block, in ascending order, to ``out[before[block]:]``.
 
-    ``counts``, ``[B]``, has the number of marked rows in each block. ``before``, ``[B]``, has the number of marked rows
-    in all blocks before each block. Each instance processes one block.
+    ``before``, ``[B]``, has the number of marked rows in all blocks before each block. Instance ``i`` processes the
+    block ``touched[i]``.
     """
-    block = tl.program_id(0).to(tl.int64)
-    if tl.load(counts + block) > 0:
-        row = block * 512 + tl.arange(0, 512)
-        marked = (tl.load(words + (row >> 5)) >> (row & 31).to(tl.int32)) & 1
-        position = tl.load(before + block) + tl.cumsum(marked, axis=0) - 1
-        tl.store(out + position, row, mask=marked != 0)
+    block = tl.load(touched + tl.program_id(0)).to(tl.int64)
+    row = block * 512 + tl.arange(0, 512)
+    marked = (tl.load(words + (row >> 5)) >> (row & 31).to(tl.int32)) & 1
+    position = tl.load(before + block) + tl.cumsum(marked, axis=0) - 1
+    tl.store(out + position, row, mask=marked != 0)
 
 
-@triton.jit(do_not_specialize=["num_ids"])
+@triton.jit(do_not_specialize=["num_rows", "num_ids"], do_not_specialize_on_alignment=["ids"])
 def rank(
     words: tl.tensor,
     before: tl.tensor,
-    num_rows: tl.tensor,
+    num_rows: tl.int64,
     ids: tl.tensor,
-    num_ids: tl.tensor,
+    num_ids: tl.int64,
     out: tl.tensor,
     size: tl.constexpr,
 ) -> None:

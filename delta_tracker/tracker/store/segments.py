@@ -104,6 +104,7 @@ class SegmentStore:
         self.num_rows = num_rows
         self._device = torch.device(device)
         self._engine = choose_engine(engine, self._device)
+        self._engine.warm_up(self._device)  # the first set is created in a backward pass
         self._old_states = old_states
         self._was_written = was_written
         self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
