@@ -8,7 +8,7 @@ import torch
 from delta_tracker import DeltaStore, EmbdUpdateMode
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.shadow import ShadowStore
-from tests.gpu.devices import ENGINES, IS_TINY, device, no_sync, put, take
+from tests.gpu.devices import ENGINES, IS_TINY, OF_MODULES, device, needs, no_sync, put, take
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
@@ -65,3 +65,24 @@ def test_rows_that_differ_from_the_copy_are_found(keeps_states: bool) -> None:
         assert torch.equal(take(changed.states), torch.zeros(5, 2))
     store.cut(2)
     assert len(store.changed(1, 2)) == 0
+
+
+@needs("memory", "streams")
+@pytest.mark.parametrize("max_device_bytes", [0, 1 << 30], ids=["spilled", "on the device"])
+def test_old_states_take_the_memory_of_their_rows(max_device_bytes: int) -> None:
+    weights = torch.rand(1_000_000, 64, device=OF_MODULES)
+    store = SegmentStore(
+        len(weights), OF_MODULES, old_states=lambda ids: weights.index_select(0, ids), max_device_bytes=max_device_bytes
+    )
+    batches = [torch.randint(0, 200_000, (65_536,), device=OF_MODULES) for _ in range(40)]
+    rows = torch.cat(batches).unique()
+    store.open_batch(-1, batches[0])  # the first one allocates
+    with no_sync():
+        for batch, ids in enumerate(batches):
+            store.open_batch(batch, ids)
+            store.close_batch(batch)
+    store.cut(1)
+    changed = store.changed(0, 1)
+    assert torch.equal(changed.ids, rows)
+    assert torch.equal(changed.states, weights[rows])
+    assert store.log_bytes <= len(weights) + len(rows) * (8 + 64 * 4) * 8 / 7 + (1 << 20)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,20 +51,34 @@ def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
 
 
 def test_the_benchmark_for_gpus_runs_tiny_without_one() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bench_gpu", "--device", "simulated"]
+    parts = ["row-sets", "steps", "publishing", "snapshots", "applying", "first-steps"]
+    if SWEEPS_ARE_WHOLE:
+        parts += ["fbgemm-steps", "flushes"]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bench_gpu", "--device", "simulated", "--parts", *parts]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, cwd=_ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
-    for line in ("mark: torch", "step of 200 plain tables", "longest stall", "p99", "first step", "TorchRec's tracker"):
+    for line in ("mark: torch", "step of 200 plain tables", "longest stall", "p99", "first step"):
         assert line in done.stdout, line
+    assert ("TorchRec's tracker" in done.stdout) == SWEEPS_ARE_WHOLE
 
 
-def test_the_tests_for_gpus_run_without_one() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu", "captured"]
-    env = os.environ | {"DELTA_TRACKER_DEVICE": "simulated"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, cwd=_ROOT, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "without graphs: CUDA graphs\n" in done.stdout
-    assert re.search(r"^captured lookups +passed", done.stdout, re.MULTILINE)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the outcome without a GPU")
+def test_the_tests_for_gpus_run_in_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = importlib.import_module("tests.gpu.__main__")
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert runner.main(["captured", "pipelines"]) == 0
+    probe, tests = commands
+    assert probe[-1] == "simulated"
+    assert tests[-2:] == ["tests/gpu/fbgemm/test_pipelines.py", "tests/gpu/test_graphs.py"]
+    printed = capsys.readouterr().out
+    assert "without graphs: CUDA graphs\n" in printed
+    assert re.search(r"^train pipelines.*captured lookups +passed", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality"])
