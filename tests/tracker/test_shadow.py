@@ -34,7 +34,6 @@ def test_a_shadow_detects_every_change_bit_for_bit() -> None:
     assert store.copy_bytes == weights.nbytes
 
 
-@pytest.mark.xfail(strict=True, reason="a comparison waits for the device once per chunk")
 def test_a_comparison_on_a_device_waits_once_for_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow, "_CHUNK_ROWS", 4)
     for num_rows in (3, 30):

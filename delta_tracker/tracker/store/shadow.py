@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from delta_tracker.rows import put_rows
 from delta_tracker.tracker.store.segments import SegmentStore
 
 # Rows compared at a time. This bounds the temporary memory.
@@ -57,15 +58,20 @@ class ShadowStore(SegmentStore):
         super().cut(position)
 
     def catch_up(self) -> None:
-        """Mark the rows that differ from the copy, then update the copy. Waits for the device."""
+        """Mark the rows that differ from the copy, then update the copy. Waits for the device once.
+
+        Takes temporary memory of one byte per row, of 8 bytes per row that differs, and of a chunk of rows.
+        """
+        differs = torch.empty(self.num_rows, dtype=torch.bool, device=self._device)
         for begin in range(0, self.num_rows, _CHUNK_ROWS):
             ids = torch.arange(begin, min(begin + _CHUNK_ROWS, self.num_rows), device=self._device)
-            rows, shadow = self._read_rows(ids), self._shadow[begin : begin + len(ids)]
-            differs = (_bits(rows) != _bits(shadow)).any(dim=1)
-            places = differs.nonzero().flatten()
-            if len(places):
-                self.mark(ids[places])
-                shadow[places] = rows[places]
+            shadow = self._shadow[begin : begin + len(ids)]
+            torch.any(_bits(self._read_rows(ids)) != _bits(shadow), dim=1, out=differs[begin : begin + len(ids)])
+        changed = differs.nonzero().flatten()
+        if len(changed):
+            self.mark(changed)
+            for ids in torch.split(changed, _CHUNK_ROWS):
+                put_rows(self._shadow, ids, self._read_rows(ids))
 
     def forget(self) -> None:
         """Drop all marked rows and replace the copy with the current rows. Open batches stay open."""
