@@ -9,6 +9,7 @@ Notation: ``G`` is the number of budgets (1, or one per table), ``N`` the number
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -228,13 +229,110 @@ class _Rounds:
             collective(nothing)
 
 
+class _Keys(ABC):
+    """Integer keys of the scores of one table, in the order of the scores.
+
+    Args:
+        table: candidates of the table.
+    """
+
+    def __init__(self, table: Candidates) -> None:
+        self.is_due = table.is_due
+        self.row_bytes = table.row_bytes
+
+    def __len__(self) -> int:
+        return len(self.is_due)
+
+    @property
+    def num_due(self) -> Tensor:
+        """Number of due rows, zero-dimensional int64."""
+        return self.is_due.sum()
+
+    @abstractmethod
+    def histogram(self, prefix: int, shift: int) -> Tensor:
+        """Count the rows that are not due and whose key matches a prefix, by the digit at ``shift``.
+
+        Args:
+            prefix: the digits above ``shift``; all other bits are 0. A prefix extends the prefix of the previous call.
+            shift: right shift of the digit.
+
+        Returns:
+            ``[_NUM_BINS]`` int64.
+        """
+
+    @abstractmethod
+    def num_ties(self, threshold: int) -> Tensor:
+        """Return the number of rows that are not due and whose key is ``threshold``, zero-dimensional int64."""
+
+    @abstractmethod
+    def mask(self, threshold: int, num_ties: int) -> Tensor:
+        """Return a mask of the selected rows, ``[N]`` bool.
+
+        A row is selected if it is due, if its key is above ``threshold``, or if it is one of the first ``num_ties``
+        ties, which are the rows that are not due and whose key is ``threshold``.
+        """
+
+
+class _HostKeys(_Keys):
+    """Keys in CPU memory. ``_under`` has the keys of the rows that are not due and match the prefix."""
+
+    def __init__(self, table: Candidates) -> None:
+        super().__init__(table)
+        self._keys = _ordered_keys(table.scores)
+        self._under = self._keys[~self.is_due] if bool(self.is_due.any()) else self._keys
+
+    def histogram(self, prefix: int, shift: int) -> Tensor:
+        """Count the rows that are not due and match a prefix, by the digit at ``shift``."""
+        num_bits = shift + _bins(shift).bit_length() - 1
+        if num_bits < _KEY_BITS:
+            self._under = self._under[(self._under >> num_bits) == prefix >> num_bits]
+        return torch.bincount((self._under >> shift) & (_bins(shift) - 1), minlength=_NUM_BINS)
+
+    def num_ties(self, threshold: int) -> Tensor:
+        """Return the number of rows that are not due and whose key is ``threshold``."""
+        return (self._under == threshold).sum()
+
+    def mask(self, threshold: int, num_ties: int) -> Tensor:
+        """Return a mask of the selected rows."""
+        chosen = self.is_due | (self._keys > threshold)
+        tied = (~self.is_due & (self._keys == threshold)).nonzero().flatten()
+        chosen[tied[:num_ties]] = True
+        return chosen
+
+
+class _DeviceKeys(_Keys):
+    """Keys on a device. No method waits for the device. The keys and a sorted copy take 16 bytes per row."""
+
+    def __init__(self, table: Candidates) -> None:
+        super().__init__(table)
+        self._keys = torch.where(self.is_due, -1, _ordered_keys(table.scores))  # keys are 0 or more
+        self._ordered = self._keys.sort().values
+
+    def histogram(self, prefix: int, shift: int) -> Tensor:
+        """Count the rows that are not due and match a prefix, by the digit at ``shift``."""
+        # A search in the sorted keys needs no atomic additions, which are slow where many keys have the same digit.
+        edges = torch.arange(_bins(shift) + 1, device=self._keys.device) * (1 << shift) + prefix
+        counts = torch.searchsorted(self._ordered, edges).diff()
+        return torch.cat([counts, counts.new_zeros(_NUM_BINS - len(counts))])
+
+    def num_ties(self, threshold: int) -> Tensor:
+        """Return the number of rows that are not due and whose key is ``threshold``."""
+        return (self._keys == threshold).sum()
+
+    def mask(self, threshold: int, num_ties: int) -> Tensor:
+        """Return a mask of the selected rows."""
+        is_tied = self._keys == threshold
+        return self.is_due | (self._keys > threshold) | (is_tied & (is_tied.cumsum(0) <= num_ties))
+
+
 class _Search:
     """Radix search for each budget's threshold, over the integer keys of this rank's scores.
 
     ``_prefix`` has the digits of each threshold that are already known. ``_remaining`` is the part of each budget that
-    is left after the due rows (``is_due``) and the rows whose key is above the prefix. ``_under`` has, for each table,
-    the keys of the rows that are not due and match the prefix. ``_takes_all`` is True for each budget into which all
-    rows fit.
+    is left after the due rows (``is_due``) and the rows whose key is above the prefix. ``_takes_all`` is True for each
+    budget into which all rows fit. ``_num_ties`` has the number of ties of each table, once they were counted.
+
+    If tables are on a device, each round waits for the device once.
 
     Args:
         top_k: the budget.
@@ -243,14 +341,14 @@ class _Search:
 
     def __init__(self, top_k: TopK, groups: list[list[Candidates]]) -> None:
         self._top_k = top_k
-        self._groups = groups
-        self._keys = [[_ordered_keys(table.scores) for table in group] for group in groups]
-        self._under = [
-            [key[~table.is_due] if bool(table.is_due.any()) else key for table, key in pairs] for pairs in self._pairs()
+        self._groups = [
+            [(_HostKeys if table.scores.device.type == "cpu" else _DeviceKeys)(table) for table in group]
+            for group in groups
         ]
-        self._prefix = torch.zeros(len(groups), dtype=torch.int64)
+        self._num_ties: list[list[int]] = []
+        self._prefix = [0] * len(groups)
         self._remaining = torch.zeros(len(groups), dtype=torch.int64)
-        self._takes_all = torch.zeros(len(groups), dtype=torch.bool)
+        self._takes_all = [False] * len(groups)
 
     def header(self) -> Tensor:
         """Return the header that precedes the first histogram of each budget, ``[G, 3]`` int64.
@@ -258,14 +356,11 @@ class _Search:
         The columns are the number of this rank's changed rows, the cost of its due rows, and the failure flag, which is
         0 here. Costs are in the budget's unit: bytes for ``TopK.num_bytes``, otherwise rows.
         """
+        num_due = self._counted(lambda _, table: table.num_due)
         return torch.tensor(
             [
-                [
-                    sum(len(table.scores) for table in group),
-                    sum(int(table.is_due.sum()) * self._cost(table) for table in group),
-                    0,
-                ]
-                for group in self._groups
+                [sum(map(len, group)), sum(int(n) * self._cost(each) for n, each in zip(due, group, strict=True)), 0]
+                for due, group in zip(num_due, self._groups, strict=True)
             ],
             dtype=torch.int64,
         ).reshape(-1, 3)
@@ -276,12 +371,12 @@ class _Search:
         Bin ``i`` has the total cost of this rank's rows that are not due, match the prefix, and have the digit ``i`` at
         ``shift``.
         """
-        rows = [torch.zeros(_NUM_BINS, dtype=torch.int64) for _ in self._groups]
-        for index, group in enumerate(self._groups):
-            for number, table in enumerate(group):
-                digits = (self._narrowed(index, number, shift) >> shift) & (_bins(shift) - 1)
-                rows[index] += torch.bincount(digits.cpu(), minlength=_NUM_BINS) * self._cost(table)
-        return torch.stack(rows)
+        costs = torch.zeros(len(self._groups), _NUM_BINS, dtype=torch.int64)
+        counted = self._counted(lambda index, table: table.histogram(self._prefix[index], shift))
+        for index, (histograms, group) in enumerate(zip(counted, self._groups, strict=True)):
+            for histogram, table in zip(histograms, group, strict=True):
+                costs[index] += histogram * self._cost(table)
+        return costs
 
     def set_budgets(self, num_rows: Tensor, due_cost: Tensor) -> None:
         """Set what remains of each budget after the cost of the due rows, which are selected in any case.
@@ -324,14 +419,11 @@ class _Search:
 
         It is 0 for budgets into which all rows fit.
         """
+        counted = self._counted(lambda index, table: table.num_ties(self._prefix[index]))
+        self._num_ties = [[int(count) for count in counts] for counts in counted]
         costs = [
-            0
-            if bool(self._takes_all[index])
-            else sum(
-                int((self._under[index][number] == self._prefix[index].item()).sum()) * self._cost(table)
-                for number, table in enumerate(group)
-            )
-            for index, group in enumerate(self._groups)
+            0 if takes_all else sum(n * self._cost(table) for n, table in zip(counts, group, strict=True))
+            for takes_all, counts, group in zip(self._takes_all, self._num_ties, self._groups, strict=True)
         ]
         return torch.tensor(costs, dtype=torch.int64)
 
@@ -345,43 +437,36 @@ class _Search:
             spent_before: ``[G]`` cost of the ties of all lower ranks.
         """
         masks = []
-        for index, pairs in enumerate(self._pairs()):
+        for index, group in enumerate(self._groups):
             left = int(self._remaining[index] - spent_before[index])
-            for table, key in pairs:
-                threshold = self._prefix[index].item()
-                chosen = table.is_due | (key > threshold)
-                if bool(self._takes_all[index]):
-                    chosen = torch.ones_like(table.is_due)
+            for num_ties, table in zip(self._num_ties[index], group, strict=True):
+                if self._takes_all[index]:
+                    masks.append(torch.ones_like(table.is_due))
                 else:
-                    tied = (~table.is_due & (key == threshold)).nonzero().flatten()
-                    fitting = tied[: max(0, left // self._cost(table))]
-                    chosen[fitting] = True
-                    left -= len(tied) * self._cost(table)
-                masks.append(chosen)
+                    masks.append(table.mask(self._prefix[index], max(0, left // self._cost(table))))
+                    left -= num_ties * self._cost(table)
         return masks
 
-    def _pairs(self) -> list[list[tuple[Candidates, Tensor]]]:
-        return [list(zip(group, keys, strict=True)) for group, keys in zip(self._groups, self._keys, strict=True)]
-
-    def _cost(self, table: Candidates) -> int:
+    def _cost(self, table: _Keys) -> int:
         return table.row_bytes if self._top_k.num_bytes is not None else 1
 
-    def _narrowed(self, index: int, number: int, shift: int) -> Tensor:
-        """Return a table's keys that match the prefix in the bits above the digit at ``shift``.
+    def _counted(self, count: Callable[[int, _Keys], Tensor]) -> list[list[Tensor]]:
+        """Return ``count(index of the budget, table)`` for all tables by budget, on the host.
 
-        All other keys of the table are dropped from ``_under``.
-
-        Args:
-            index: index of the budget.
-            number: index of the table in the budget's group.
-            shift: right shift of the digit.
+        The results must have the same shape for all tables.
         """
-        keys = self._under[index][number]
-        bits = shift + _bins(shift).bit_length() - 1
-        if bits < _KEY_BITS:
-            keys = keys[(keys >> bits) == (self._prefix[index] >> bits).item()]
-            self._under[index][number] = keys
-        return keys
+        counts = iter(_on_host([count(index, table) for index, group in enumerate(self._groups) for table in group]))
+        return [[next(counts) for _ in group] for group in self._groups]
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of the same shape and dtype on the CPU. Waits once for each device that is not the CPU."""
+    found = list(tensors)
+    for device in {each.device for each in tensors if each.device.type != "cpu"}:
+        places = [place for place, each in enumerate(tensors) if each.device == device]
+        for place, each in zip(places, torch.stack([tensors[place] for place in places]).cpu(), strict=True):
+            found[place] = each
+    return found
 
 
 def _bins(shift: int) -> int:
@@ -396,6 +481,6 @@ def _ordered_keys(scores: Tensor) -> Tensor:
     order.
     """
     bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0 maps -0.0 to 0.0
-    if not bool((bits < 0).any()):
+    if bits.device.type == "cpu" and not bool((bits < 0).any()):  # faster; on a device, this would wait
         return bits.add_(1 << 31)
     return torch.where(bits >= 0, bits, -(1 << 31) - bits) + (1 << 31)

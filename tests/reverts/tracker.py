@@ -317,4 +317,25 @@ REVERTS = [
             "delta_tracker/tracker/store/segments.py": [("            states.shrink()\n", "            del states\n")]
         },
     ),
+    Revert(
+        defect="a comparison with the copy of a table waits once for each chunk",
+        generator="tests/tracker/test_shadow.py::test_a_comparison_on_a_device_waits_once_for_any_number_of_chunks",
+        edits={
+            "delta_tracker/tracker/store/shadow.py": [
+                (
+                    "        changed = differs.nonzero().flatten()",
+                    "        changed = torch.cat([e.nonzero()[:, 0] + 4 * n for n, e in enumerate(differs.split(4))])",
+                ),
+            ]
+        },
+    ),
+    Revert(
+        defect="top-k on a device waits for each table",
+        generator="tests/tracker/test_top_k.py::test_a_choice_on_a_device_waits_equally_often_for_any_number_of_tables",
+        edits={
+            "delta_tracker/tracker/top_k.py": [
+                ('_HostKeys if table.scores.device.type == "cpu" else _DeviceKeys', "_HostKeys"),
+            ]
+        },
+    ),
 ]

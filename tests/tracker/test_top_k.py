@@ -129,7 +129,6 @@ def test_the_choice_on_a_device_is_the_sorted_one(budget: dict[str, Any], per_ta
         assert [{fqn: held(mask).tolist() for fqn, mask in answer.items()}] == sorted_choice(top_k, [rank])
 
 
-@pytest.mark.xfail(strict=True, reason="all keys are copied to the host three times per table")
 def test_a_choice_on_a_device_waits_equally_often_for_any_number_of_tables() -> None:
     draw = random.Random(0)
     counts = []
