@@ -195,4 +195,20 @@ REVERTS = [
         generator="tests/monitor/test_device.py::test_a_metric_that_replaces_a_deleted_one_loses_none_of_its_updates",
         edits={"delta_tracker/monitor/registry.py": [("source.take_over(earlier)", "pass")]},
     ),
+    Revert(
+        defect="a weight on the host is copied to the device of the values, which waits",
+        generator="tests/monitor/test_device.py::test_nothing_waits",
+        edits={
+            "delta_tracker/monitor/device/metrics.py": [
+                ("        if isinstance(weight, Tensor) and weight.device != value.device:", "        if False:")
+            ]
+        },
+    ),
+    Revert(
+        defect="a copy of a number from the host in an operation is not detected",
+        generator="tests/monitor/test_device.py::test_numbers_from_the_host_that_torch_copies_are_detected",
+        edits={
+            "delta_tracker/monitor/device/syncs.py": [('frozenset({"where", "index_put",', 'frozenset({"index_put",')]
+        },
+    ),
 ]

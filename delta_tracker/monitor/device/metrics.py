@@ -142,6 +142,8 @@ class DeviceMean(_DeviceStat):
     def _update(self, value: Tensor, weight: Tensor | float) -> None:
         _check(value, weight)
         dtype = sum_dtype(value.device)
+        if isinstance(weight, Tensor) and weight.device != value.device:
+            weight = weight.item()  # a number on the host, which where() would copy to the device and wait
         if not isinstance(weight, Tensor):
             # As an operand of where(), a number would have the default dtype. full() copies nothing from the host.
             weight = torch.full((), weight, dtype=dtype, device=value.device)

@@ -3,7 +3,8 @@
 The ``device`` of a tensor returned by :func:`on_device` is a simulated device, but the data is on the CPU. The context
 manager :func:`find_syncs` records each operation on these tensors that would wait for a real device: reading a number
 on the host, computing a result whose shape depends on data, creating a tensor from host data, and copying between host
-and device without ``non_blocking``. An empty record is strong evidence, but no proof, that the code does not wait for
+and device without ``non_blocking``, also inside an operation that has a zero-dimensional CPU tensor among its operands,
+such as :func:`torch.where`. An empty record is strong evidence, but no proof, that the code does not wait for
 the device. On a GPU, use ``torch.cuda.set_sync_debug_mode("error")``.
 """
 
@@ -26,6 +27,10 @@ SIMULATED = torch.device("lazy", 0)
 
 _WAITING_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _COPIES = frozenset({"_to_copy", "copy_", "_copy_from"})
+# torch copies a zero-dimensional CPU tensor among the operands of these to the device. Arithmetic reads it on the host.
+_COPIES_NUMBERS = frozenset({"where", "index_put", "index_put_", "_index_put_impl_"})
+# torch reads a tensor that is the value to fill with on the host.
+_FILLS = frozenset({"masked_fill", "masked_fill_", "index_fill", "index_fill_"})
 _BY_INDEX = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"})
 # Methods that read data on the host. On CPU tensors they dispatch no operation, so only _Calls detects them.
 _READS = frozenset({"tolist", "numpy", "cpu", "__array__"})
@@ -211,10 +216,12 @@ def _run(found: list[SyncError], func: Any, args: Any, kwargs: Any, *, everywher
 
 
 def _waits(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], *, everywhere: bool) -> bool:  # noqa: ANN401
+    if name in _COPIES_NUMBERS | _BY_INDEX and not everywhere and not all(isinstance(e, _Claiming) for e in tensors):
+        return True
     if name in _BY_INDEX:
-        indices = [each for each in args[1] if each is not None]
-        is_elsewhere = not everywhere and any(not isinstance(each, _Claiming) and each.dim() for each in indices)
-        return is_elsewhere or any(each.dtype in (torch.bool, torch.uint8) for each in indices)
+        return any(each.dtype in (torch.bool, torch.uint8) for each in args[1] if each is not None)
+    if name in _FILLS:
+        return isinstance(args[-1], Tensor) and (everywhere or isinstance(args[-1], _Claiming))
     if name in _COPIES:
         target = kwargs.get("device")
         sides = {isinstance(each, _Claiming) for each in tensors}
