@@ -4,6 +4,9 @@ A fused optimizer writes rows when the kernel's autograd node runs in the backwa
 runs just before the write, and its post-hook just after the write. A forward pass under ``no_grad`` creates no node,
 the node of a discarded output never runs, and a second backward pass runs both hooks again. If a backward pass raises
 between the two hooks, the end of the pass is detected when the autograd engine deletes the callbacks queued for it.
+
+The capture of a CUDA graph runs the hooks once, and replays of the graph run none. Therefore all rows of a table count
+as changed at every cut after a lookup or a backward pass of the table was captured.
 """
 
 from __future__ import annotations
@@ -88,6 +91,12 @@ class UpdateListener(Protocol):
     def output_launched(self) -> None:
         """Handle the launch of a collection's output distribution. Must not block."""
 
+    def captured(self, fqns: Iterable[str]) -> None:
+        """Handle the capture of lookups or writes of the tables ``fqns`` into a CUDA graph.
+
+        Replays of the graph are not reported. Must not launch operations, because the graph would contain them.
+        """
+
     def notice_writes(self, fqns: Iterable[str]) -> None:
         """Mark all rows of the tables in ``fqns`` whose weights were written in place without a report by a hook."""
 
@@ -99,7 +108,7 @@ class Watcher:
     """Base class of all hooks.
 
     Hooks never raise. Errors are counted, and the first error is logged. After an error, a hook may also report rows
-    that did not change.
+    that did not change. While a CUDA graph is captured, hooks launch no operation.
 
     Args:
         tables: FQNs of the tables to report.
@@ -119,6 +128,7 @@ class Watcher:
         self._keys = keys
         self._faults = [recorder.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
         self._timer = recorder.record_seconds.timer()
+        self._has_captured = False
         self.num_errors = 0
 
     def remove(self) -> None:
@@ -126,6 +136,10 @@ class Watcher:
         self._listener = _Deaf()
 
     def _opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
+        if is_capturing():
+            self._captured()
+            return
+
         def opened() -> bool:
             with self._timer():
                 self._listener.opened(key, ids)
@@ -133,6 +147,17 @@ class Watcher:
 
         if not self._contained(opened, otherwise=False):
             self._contained(lambda: self._listener.opened(key, self._all_rows()), otherwise=None)
+
+    def _captured(self) -> None:
+        """Report that the current lookup or write is captured into a CUDA graph, whose replays call no hook."""
+        self._contained(lambda: self._listener.captured(self._tables), otherwise=None)
+        if not self._has_captured:
+            self._has_captured = True
+            _logger.warning(
+                "a CUDA graph contains lookups, and its replays call no hook; from now on every read returns all rows:"
+                " tables=%s",
+                list(self._tables),
+            )
 
     def _all_rows(self) -> dict[str, Tensor | None]:
         return dict.fromkeys(self._tables)
@@ -194,12 +219,20 @@ class PostLookupHook(Watcher):
         updates = output.requires_grad and self._kernel.is_fused
         if not updates and not self._lookups:
             return
-        ids = self._contained(lambda: self._ids_by_table(args[0]), otherwise=self._all_rows())
+        ids = self._all_rows()
+        if not is_capturing():
+            ids = self._contained(lambda: self._ids_by_table(args[0]), otherwise=ids)
         if self._lookups:
-            self._count(ids)
-            self._contained(lambda: self._listener.looked_up(ids), otherwise=None)
+            self._looked_up(ids)
         if updates:
             self._watch_update(output, ids)
+
+    def _looked_up(self, ids: Mapping[str, Tensor | None]) -> None:
+        if is_capturing():
+            self._captured()
+            return
+        self._count(ids)
+        self._contained(lambda: self._listener.looked_up(ids), otherwise=None)
 
     def _watch_update(self, output: Tensor, ids: Mapping[str, Tensor | None]) -> None:
         node = self._contained(lambda: _lookup_node(output), otherwise=None)
@@ -273,11 +306,20 @@ class _Deaf:
     def output_launched(self) -> None:
         """Do nothing."""
 
+    def captured(self, fqns: Iterable[str]) -> None:
+        """Do nothing."""
+
     def notice_writes(self, fqns: Iterable[str]) -> None:
         """Do nothing."""
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
         """Do nothing."""
+
+
+def is_capturing() -> bool:
+    """Return True if the current CUDA stream is being captured into a CUDA graph."""
+    # In a build of torch without CUDA, is_current_stream_capturing() raises.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _BackwardToken:

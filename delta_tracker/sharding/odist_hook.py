@@ -14,7 +14,7 @@ from torch import nn
 
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import Discovery
-from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
+from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher, is_capturing
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -112,7 +112,8 @@ class PostOdistHook(Watcher):
         self._launched()
 
     def _launched(self) -> None:
-        self._contained(self._listener.output_launched, otherwise=None)
+        if not is_capturing():
+            self._contained(self._listener.output_launched, otherwise=None)
 
 
 def watch_output_dists(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
 from delta_tracker.rows import ChangedRows, merge_first
+from delta_tracker.sharding.kernel_hooks import is_capturing
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
@@ -342,11 +343,20 @@ class ChangeLog:
             self._stores[fqn].mark(ids, states=states, is_written=is_written)
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
-        """Mark all rows of the tables in ``fqns`` whose weights were written in place without a report by a hook."""
+        """Mark all rows of the tables in ``fqns`` whose weights may have been written without a report by a hook."""
         with self.lock:
             for fqn in fqns:
                 if self._stores[fqn].notice_writes():
                     self._count(fqn, None)
+
+    def captured(self, fqns: Iterable[str]) -> None:
+        """Mark all rows of the tables ``fqns`` at every cut from now on, because writes to them are not reported.
+
+        Launches no operation, so that it may be called while a CUDA graph is captured.
+        """
+        with self.lock:
+            for fqn in fqns:
+                self._stores[fqn].expect_unreported_writes()
 
     def acknowledge_writes(self, fqns: Iterable[str]) -> None:
         """Ignore earlier in-place writes to the weights of the tables ``fqns``, because a hook reported the rows."""
@@ -441,7 +451,8 @@ class ChangeLog:
         with self.lock:
             self._release_abandoned()
             self._close_ended()
-            self.notice_writes(self._stores)
+            if not is_capturing():  # the graph would contain the operations that mark rows
+                self.notice_writes(self._stores)
             self._num_batches += 1
             self._tidy(self._shed)
 

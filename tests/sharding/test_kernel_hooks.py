@@ -34,11 +34,9 @@ def test_other_hooks_go_on_working(two_ranks: RankPool, order: tuple[str, ...]) 
 
 @pytest.mark.promise("lossless")
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
-@pytest.mark.xfail(strict=True, reason="the replays of a captured step call no hook")
 def test_replays_of_a_captured_step_are_not_lost(one_rank: RankPool, mode: str) -> None:
     one_rank.run("tests.sharding.capture_cases:captured_step", mode=mode)
 
 
-@pytest.mark.xfail(strict=True, reason="the replays of a captured lookup call no hook")
 def test_a_captured_lookup_marks_rows_only_if_lookups_are_recorded(one_rank: RankPool) -> None:
     one_rank.run("tests.sharding.capture_cases:captured_lookup")

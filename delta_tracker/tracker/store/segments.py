@@ -108,6 +108,7 @@ class SegmentStore:
         self._old_states = old_states
         self._was_written = was_written
         self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
+        self._is_reported = True  # False if writes may happen that neither a hook nor was_written reports
         self._max_device_bytes = max_device_bytes
         self._pads = self._device.type != "cpu"  # only the device has the number of new rows
         self._segments = [_Segment(start=0)]
@@ -187,20 +188,27 @@ class SegmentStore:
     def notice_writes(self) -> bool:
         """Mark all rows, with unknown old states, if the shard was written and no hook reported the write.
 
+        After :meth:`expect_unreported_writes`, mark them at every call.
+
         Call this method before every :meth:`cut`. If old states are kept, also call it before each :meth:`open_batch`
         or :meth:`mark` that captures states, because states that are captured after such a write are not the old ones.
 
         Returns:
             True if the rows were marked.
         """
-        if self._was_written is None or self.num_rows == 0:
+        if self.num_rows == 0:
             return False
-        self._has_unmarked = self._was_written() or self._has_unmarked
-        if not self._has_unmarked:
+        if self._was_written is not None:
+            self._has_unmarked = self._was_written() or self._has_unmarked
+        if self._is_reported and not self._has_unmarked:
             return False
         self._mark(None)  # if this runs out of memory, the next call marks the rows
         self._has_unmarked = False
         return True
+
+    def expect_unreported_writes(self) -> None:
+        """Make every later call of :meth:`notice_writes` mark all rows, because some writes are not reported."""
+        self._is_reported = False
 
     def acknowledge_writes(self) -> None:
         """Make :meth:`notice_writes` ignore the writes since its last call.
