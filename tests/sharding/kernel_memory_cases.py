@@ -1,17 +1,28 @@
-"""Cases that count how often the kernels of a real model are flushed and split into tables."""
+"""Cases that count how often kernels are flushed and split into tables, and that read rows from a kernel's cache."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
+from delta_tracker.sharding.discover import Kernel, LocalShard
+from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.weights import read_rows
+from delta_tracker.tracker.change_log import ChangeLog
+from delta_tracker.tracker.modes import EmbeddingCapture
+from delta_tracker.tracker.store.make_store import make_store
+from delta_tracker.types import Delta, DeltaRows, ShardSpec, TableSpec
 from tests.models import Spec, Table, batch, kernels_of, shard
+from tests.sharding.cached_kernel import CachedTbe, Location, cache_lookups
 
 _FLUSH, _SPLIT = "flush", "split_embedding_weights"
 
@@ -87,6 +98,42 @@ def counts(rank: int, world_size: int, url: str, num_tables: int, mode: str) -> 
     return found
 
 
+class _Ops(TorchDispatchMode):
+    """Counts the operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def steps(rank: int, world_size: int, num_tables: int, mode: str) -> dict[str, Any]:
+    """Calls and operations of the hooks in the second step, on a model with one kernel."""
+    spec = Spec([Table(f"t{number}", 10, "table:0") for number in range(num_tables)], bag=True)
+    model = shard(spec)
+    features = batch(spec, torch.Generator().manual_seed(1), max_length=5)
+    num_ops = 0
+    opened = ChangeLog.opened
+
+    def counted(log: ChangeLog, key: int, ids: Any) -> None:
+        nonlocal num_ops
+        assert all(len(table_ids) for table_ids in ids.values())
+        with _Ops() as ops:
+            opened(log, key, ids)
+        num_ops += ops.num_ops
+
+    with ModelDeltaTracker(model, mode=TrackingMode[mode]) as tracker:
+        model(features).backward()
+        with _counted(model) as calls, patch.object(ChangeLog, "opened", counted):
+            model(features).backward()
+            tracker.step()
+        assert tracker.num_hook_errors == 0
+    return {"calls": dict(calls), "num_ops": num_ops}
+
+
 def flushed_anew(rank: int, world_size: int, url: str, mode: str) -> int:
     """Every read and version has the rows in a kernel's cache, because each begins with a flush.
 
@@ -127,3 +174,68 @@ def flushed_anew(rank: int, world_size: int, url: str, mode: str) -> int:
         assert tracker.num_hook_errors == 0
         publisher.close()
     return num_flushes
+
+
+_CACHED = [
+    (11, 4, Location.MANAGED_CACHING),
+    (9, 8, Location.DEVICE),
+    (13, 8, Location.MANAGED_CACHING),
+]
+
+
+def _cached_shards(num_tables: int) -> tuple[CachedTbe, dict[str, LocalShard]]:
+    """Return a kernel with a small cache, and its tables by name."""
+    specs = [_CACHED[number % len(_CACHED)] for number in range(num_tables)]
+    tbe = CachedTbe(specs, num_sets=2)
+    kernel = Kernel(tbe, tuple((f"t{slot}", 1) for slot in range(num_tables)), is_fused=True)
+    shards = {}
+    for slot, (rows, dim, _) in enumerate(specs):
+        table = TableSpec(f"t{slot}", rows, dim, torch.float32)
+        spec = ShardSpec(table, 0, rows, ((0, dim),))
+        shards[table.fqn] = LocalShard(spec, ((kernel, slot),), torch.device("cpu"), is_fused=True)
+    return tbe, shards
+
+
+def in_place(rank: int, world_size: int, seed: int) -> None:
+    """Old states come from the cache or the table, whichever is newer, and no hook flushes the cache."""
+    generator = torch.Generator().manual_seed(seed)
+    tbe, shards = _cached_shards(4)
+    held = {fqn: view.clone() for fqn, view in zip(shards, tbe.split_embedding_weights(), strict=True)}
+    with cache_lookups():
+        stores = {fqn: make_store(partial(shards.__getitem__, fqn), EmbeddingCapture(), engine="torch") for fqn in shards}
+        log = ChangeLog(stores, ["reader"], delete_on_read=True, max_bytes=None)
+        sent = {fqn: rows.clone() for fqn, rows in held.items()}
+        for key in range(60):
+            ids = {
+                fqn: torch.randint(0, len(rows), (3,), generator=generator).unique() for fqn, rows in held.items()
+            }
+            for slot, fqn in enumerate(shards):
+                tbe.load(slot, ids[fqn][:2], generator)
+            before = tbe.num_flushes, tbe.num_splits
+            log.opened(key, ids)
+            assert (tbe.num_flushes, tbe.num_splits - (key == 0)) == before
+            for slot, fqn in enumerate(shards):
+                values = torch.rand(len(ids[fqn]), held[fqn].shape[1], generator=generator)
+                tbe.write(slot, ids[fqn], values)
+                held[fqn][ids[fqn]] = values
+            log.applied(key, ids)
+            if key % 3 == 0:
+                before = tbe.num_flushes, tbe.num_splits
+                with one_cut():
+                    reading = log.read("reader")
+                    for fqn, rows in reading.rows.items():
+                        assert torch.equal(rows.states, sent[fqn][rows.ids]), (key, fqn)
+                        assert torch.equal(read_rows(shards[fqn], rows.ids), held[fqn][rows.ids]), (key, fqn)
+                        assert torch.equal(read_rows(shards[fqn]), held[fqn]), (key, fqn)
+                    log.seal(
+                        Delta(
+                            {fqn: DeltaRows(rows.ids) for fqn, rows in reading.rows.items()},
+                            consumer="reader",
+                            start=reading.start,
+                            stop=reading.stop,
+                            batches=reading.batches,
+                        ),
+                        commit=True,
+                    )
+                assert (tbe.num_flushes - 1, tbe.num_splits) == before
+                sent = {fqn: rows.clone() for fqn, rows in held.items()}

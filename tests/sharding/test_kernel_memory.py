@@ -30,6 +30,23 @@ def test_kernels_are_flushed_and_split_once_per_cut(one_rank: RankPool, tmp_path
         assert found["build"]["split_embedding_weights"] == 2
 
 
+@pytest.mark.parametrize("mode", ["EMBEDDING", "ROWWISE_ADAGRAD"])
+@pytest.mark.xfail(strict=True, reason="each step flushes the cache and splits the memory")
+def test_a_step_flushes_and_splits_no_kernel(one_rank: RankPool, tmp_path: Path, mode: str) -> None:
+    (one,), (seven,) = (
+        one_rank.run(f"{_CASES}:steps", num_tables=num_tables, mode=mode) for num_tables in (1, 7)
+    )
+    assert one["calls"] == seven["calls"] == {}
+    assert seven["num_ops"] == 7 * one["num_ops"], "an operation of each table"
+
+
+@pytest.mark.promise("lossless")
+@pytest.mark.xfail(strict=True, reason="hooks flush the cache in each batch")
+def test_hooks_read_rows_in_a_cache_without_a_flush(one_rank: RankPool) -> None:
+    for seed in range(3):
+        one_rank.run(f"{_CASES}:in_place", seed=seed)
+
+
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_every_cut_sees_what_its_own_flush_wrote(one_rank: RankPool, tmp_path: Path, mode: str) -> None:
     (num_flushes,) = one_rank.run(f"{_CASES}:flushed_anew", url=f"file://{tmp_path}/stream", mode=mode)
