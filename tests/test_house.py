@@ -63,6 +63,7 @@ _TESTED_THROUGH = {
     "publisher.row_gatherer": "publisher.test_publisher",
     "publisher.version_source": "publisher.test_publisher",
     "sharding.dense": "publisher.test_publisher",
+    "sharding.row_cache": "sharding.test_kernel_memory",
     "sharding.torchrec_api": "tracker.test_tracker",
     "sharding.weights": "tracker.test_modes",
     "stream.cursor": "predictor.test_resync",

@@ -22,6 +22,7 @@ from delta_tracker.errors import (
     UnsupportedModuleError,
     UnsupportedTableError,
 )
+from delta_tracker.sharding.kernel_memory import KernelMemory
 from delta_tracker.sharding.torchrec_api import Torchrec, load_torchrec, planned_blocks, planned_kernel, table_configs
 from delta_tracker.types import ShardSpec, TableSpec
 
@@ -37,11 +38,19 @@ class Kernel:
         slots: FQN (None if untracked) and number of features of the table in each slot, in order.
         is_fused: True if the kernel's own optimizer updates rows, inside the backward pass of a lookup. False if the
             rows are ordinary parameters, which any code can write.
+
+    Attributes:
+        memory: weights and optimizer states of the slots.
     """
 
     module: Any
     slots: tuple[tuple[str | None, int], ...]
     is_fused: bool
+    memory: KernelMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        memory = KernelMemory(self.module, len(self.slots), is_fused=self.is_fused)
+        object.__setattr__(self, "memory", memory)  # the class is frozen
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -319,7 +319,7 @@ class _Deaf:
 def is_capturing() -> bool:
     """Return True if the current CUDA stream is being captured into a CUDA graph."""
     # In a build of torch without CUDA, is_current_stream_capturing() raises.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 class _BackwardToken:

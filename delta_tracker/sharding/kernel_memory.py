@@ -1,86 +1,176 @@
-"""Flush a kernel's caches and split its memory into tables once per cut instead of once per table.
+"""Split a kernel's memory into tables, and flush the kernel's caches at most once per cut.
 
-FBGEMM's split functions create the views of all tables of a kernel. Calling them once per table therefore takes time
-quadratic in the number of tables.
+FBGEMM's split functions create the views of all tables of a kernel. Calling them for each table takes time quadratic in
+the number of tables, and calling them in each batch slows training down. Therefore the views are kept until the
+kernel's tensors are replaced.
+
+Memory: one view for each table and optimizer state. The views keep the memory of replaced tensors allocated until the
+next read.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from delta_tracker.sharding.discover import Kernel
+from delta_tracker.buffers import new_rows
+from delta_tracker.rows import take_rows
+from delta_tracker.sharding.row_cache import RowCache
+from delta_tracker.sharding.torchrec_api import tensor_slots
+
+_Views = list[list[Tensor]]
 
 
 class KernelMemory:
     """Memory of one kernel, split into weights and optimizer states by table slot.
 
-    The constructor flushes the kernel's caches.
-
     Args:
-        kernel: the kernel.
+        module: the kernel's module.
+        num_slots: number of tables of the kernel.
+        is_fused: True if the kernel has an optimizer of its own.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
-        kernel.module.flush()
+    def __init__(self, module: Any, num_slots: int, *, is_fused: bool) -> None:  # noqa: ANN401  a torchrec class
+        def states() -> _Views:
+            return (module.emb_module.split_optimizer_states() if is_fused else []) or [[]] * num_slots
+
+        self._module = module
+        self._is_fused = is_fused
+        self._weights = _KeptViews(module, lambda: [[weight] for weight in module.split_embedding_weights()])
+        self._states = _KeptViews(module, states)
 
     @cached_property
-    def weights(self) -> list[Tensor]:
-        """Weights of each slot, ``[rows, columns]``, as tensors that share the kernel's memory."""
-        return [view.detach() for view in self._kernel.module.split_embedding_weights()]
+    def _cache(self) -> RowCache | None:
+        return RowCache.of(self._module.emb_module) if self._is_fused else None
 
-    @cached_property
-    def optimizer_states(self) -> list[list[Tensor]]:
-        """Optimizer states of each slot, ``[rows]`` or ``[rows, columns]``, as tensors that share the kernel's memory.
+    def weight(self, slot: int) -> Tensor:
+        """Return the weights of a slot, ``[rows, columns]``, as a tensor that shares the kernel's memory.
 
-        The list of each slot is empty for SGD and for unfused kernels.
+        Flushes the kernel's caches first. Inside ``with one_cut()``, only the first call for a kernel flushes them.
         """
-        kernel = self._kernel
-        found = kernel.module.emb_module.split_optimizer_states() if kernel.is_fused else []
-        return [[state.detach() for state in states] for states in found] or [[] for _ in kernel.slots]
+        flushed = _THREAD.flushed
+        if flushed is None or self not in flushed:
+            self._module.flush()
+        if flushed is not None:
+            flushed.add(self)
+        return self._weights()[slot][0]
+
+    def rows(self, slot: int, ids: Tensor) -> Tensor:
+        """Return a copy of some rows of a slot, ``[N, columns]``.
+
+        Flushes the kernel's caches as :meth:`weight` does. Inside ``with reading_in_place()``, flushes nothing, and
+        reads the rows that are in the cache from the cache.
+
+        Args:
+            slot: the slot.
+            ids: ``[N]`` int64 local ids.
+        """
+        if not _THREAD.reads_in_place:
+            return take_rows(self.weight(slot), ids, new_rows)
+        rows = take_rows(self._weights()[slot][0], ids, new_rows)
+        return rows if self._cache is None else self._cache.overlay(slot, ids, rows)
+
+    def optimizer_states(self, slot: int) -> list[Tensor]:
+        """Return the optimizer states of a slot, ``[rows]`` or ``[rows, columns]``, which share the kernel's memory.
+
+        The list is empty for SGD and for unfused kernels. Flushes nothing, because FBGEMM caches only weights.
+        """
+        return self._states()[slot]
 
 
-class _Cut(threading.local):
-    """Kernels that this thread has read in a ``with one_cut()`` statement; ``memories`` is None outside of it."""
+class _Source(NamedTuple):
+    """Tensor of a module, ``owner[name]``, whose memory views share. ``address`` is the address of its first item."""
 
-    memories: dict[Kernel, KernelMemory] | None = None
+    owner: Mapping[str, Tensor | None]
+    name: str
+    tensor: Tensor
+    address: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self.owner.get(self.name) is self.tensor and self.tensor.data_ptr() == self.address
 
 
-_CUT = _Cut()
+class _KeptViews:
+    """Views of a module's tensors by slot, created again if one of these tensors was replaced or moved.
+
+    Args:
+        module: the kernel's module.
+        split: function that creates the views.
+    """
+
+    def __init__(self, module: Any, split: Callable[[], _Views]) -> None:  # noqa: ANN401  a torchrec class
+        self._module = module
+        self._split = split
+        self._kept: tuple[_Views, list[_Source]] | None = None
+
+    def __call__(self) -> _Views:
+        kept = self._kept  # another thread may replace it
+        if kept is not None and all(source.is_unchanged for source in kept[1]):
+            return kept[0]
+        self._kept = None
+        views = [[view.detach() for view in each] for each in self._split()]
+        sources = _sources(self._module, [view for each in views for view in each])
+        self._kept = None if sources is None else (views, sources)
+        return views
+
+
+def _sources(module: Any, views: list[Tensor]) -> list[_Source] | None:  # noqa: ANN401  a torchrec class
+    """Return the tensors of a module that share memory with ``views``; None if a view shares memory with none."""
+    shared = {view.untyped_storage().data_ptr() for view in views if view.numel()}
+    sources = [
+        _Source(owner, name, tensor, tensor.data_ptr())
+        for owner, name in tensor_slots(module)
+        if (tensor := owner[name]) is not None and tensor.untyped_storage().data_ptr() in shared
+    ]
+    found = {source.tensor.untyped_storage().data_ptr() for source in sources}
+    return sources if found == shared else None
+
+
+class _Thread(threading.local):
+    """State of the ``with`` statements of this module that are active in this thread.
+
+    Attributes:
+        flushed: kernels that were flushed inside ``with one_cut()``; None outside of it.
+        reads_in_place: True inside ``with reading_in_place()``.
+    """
+
+    flushed: set[KernelMemory] | None = None
+    reads_in_place = False
+
+
+_THREAD = _Thread()
 _NESTED = nullcontext()
 
 
 def one_cut() -> AbstractContextManager[None]:
-    """Return a context manager in which reads by this thread flush each kernel and split its memory at most once.
+    """Return a context manager in which reads by this thread flush each kernel at most once.
 
     This thread must not train inside the ``with`` statement, because reads miss rows that are written to a cache after
     the cache was flushed. Writes of other threads count as changes after the cut. Nested calls have no effect.
     """
-    return _outermost_cut() if _CUT.memories is None else _NESTED  # avoids the 1.3 us of a generator
+    return _outermost_cut() if _THREAD.flushed is None else _NESTED  # avoids the 1.3 us of a generator
 
 
 @contextmanager
 def _outermost_cut() -> Iterator[None]:
-    _CUT.memories = {}
+    _THREAD.flushed = set()
     try:
         yield
     finally:
-        _CUT.memories = None
+        _THREAD.flushed = None
 
 
-def memory_of(kernel: Kernel) -> KernelMemory:
-    """Return the memory of a kernel after flushing its caches.
-
-    Inside ``with one_cut()``, only the first call for a kernel flushes its caches.
-    """
-    memories = _CUT.memories
-    if memories is None:
-        return KernelMemory(kernel)
-    if kernel not in memories:
-        memories[kernel] = KernelMemory(kernel)
-    return memories[kernel]
+@contextmanager
+def reading_in_place() -> Iterator[None]:
+    """Context manager in which :meth:`KernelMemory.rows` flushes no cache. For hooks, which run in each batch."""
+    before, _THREAD.reads_in_place = _THREAD.reads_in_place, True
+    try:
+        yield
+    finally:
+        _THREAD.reads_in_place = before

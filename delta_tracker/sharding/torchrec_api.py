@@ -178,6 +178,12 @@ def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]: 
     ]
 
 
+def tensor_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]:  # noqa: ANN401  a torchrec class
+    """Return the locations of all tensors of a kernel's TBE module, as pairs of a mapping and a key in the mapping."""
+    module = kernel.emb_module
+    return [(owner, name) for owner in (module._parameters, module._buffers) for name in owner]  # noqa: SLF001
+
+
 def planned_kernel(module: nn.Module, table: str) -> str:
     """Return the name of a table's planned compute kernel, even if the table is on another rank."""
     return str(module.module_sharding_plan[table].compute_kernel)  # type: ignore[index, union-attr]

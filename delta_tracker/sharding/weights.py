@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from delta_tracker.buffers import new_rows
-from delta_tracker.rows import take_rows
 from delta_tracker.sharding.discover import LocalShard
-from delta_tracker.sharding.kernel_memory import memory_of, one_cut
+from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.torchrec_api import weight_slots
 
 
@@ -25,11 +23,14 @@ def column_views(shard: LocalShard) -> list[Tensor]:
     ``with`` statement that uses :func:`~delta_tracker.sharding.kernel_memory.one_cut`.
     """
     with one_cut():
-        return [memory_of(kernel).weights[slot] for kernel, slot in shard.places]
+        return [kernel.memory.weight(slot) for kernel, slot in shard.places]
 
 
 def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
     """Return a copy of some or all rows of a shard.
+
+    Flushes caches first. Inside :func:`~delta_tracker.sharding.kernel_memory.reading_in_place`, a read of ``ids``
+    flushes nothing and reads rows that are in a cache from the cache.
 
     Args:
         shard: the shard.
@@ -39,10 +40,12 @@ def read_rows(shard: LocalShard, ids: Tensor | None = None) -> Tensor:
         ``[N, D]`` in the table's dtype, with columns in the order of ``shard.spec.columns``; ``[0, 0]`` if the rank has
         no rows of the table.
     """
-    views = column_views(shard)
-    if not views:
+    if not shard.places:
         return torch.empty(0, 0, dtype=shard.spec.table.dtype, device=shard.device)
-    return _side_by_side([view.clone() if ids is None else take_rows(view, ids, new_rows) for view in views])
+    if ids is None:
+        return _side_by_side([view.clone() for view in column_views(shard)])
+    with one_cut():
+        return _side_by_side([kernel.memory.rows(slot, ids) for kernel, slot in shard.places])
 
 
 class WriteWatch:
@@ -154,8 +157,7 @@ def read_optimizer(shard: LocalShard, ids: Tensor) -> tuple[Tensor, ...]:
 
 def _optimizer_states(shard: LocalShard) -> list[list[Tensor]]:
     """Return the live states of each column range, in order, each ``[R]`` or ``[R, columns]``."""
-    with one_cut():
-        return [memory_of(kernel).optimizer_states[slot] for kernel, slot in shard.places]
+    return [kernel.memory.optimizer_states(slot) for kernel, slot in shard.places]
 
 
 def _side_by_side(pieces: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_hooks import is_capturing
-from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
 from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.tracker.log_state import LogState, PendingState
@@ -287,7 +287,7 @@ class ChangeLog:
         Args:
             ids: table FQN to ``[N]`` integer local ids; None for all rows.
         """
-        with self.lock, self._reading_shards(), profiler_range("delta_tracker: record"):
+        with self.lock, self._reading_in_place(), profiler_range("delta_tracker: record"):
             self._notice_before_capture(ids)
             for fqn, table_ids in ids.items():
                 self._count(fqn, table_ids)
@@ -302,7 +302,7 @@ class ChangeLog:
             key: key of the batch; no other open batch may have it.
             ids: table FQN to ``[N]`` integer local ids; None for all rows.
         """
-        with self.lock, self._reading_shards(), profiler_range("delta_tracker: record"):
+        with self.lock, self._reading_in_place(), profiler_range("delta_tracker: record"):
             self._close_ended()
             self._notice_before_capture(ids)
             self._open[key] = tuple(ids)
@@ -336,7 +336,7 @@ class ChangeLog:
 
         The other arguments are those of :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`.
         """
-        with self.lock, profiler_range("delta_tracker: record"):
+        with self.lock, self._reading_in_place(), profiler_range("delta_tracker: record"):
             if states is None and not is_written:
                 self._notice_before_capture([fqn])
             self._count(fqn, ids)
@@ -688,6 +688,10 @@ class ChangeLog:
     def _reading_shards(self) -> AbstractContextManager[None]:
         """Return the context manager :func:`one_cut` if a store reads its shard, otherwise a null context."""
         return one_cut() if self._reads_shards else _NOTHING_IS_READ
+
+    def _reading_in_place(self) -> AbstractContextManager[None]:
+        """Return the context manager :func:`reading_in_place` if a store reads its shard, otherwise a null context."""
+        return reading_in_place() if self._reads_shards else _NOTHING_IS_READ
 
     def _cut(self) -> None:
         self._close_ended()

@@ -74,8 +74,8 @@ class ModelDeltaTracker:
     (``broadcast``, ``all_reduce``) and writes through ``.data``, ``untyped_storage()``, DLPack, numpy and raw pointers.
     Call :meth:`mark_changed` after such writes.
 
-    Replays of a CUDA graph call no hook. Once a lookup or its backward pass was captured into a graph, every read returns
-    all rows of the looked-up tables, with unknown old states. This was tested with a simulated capture only.
+    Replays of a CUDA graph call no hook. Once a lookup or its backward pass was captured into a graph, every read
+    returns all rows of the looked-up tables, with unknown old states. This was tested with a simulated capture only.
 
     On each rank, create a tracker after the model is sharded, call :meth:`step` after each batch, and call
     :meth:`get_delta` at any time.

@@ -7,12 +7,21 @@ from tests.reverts.revert import Revert
 _HOOKS = "delta_tracker/sharding/kernel_hooks.py"
 _TESTS = "tests/sharding/test_kernel_hooks.py"
 _CAPTURED = f"{_TESTS}::test_replays_of_a_captured_step_are_not_lost"
+_MEMORY = "delta_tracker/sharding/kernel_memory.py"
+_IN_PLACE = "tests/sharding/test_kernel_memory.py::test_hooks_read_rows_in_a_cache_without_a_flush"
 
 REVERTS = [
     Revert(
         defect="replays of a captured step are lost",
         generator=_CAPTURED,
-        edits={_HOOKS: [("        if is_capturing():\n            self._captured()\n            return\n\n        def", "        def")]},
+        edits={
+            _HOOKS: [
+                (
+                    "        if is_capturing():\n            self._captured()\n            return\n\n        def",
+                    "        def",
+                )
+            ]
+        },
     ),
     Revert(
         defect="a captured step is reported once and its replays are lost",
@@ -32,5 +41,25 @@ REVERTS = [
         defect="step() marks rows inside a CUDA graph",
         generator=_CAPTURED,
         edits={"delta_tracker/tracker/change_log.py": [("            if not is_capturing():", "            if True:")]},
+    ),
+    Revert(
+        defect="hooks flush the caches of kernels",
+        generator=_IN_PLACE,
+        edits={_MEMORY: [("        if not _THREAD.reads_in_place:\n", "        if True:\n")]},
+    ),
+    Revert(
+        defect="hooks read old rows of tables whose new rows are in a cache",
+        generator=_IN_PLACE,
+        edits={_MEMORY: [("rows if self._cache is None else self._cache.overlay(slot, ids, rows)", "rows")]},
+    ),
+    Revert(
+        defect="the memory of a kernel is split again at each read",
+        generator="tests/sharding/test_kernel_memory.py::test_a_cut_is_over_with_its_block",
+        edits={_MEMORY: [("self._kept = None if sources is None else (views, sources)", "pass")]},
+    ),
+    Revert(
+        defect="views of replaced memory are read",
+        generator="tests/sharding/test_kernel_memory.py::test_views_are_split_again_once_their_memory_was_replaced",
+        edits={_MEMORY: [(" and self.tensor.data_ptr() == self.address", "")]},
     ),
 ]

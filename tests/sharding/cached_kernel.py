@@ -1,6 +1,7 @@
 """Kernel with UVM caching in plain torch. FBGEMM has this cache on CUDA only.
 
-It has the attributes of FBGEMM's module that the package uses. ``kernel_memory_cases.fbgemm`` compares them with FBGEMM.
+It has the attributes of FBGEMM's module that the package uses. ``kernel_memory_cases.fbgemm`` compares them with
+FBGEMM's.
 """
 
 from __future__ import annotations

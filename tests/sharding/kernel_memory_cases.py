@@ -10,12 +10,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, construct_cache_state
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TrackingMode
 from delta_tracker.sharding.discover import Kernel, LocalShard
 from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.sharding.row_cache import RowCache
 from delta_tracker.sharding.weights import read_rows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.modes import EmbeddingCapture
@@ -202,13 +205,13 @@ def in_place(rank: int, world_size: int, seed: int) -> None:
     tbe, shards = _cached_shards(4)
     held = {fqn: view.clone() for fqn, view in zip(shards, tbe.split_embedding_weights(), strict=True)}
     with cache_lookups():
-        stores = {fqn: make_store(partial(shards.__getitem__, fqn), EmbeddingCapture(), engine="torch") for fqn in shards}
+        stores = {
+            fqn: make_store(partial(shards.__getitem__, fqn), EmbeddingCapture(), engine="torch") for fqn in shards
+        }
         log = ChangeLog(stores, ["reader"], delete_on_read=True, max_bytes=None)
         sent = {fqn: rows.clone() for fqn, rows in held.items()}
         for key in range(60):
-            ids = {
-                fqn: torch.randint(0, len(rows), (3,), generator=generator).unique() for fqn, rows in held.items()
-            }
+            ids = {fqn: torch.randint(0, len(rows), (3,), generator=generator).unique() for fqn, rows in held.items()}
             for slot, fqn in enumerate(shards):
                 tbe.load(slot, ids[fqn][:2], generator)
             before = tbe.num_flushes, tbe.num_splits
@@ -219,6 +222,11 @@ def in_place(rank: int, world_size: int, seed: int) -> None:
                 tbe.write(slot, ids[fqn], values)
                 held[fqn][ids[fqn]] = values
             log.applied(key, ids)
+            if key % 3 == 1:  # a cut that flushes nothing, so that the cache has the newest rows
+                before = tbe.num_flushes
+                log.clear("reader")
+                assert tbe.num_flushes == before
+                sent = {fqn: rows.clone() for fqn, rows in held.items()}
             if key % 3 == 0:
                 before = tbe.num_flushes, tbe.num_splits
                 with one_cut():
@@ -239,3 +247,47 @@ def in_place(rank: int, world_size: int, seed: int) -> None:
                     )
                 assert (tbe.num_flushes - 1, tbe.num_splits) == before
                 sent = {fqn: rows.clone() for fqn, rows in held.items()}
+
+
+def fbgemm(rank: int, world_size: int) -> None:
+    """The stub has FBGEMM's attributes, and finds rows of tables where FBGEMM puts them."""
+    specs = [(rows, dim, EmbeddingLocation[location.name]) for rows, dim, location in _CACHED * 2]
+    state = construct_cache_state([rows for rows, *_ in specs], [at for *_, at in specs], list(range(len(specs))))
+    tbe, _ = _cached_shards(len(specs))
+    cache = RowCache.of(tbe)
+    for slot, first in enumerate(state.cache_hash_size_cumsum[:-1]):
+        assert cache.first_row(slot) == (None if first < 0 else first)
+    assert tbe.total_cache_hash_size == state.total_cache_hash_size
+    real = SplitTableBatchedEmbeddingBagsCodegen([(10, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)])
+    assert RowCache.of(real) is None, "on the CPU there is no cache"
+    for name in ("lxu_cache_weights", "lxu_cache_state", "total_cache_hash_size", "embedding_specs"):
+        assert type(getattr(real, name)) in (type(getattr(tbe, name)), torch.Tensor), name
+    names = [argument.name for argument in torch.ops.fbgemm.lxu_cache_lookup.default._schema.arguments]
+    assert names[:3] == ["linear_cache_indices", "lxu_cache_state", "invalid_index"]
+
+
+def replaced(rank: int, world_size: int) -> None:
+    """Views are created again once their memory was replaced, and only then."""
+    tbe, shards = _cached_shards(3)
+
+    def check(num_splits: int) -> None:
+        for _ in range(2):
+            for slot, local in enumerate(shards.values()):
+                assert torch.equal(read_rows(local), tbe._split()[slot])
+        assert tbe.num_splits == num_splits
+
+    check(1)
+    tbe.weights_uvm += 1
+    check(1)
+    tbe.weights_uvm = tbe.weights_uvm + 1  # as a load with assign=True does
+    check(2)
+    tbe.weights_dev.data = tbe.weights_dev + 1  # as Module.to() does
+    check(3)
+    held = tbe.weights_uvm.clone()
+    storage = tbe.weights_uvm.untyped_storage()
+    size = storage.size()
+    storage.resize_(0)  # as fully sharded replicas and stashed memory do
+    storage.resize_(size)
+    tbe.weights_uvm.copy_(held)
+    for slot, local in enumerate(shards.values()):
+        assert torch.equal(read_rows(local), tbe._split()[slot])

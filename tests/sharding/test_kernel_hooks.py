@@ -32,7 +32,6 @@ def test_other_hooks_go_on_working(two_ranks: RankPool, order: tuple[str, ...]) 
     two_ranks.run(f"{_CASES}:chained", order=order)
 
 
-@pytest.mark.promise("lossless")
 @pytest.mark.parametrize("mode", ["ID_ONLY", "EMBEDDING"])
 def test_replays_of_a_captured_step_are_not_lost(one_rank: RankPool, mode: str) -> None:
     one_rank.run("tests.sharding.capture_cases:captured_step", mode=mode)
