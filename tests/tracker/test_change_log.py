@@ -74,6 +74,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "add": lambda: log.add(name),
         "applied": lambda: log.applied(key, ["t"]),
         "batches": lambda: log.batches,
+        "captured": lambda: log.captured(["t"]),
         "carried_bytes": lambda: log.carried_bytes,
         "clear": lambda: log.clear("other"),
         "commit": lambda: read_and(lambda delta: log.commit(sealed(delta))),
