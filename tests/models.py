@@ -135,7 +135,8 @@ def with_kernel(generator: Callable[..., Any], kernel: str, kind: str | None = N
     return generate
 
 
-def _sharding(table: Table, kernel: str) -> Callable[..., Any]:
+def sharding_of(table: Table, kernel: str) -> Callable[..., Any]:
+    """Return the generator of a table's sharding, with a compute kernel."""
     kind, _, places = table.sharding.partition(":")
     ranks = [int(rank) for rank in places.split(",") if rank]
     if kind == "data":
@@ -168,7 +169,7 @@ def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
     sharder = EmbeddingBagCollectionSharder() if spec.bag else EmbeddingCollectionSharder()
     plan = construct_module_sharding_plan(
         model.ec,
-        {table.name: _sharding(table, table.kernel or spec.kernel) for table in spec.tables},
+        {table.name: sharding_of(table, table.kernel or spec.kernel) for table in spec.tables},
         sharder=sharder,
         local_size=spec.local_size or world_size,
         world_size=world_size,
