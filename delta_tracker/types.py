@@ -105,9 +105,11 @@ class ShardSpec:
         num_rows: number of rows held here, ``R``.
         columns: half-open column ranges held here, ascending and disjoint.
         is_replicated: True if every rank holds the same block (DATA_PARALLEL); one rank publishes it.
+        replica: index of this rank's replica of the block in 2D parallelism (``DMPCollection``), otherwise 0. Only the
+            rank with replica 0 publishes the block.
 
     Raises:
-        InvalidArgumentError: if the block lies outside the table.
+        InvalidArgumentError: if the block lies outside the table, or ``replica`` is negative.
 
     Example:
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)
@@ -120,8 +122,11 @@ class ShardSpec:
     num_rows: int = 0
     columns: tuple[tuple[int, int], ...] = ()
     is_replicated: bool = False
+    replica: int = 0
 
     def __post_init__(self) -> None:
+        if self.replica < 0:
+            raise InvalidArgumentError("replica", self.replica, "Pass 0 or more")
         edges = [edge for column_range in self.columns for edge in column_range]
         rows_fit = self.row_offset >= 0 and 0 <= self.num_rows <= self.table.num_rows - self.row_offset
         columns_fit = edges == sorted(edges) and all(0 <= edge <= self.table.dim for edge in edges)

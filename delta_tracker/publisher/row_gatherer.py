@@ -47,6 +47,8 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
 class Gatherer:
     """Component that copies a tracker's rows into reused buffers. Only the training thread may call the methods.
 
+    Rows of a table in 2D parallelism are copied on the ranks of the first replica only.
+
     The buffers occupy about as much memory as the encoded rows of the largest recent version. Rows that :meth:`whole`
     returns with ``now=False`` do not use the buffers.
 
@@ -105,7 +107,7 @@ class Gatherer:
     def _shards(self) -> Iterator[tuple[str, ShardSpec]]:
         """Yield (table FQN, shard) for the shards whose rows this rank writes."""
         for fqn, shard in self._tracker.shards.items():
-            if self._writes_replicas or not shard.is_replicated:
+            if shard.replica == 0 and (self._writes_replicas or not shard.is_replicated):
                 yield fqn, shard
 
     def _gather(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], view: Tensor, ids: Tensor) -> BlockRows:

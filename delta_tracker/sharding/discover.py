@@ -23,7 +23,14 @@ from delta_tracker.errors import (
     UnsupportedTableError,
 )
 from delta_tracker.sharding.kernel_memory import KernelMemory
-from delta_tracker.sharding.torchrec_api import Torchrec, load_torchrec, planned_blocks, planned_kernel, table_configs
+from delta_tracker.sharding.torchrec_api import (
+    Torchrec,
+    load_torchrec,
+    planned_blocks,
+    planned_kernel,
+    replica_of,
+    table_configs,
+)
 from delta_tracker.types import ShardSpec, TableSpec
 
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
@@ -62,12 +69,20 @@ class LocalShard:
         places: kernel and slot of each column range of ``spec``, in order; empty if the rank has no rows of the table.
         device: device of the shard; the CPU if the rank has no rows of the table.
         is_fused: True if training updates the rows only inside backward passes; the same on every rank.
+        num_replicas: number of ranks that hold a replica of the shard in 2D parallelism (``DMPCollection``), otherwise
+            1.
     """
 
     spec: ShardSpec
     places: tuple[tuple[Kernel, int], ...]
     device: torch.device
     is_fused: bool
+    num_replicas: int = 1
+
+    @property
+    def is_averaged(self) -> bool:
+        """True if ``DMPCollection.sync`` averages the shard with other replicas."""
+        return self.is_fused and self.num_replicas > 1
 
 
 @dataclass(slots=True)
@@ -223,7 +238,10 @@ def _add_collection(
             found.kernels.append(kernel)
     for name, fqn in fqn_of.items():
         is_fused = planned_kernel(module, name) in torchrec.fused_kernels
-        found.shards[fqn] = _merge(found.tables[fqn], places[fqn], planned_blocks(module, name), is_fused=is_fused)
+        planned = planned_blocks(module, name)
+        found.shards[fqn] = _merge(
+            found.tables[fqn], places[fqn], planned, is_fused=is_fused, replica=replica_of(module, torchrec)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +305,12 @@ def _place(kernel: Kernel, slot: int, fqn: str, config: Any, weight: Tensor) -> 
 
 
 def _merge(
-    table: TableSpec, places: list[_Place], planned: set[tuple[int, int, int, int]] | None, *, is_fused: bool
+    table: TableSpec,
+    places: list[_Place],
+    planned: set[tuple[int, int, int, int]] | None,
+    *,
+    is_fused: bool,
+    replica: tuple[int, int],
 ) -> LocalShard:
     """Merge the blocks of a table on this rank into one shard. They must have the same rows and different columns.
 
@@ -296,12 +319,13 @@ def _merge(
         places: blocks of the table on this rank; empty if the rank has no rows of it.
         planned: blocks of the table in the sharding plan; None if the plan has none.
         is_fused: True if the table's planned kernel is fused. Used only if ``places`` is empty.
+        replica: result of :func:`~delta_tracker.sharding.torchrec_api.replica_of` for the table's collection.
 
     Raises:
         UnsupportedTableError: if the blocks have different rows, or are not in the sharding plan.
     """
     if not places:
-        return LocalShard(ShardSpec(table), (), torch.device("cpu"), is_fused)
+        return LocalShard(ShardSpec(table), (), torch.device("cpu"), is_fused, replica[1])
     places = sorted(places, key=lambda place: place.block[1])
     rows = {(place.block[0], place.block[2]) for place in places}
     if len(rows) > 1:
@@ -312,6 +336,8 @@ def _merge(
     ((row_offset, num_rows),) = rows
     columns = tuple((place.block[1], place.block[1] + place.block[3]) for place in places)
     is_replicated = any(place.is_replicated for place in places)
-    spec = ShardSpec(table, row_offset, num_rows, columns, is_replicated)
+    index, num_replicas = (0, 1) if is_replicated else replica  # all ranks hold a DATA_PARALLEL table
+    spec = ShardSpec(table, row_offset, num_rows, columns, is_replicated, index)
     is_fused = all(place.kernel.is_fused for place in places)
-    return LocalShard(spec, tuple((place.kernel, place.slot) for place in places), places[0].device, is_fused)
+    kernels = tuple((place.kernel, place.slot) for place in places)
+    return LocalShard(spec, kernels, places[0].device, is_fused, num_replicas)

@@ -14,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import UnsupportedModuleError, UnsupportedOptimizerError
 from delta_tracker.sharding.discover import Discovery, walk
-from delta_tracker.sharding.torchrec_api import Torchrec, kernel_arguments, load_torchrec
+from delta_tracker.sharding.torchrec_api import (
+    Torchrec,
+    is_fully_sharded,
+    kernel_arguments,
+    load_torchrec,
+    planned_kernel,
+)
 
 # Names of fbgemm's EmbOptimType and WeightDecayMode that write a row only in the backward pass of a lookup of the row.
 _OPTIMIZERS = frozenset(
@@ -41,7 +47,8 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 
     Raises:
         UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
-        UnsupportedModuleError: if the model uses 2D parallelism or prunes fused tables.
+        UnsupportedModuleError: if a ``DMPCollection`` writes rows that its hook cannot report, or if the model prunes
+            fused tables.
     """
     torchrec = load_torchrec()
     _refuse_replicas(model, found, torchrec)
@@ -50,10 +57,10 @@ def refuse_unseen_writes(model: nn.Module, found: Discovery) -> None:
 
 
 def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> None:
-    """Reject 2D parallelism, because ``DMPCollection.sync`` averages the replicas of a shard in place.
+    """Reject tables of which a ``DMPCollection`` writes rows that the hook on its ``sync`` cannot report.
 
-    A ``DMPCollection`` that contains the tracked model is detected from the sharding environment of the model's
-    collections.
+    The sharding environment of a collection shows that the collection is in a ``DMPCollection``, also if ``model`` does
+    not contain this wrapper.
     """
     wrapped = {
         part
@@ -61,16 +68,29 @@ def _refuse_replicas(model: nn.Module, found: Discovery, torchrec: Torchrec) -> 
         if isinstance(module, torchrec.replicas)
         for part in module._dmp_wrapped_module.modules()  # type: ignore[union-attr]  # noqa: SLF001
     }
-    tables = [
-        fqn
-        for module_fqn, module in found.modules.items()
-        if module in wrapped or isinstance(getattr(module, "_env", None), torchrec.replica_env)
-        for fqn in _tables(found, module_fqn)
-    ]
-    if tables:
+    remapped = {getattr(module, "_embedding_module", None) for module in model.modules()}
+    obstacles: dict[str, str] = {}
+    for module_fqn, module in found.modules.items():
+        is_2d = isinstance(getattr(module, "_env", None), torchrec.replica_env)
+        for fqn in _tables(found, module_fqn) if is_2d or module in wrapped else []:
+            if not is_2d:
+                obstacles[fqn] = "in a DMPCollection, which averages it although it was sharded without replicas"
+            elif module not in wrapped:
+                obstacles[fqn] = "in a DMPCollection that is not in the model, so that its sync() cannot be hooked"
+            elif is_fully_sharded(module):
+                obstacles[fqn] = (
+                    "in a DMPCollection with FULLY_SHARDED, which averages replicas in each forward pass "
+                    "and frees their weights until the backward pass"
+                )
+            elif module in remapped:
+                obstacles[fqn] = "in a DMPCollection, each of whose replicas maps ids to other rows of it"
+            elif planned_kernel(module, fqn.rpartition(".")[2]) == "fused_uvm_caching":
+                obstacles[fqn] = "in a DMPCollection, whose sync() does not average cached rows of FUSED_UVM_CACHING"
+    if obstacles:
         raise UnsupportedModuleError(
-            dict.fromkeys(tables, "in a DMPCollection, whose sync() averages replicas in place"),
-            "Shard the model with DistributedModelParallel",
+            obstacles,
+            "Pass the whole DMPCollection, use ShardingStrategy.DEFAULT or PER_MODULE, the kernels FUSED or FUSED_UVM "
+            "and no managed collisions, or name the tables in fqns_to_skip to train them untracked",
         )
 
 

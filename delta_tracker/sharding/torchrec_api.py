@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -198,6 +199,59 @@ def kernel_arguments(module: Any) -> dict[str, list[dict[str, Any]]]:  # noqa: A
             for table in group.embedding_tables:
                 found.setdefault(table.name, []).append(group.fused_params or {})
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class SyncGroup:
+    """Kernels of this rank that ``DMPCollection.sync`` averages over one process group.
+
+    Args:
+        group: the ranks that hold a replica of the kernels.
+        modules: FBGEMM's modules (TBEs) of the kernels.
+    """
+
+    group: dist.ProcessGroup
+    modules: tuple[nn.Module, ...]
+
+
+def sync_groups(wrapper: Any) -> list[SyncGroup]:  # noqa: ANN401  a DMPCollection
+    """Return the groups over which ``DMPCollection.sync`` averages, in its order.
+
+    torchrec 1.3 has one group, whose properties are attributes of the wrapper. Later versions have a list of contexts,
+    and since 1.5 a context has pairs of a module and its parent.
+    """
+    contexts = getattr(wrapper, "_ctxs", None)
+    found = (
+        [(wrapper._replica_pg, wrapper._modules_to_sync)]  # noqa: SLF001
+        if contexts is None
+        else [(context.replica_pg, context.modules_to_sync) for context in contexts]
+    )
+    return [
+        SyncGroup(group, tuple(each[0] if isinstance(each, tuple) else each for each in modules))
+        for group, modules in found
+    ]
+
+
+def averages_itself(wrapper: Any) -> bool:  # noqa: ANN401  a DMPCollection
+    """Return True if ``sync`` averages with ``ReduceOp.AVG``, False if it calls a user's function or a relay."""
+    return wrapper._custom_all_reduce is None and not getattr(wrapper, "_use_sharded_relay", False)  # noqa: SLF001
+
+
+def replica_of(module: Any, torchrec: Torchrec) -> tuple[int, int]:  # noqa: ANN401  a sharded collection
+    """Return the index of this rank's replica of a collection, and the number of replicas.
+
+    The result is ``(0, 1)`` without 2D parallelism.
+    """
+    env = getattr(module, "_env", None)
+    if not isinstance(env, torchrec.replica_env):
+        return 0, 1
+    return env.device_mesh.get_local_rank("replicate"), env.num_sharding_groups()  # type: ignore[attr-defined]
+
+
+def is_fully_sharded(module: Any) -> bool:  # noqa: ANN401  a sharded collection
+    """Return True if a collection of a ``DMPCollection`` has the strategy FULLY_SHARDED, which torchrec 1.5 added."""
+    strategy = getattr(getattr(module, "_env", None), "sharding_strategy", None)
+    return getattr(strategy, "name", "") == "FULLY_SHARDED"
 
 
 def planned_blocks(module: nn.Module, table: str) -> set[tuple[int, int, int, int]] | None:

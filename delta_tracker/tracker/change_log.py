@@ -118,6 +118,7 @@ class ChangeLog:
         self._open: dict[int, tuple[str, ...]] = {}  # key to tables
         self._ended: deque[int] = deque()
         self._num_recorded = dict.fromkeys(self._stores, 0)
+        self._synced: dict[str, int] = {}  # table to the position of the last sync() of its replicas
         self._lag = LagClock()
         for name in self._consumers.names:
             self._lag.placed(name, 0)
@@ -364,6 +365,52 @@ class ChangeLog:
             for fqn in fqns:
                 self._stores[fqn].acknowledge_writes()
 
+    def changed_since_sync(self, fqns: Iterable[str]) -> dict[str, Tensor | None]:
+        """Return the local ids of the rows marked since the last :meth:`synced`, by table FQN. Waits for the device.
+
+        The value is None for a table without :meth:`synced` since its store was created, since the last
+        :meth:`diverged` or :meth:`restore`, or since ``max_bytes`` was exceeded.
+        """
+        with self.lock:
+            tables = tuple(fqns)
+            self._close_ended()
+            self.notice_writes(tables)
+            return {
+                fqn: self._stores[fqn].changed(self._synced[fqn], self._position + 1, with_states=False).ids
+                if fqn in self._synced
+                else None
+                for fqn in tables
+            }
+
+    def unsynced(self, fqns: Iterable[str]) -> list[str]:
+        """Return those tables in ``fqns`` with rows that :meth:`changed_since_sync` returns. Waits for the device."""
+        with self.lock:
+            return [fqn for fqn, ids in self.changed_since_sync(fqns).items() if ids is None or len(ids)]
+
+    def synced(self, fqns: Iterable[str]) -> None:
+        """Start to collect the result of :meth:`changed_since_sync` for the tables ``fqns``, and compact the log.
+
+        The log keeps the rows marked from now on until the next call, also if all consumers commit them.
+        """
+        with self.lock:
+            tables = tuple(fqns)
+            self._close_ended()
+            self.notice_writes(tables)
+            self._position += 1
+            with self._reading_shards():
+                for fqn in tables:
+                    self._stores[fqn].cut(self._position)
+                    self._synced[fqn] = self._position
+                    if self._stores[fqn].has_open:  # the cut marked the open rows again
+                        self._lag.recorded(self._position)
+            self._tidy(self.compact)
+
+    def diverged(self, fqns: Iterable[str]) -> None:
+        """Make :meth:`changed_since_sync` return None for the tables ``fqns`` until the next :meth:`synced`."""
+        with self.lock:
+            for fqn in fqns:
+                self._synced.pop(fqn, None)
+
     def replace(self, stores: Mapping[str, SegmentStore]) -> None:
         """Replace the stores of some tables, and mark all rows of these tables, with unknown old states.
 
@@ -377,6 +424,7 @@ class ChangeLog:
                 self._consumers.forget_tables(stores)
             for fqn, store in stores.items():
                 self._stores[fqn] = store
+                self._synced.pop(fqn, None)
                 self._count(fqn, None)
                 store.cut(self._position)
                 store.mark(None, is_written=True)
@@ -414,6 +462,7 @@ class ChangeLog:
             self._release_abandoned()
             assert set(state.consumers) == set(self._consumers.names), "checked by the caller"
             self._num_batches = state.num_batches
+            self._synced.clear()  # the replicas may have loaded different weights
             for store in self._stores.values():
                 store.forget()
             self._cut()
@@ -609,13 +658,19 @@ class ChangeLog:
         with self.lock, profiler_range("delta_tracker: compact"):
             self._num_compacted = self._num_batches
             oldest = self._consumers.oldest
-            for store in self._stores.values():
+            for fqn, store in self._stores.items():
                 if self._delete_on_read:
-                    store.delete(oldest)  # before compact(), so that dropped segments are not merged
-            crowded = [store for store in self._stores.values() if store.num_segments > 1]
+                    # Before compact(), so that dropped segments are not merged.
+                    synced = self._synced.get(fqn)
+                    if synced is None:
+                        store.delete(oldest)
+                    else:
+                        store.drop_states(oldest)
+                        store.delete(synced if oldest is None else min(oldest, synced))
+            crowded = {fqn: store for fqn, store in self._stores.items() if store.num_segments > 1}
             pinned = self._consumers.pinned if crowded else set()
-            for store in crowded:
-                store.compact(pinned)
+            for fqn, store in crowded.items():
+                store.compact({*pinned, self._synced[fqn]} if fqn in self._synced else pinned)
             self._lag.compact(pinned, forgets=self._delete_on_read)
             self._is_compact = True
 
@@ -712,11 +767,15 @@ class ChangeLog:
     def _shed(self) -> None:
         while self._is_too_large():
             hindmost = self._consumers.hindmost
-            if hindmost is None:
+            start = None if hindmost is None else self._consumers.start(hindmost)[0]
+            if self._synced and (start is None or min(self._synced.values()) < start):
+                self._synced.clear()  # the next sync() of the replicas marks all rows
+            elif hindmost is None:
                 return
-            self._cut()
-            self._consumers.give_up(hindmost, self._position)
-            self._lag.given_up(hindmost, self._position)
+            else:
+                self._cut()
+                self._consumers.give_up(hindmost, self._position)
+                self._lag.given_up(hindmost, self._position)
             self.compact()
 
     def _is_too_large(self) -> bool:

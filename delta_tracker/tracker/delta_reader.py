@@ -165,7 +165,7 @@ class DeltaReader:
         """Select rows by top-k. Return a mask for each table, by FQN: ``[N]`` bool, True for the rows to return.
 
         All ranks must call this method. On ranks other than 0, replicated tables have no mask, and all of their changed
-        rows are returned.
+        rows are returned. The same holds in 2D parallelism for the ranks that have another replica than the first.
 
         Args:
             rows: the changed rows, or the error of this rank's read, which is reported to the other ranks.
@@ -183,8 +183,11 @@ class DeltaReader:
         if isinstance(rows, Exception):
             candidates = rows
         else:
-            # Select rows of a replicated table on rank 0 only.
-            local = [fqn for fqn in rows if ranks.rank == 0 or not self._model.shards[fqn].spec.is_replicated]
+            # Select rows of a replicated table on rank 0 only, and rows of a shard with replicas on the first one only.
+            specs = {fqn: self._model.shards[fqn].spec for fqn in rows}
+            local = [
+                fqn for fqn, spec in specs.items() if spec.replica == 0 and (ranks.rank == 0 or not spec.is_replicated)
+            ]
             try:
                 candidates = {fqn: self._candidates(fqn, rows[fqn], top_k) for fqn in local}
             except Exception as error:  # noqa: BLE001  choose() reports it to the waiting ranks, then raises it

@@ -20,6 +20,7 @@ from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_hooks import KeyedIds, PostLookupHook, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.odist_hook import watch_output_dists
+from delta_tracker.sharding.replicas import watch_syncs
 from delta_tracker.sharding.torchrec_api import load_torchrec
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.write_hooks import watch_writes
@@ -77,6 +78,11 @@ class ModelDeltaTracker:
     Replays of a CUDA graph call no hook. Once a lookup or its backward pass was captured into a graph, every read
     returns all rows of the looked-up tables, with unknown old states. This was tested with a simulated capture only.
 
+    In 2D parallelism, pass the whole ``DMPCollection``. At each of its ``sync()`` calls, the ranks that hold the
+    replicas of a shard exchange the rows that changed on any of them, and each marks these rows. All rows are marked at
+    the first ``sync()``, and if the average of equal rows can differ from the rows, see
+    :mod:`delta_tracker.sharding.replicas`.
+
     On each rank, create a tracker after the model is sharded, call :meth:`step` after each batch, and call
     :meth:`get_delta` at any time.
 
@@ -105,7 +111,7 @@ class ModelDeltaTracker:
 
     Raises:
         NoShardedModuleError: if the model has nothing to track.
-        UnsupportedModuleError: if the model has sharded modules that cannot be tracked, such as a ``DMPCollection``.
+        UnsupportedModuleError: if the model has sharded modules that cannot be tracked.
         UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
         UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
         InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
@@ -473,7 +479,7 @@ class ModelDeltaTracker:
             with_optimizer: add ``optimizer``, the current states of the fused optimizer for these rows.
             top_k: return only the rows with the highest scores; the others stay pending. The call is then a collective.
                 Rows of a DATA_PARALLEL table are selected on rank 0; the deltas of the other ranks contain all changed
-                rows of the table.
+                rows of the table. In 2D parallelism, the same holds for the first replica and the other replicas.
 
         Returns:
             :class:`~delta_tracker.types.Delta`, a mapping from table FQN to rows; a table without changes is present
@@ -631,6 +637,8 @@ class ModelDeltaTracker:
 
         Raises:
             InvalidArgumentError: if the strategy is unknown, or the state of a counter cannot be saved.
+            UnsyncedReplicasError: if rows changed since the last ``sync()`` of a ``DMPCollection``. If the strategy is
+                a collective, it is raised on every rank.
             RankLostError: if the strategy is a collective and a rank died or did not make the call in time.
         """
         return self._checkpoint.state_dict(strategy=strategy)
@@ -743,6 +751,7 @@ class ModelDeltaTracker:
             ),
             *watch_output_dists(model, found, self._log, self._keys, self._metrics),
             *watch_writes(model, found, self._log, self._keys, self._metrics),
+            *watch_syncs(model, found, self._log, self._keys, self._metrics, keeps_states=self._capture.keeps_old),
         ]
         # The model holds the hooks, and they hold the log: remove them if the tracker is deleted without detach().
         self._deleted = weakref.finalize(self, _remove, hooks)

@@ -6,6 +6,7 @@ from tests.reverts.revert import Revert
 
 _KINDS = "tests/tracker/test_kinds.py::test_random_kinds_are_tracked_exactly_or_refused"
 _REFUSALS = "delta_tracker/sharding/refusals.py"
+_REPLICAS = "delta_tracker/sharding/replicas.py"
 
 REVERTS = [
     Revert(
@@ -59,9 +60,72 @@ REVERTS = [
         edits={_REFUSALS: [("    _refuse_optimizers(found)\n", "")]},
     ),
     Revert(
-        defect="a DMPCollection is accepted",
-        generator=_KINDS,
+        defect="writes of a DMPCollection that cannot be reported are accepted",
+        generator="tests/sharding/test_replicas.py::test_replicas_whose_writes_cannot_be_reported_are_refused",
         edits={_REFUSALS: [("    _refuse_replicas(model, found, torchrec)\n", "")]},
+    ),
+    Revert(
+        defect="a DMPCollection's sync is not hooked",
+        generator="tests/sharding/test_replicas.py::test_the_rows_that_a_sync_changes_are_reported",
+        edits={
+            _REPLICAS: [
+                ("        if groups:\n            hooks.append(", "        if False:\n            hooks.append(")
+            ]
+        },
+    ),
+    Revert(
+        defect="each replica marks only its own changed rows at a sync",
+        generator="tests/sharding/test_replicas.py::test_the_rows_that_a_sync_changes_are_reported",
+        edits={_REPLICAS: [("            merged |= other\n", "            merged = self._own\n")]},
+    ),
+    Revert(
+        defect="the first sync marks only the changed rows",
+        generator="tests/sharding/test_replicas.py::test_the_rows_that_a_sync_changes_are_reported",
+        edits={_REPLICAS: [("        listener.diverged(self._tables)\n", "        listener.synced(self._tables)\n")]},
+    ),
+    Revert(
+        defect="old states are captured after a sync",
+        generator="tests/sharding/test_replicas.py::test_the_rows_that_a_sync_changes_are_reported",
+        edits={
+            _REPLICAS: [
+                ("        self._opened(key, ids)\n", ""),
+                (
+                    "            self._log.applied(key, ids)\n",
+                    "            self._opened(key, ids)\n            self._log.applied(key, ids)\n",
+                ),
+            ]
+        },
+    ),
+    Revert(
+        defect="small values of equal replicas are taken as unchanged",
+        generator="tests/sharding/test_replicas.py::test_rows_that_the_next_average_changes_are_reported",
+        edits={_REPLICAS: [("torch.cat([ids, self._unstable[fqn]])", "ids")]},
+    ),
+    Revert(
+        defect="each replica is published",
+        generator="tests/sharding/test_replicas.py::test_a_predictor_equals_every_replica_after_a_sync",
+        edits={"delta_tracker/publisher/row_gatherer.py": [("if shard.replica == 0 and (", "if (")]},
+    ),
+    Revert(
+        defect="top-k counts each replica",
+        generator="tests/sharding/test_replicas.py::test_top_k_counts_each_row_once",
+        edits={
+            "delta_tracker/tracker/delta_reader.py": [("if spec.replica == 0 and (", "if (")],
+        },
+    ),
+    Revert(
+        defect="a state is saved while the replicas differ",
+        generator="tests/sharding/test_replicas.py::test_a_state_is_saved_only_after_a_sync",
+        edits={
+            "delta_tracker/tracker/checkpoint/tracker_checkpoint.py": [
+                ("        self._check_synced(self._group if is_gathered else None)\n", ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="an average of eight replicas is taken as exact",
+        generator="tests/sharding/test_replicas.py::test_all_rows_are_reported_if_a_sync_may_change_them",
+        edits={_REPLICAS: [("group.num_replicas == 1 and is_averaged", "is_averaged")]},
     ),
     Revert(
         defect="pruning is accepted",

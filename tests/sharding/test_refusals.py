@@ -23,11 +23,6 @@ def test_all_modules_that_cannot_be_tracked_are_named_together(two_ranks: RankPo
         assert said["skipped"] == "model.tables.embeddings.t model.tables.embeddings.u"
 
 
-def test_replicas_are_refused_also_without_their_wrapper(one_rank: RankPool) -> None:
-    (said,) = one_rank.run(f"{_CASES}:replicas_without_wrapper")
-    assert "DMPCollection" in said
-
-
 @pytest.mark.promise("supported")
 @pytest.mark.parametrize(
     ("optimizer", "name"),
@@ -45,7 +40,7 @@ def test_an_optimizer_that_writes_other_rows_is_refused(two_ranks: RankPool, opt
 
 
 @pytest.mark.promise("supported")
-def test_replicas_are_refused(two_ranks: RankPool) -> None:
+def test_a_collection_without_replicas_in_a_dmp_collection_is_refused(two_ranks: RankPool) -> None:
     for answer in two_ranks.run(f"{_CASES}:track", kind={"is_replicated": True}):
         assert answer["refused"].startswith("UnsupportedModuleError: ")
         assert "DMPCollection" in answer["refused"]

@@ -46,7 +46,6 @@ from torchrec.distributed.types import (
     ObjectPoolShardingPlan,
     ObjectPoolShardingType,
     ShardingEnv,
-    ShardingEnv2D,
     ShardingPlan,
 )
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
@@ -453,14 +452,3 @@ def refused_modules(rank: int, world_size: int) -> dict[str, str]:
         except DeltaTrackerError as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
-
-
-def replicas_without_wrapper(rank: int, world_size: int) -> str:
-    """Return the error for a tracker of the model inside a DMPCollection."""
-    model = inner(build(Kind()))
-    model.tables._env = object.__new__(ShardingEnv2D)
-    try:
-        ModelDeltaTracker(model)
-    except DeltaTrackerError as error:
-        return str(error)
-    return "nothing was raised"

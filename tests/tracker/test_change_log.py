@@ -76,11 +76,13 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "batches": lambda: log.batches,
         "captured": lambda: log.captured(["t"]),
         "carried_bytes": lambda: log.carried_bytes,
+        "changed_since_sync": lambda: log.changed_since_sync(["t"]),
         "clear": lambda: log.clear("other"),
         "commit": lambda: read_and(lambda delta: log.commit(sealed(delta))),
         "compact": log.compact,
         "consumers": lambda: log.consumers,
         "discard": read_and_discard,
+        "diverged": lambda: log.diverged(["t"]),
         "distrust": lambda: log.distrust("other", "t", ids),
         "ended": lambda: log.ended(key),
         "is_behind": lambda: log.is_behind("other"),
@@ -110,6 +112,8 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "state": log.state,
         "step": log.step,
         "stores": lambda: sum(store.num_rows for store in log.stores.values()),
+        "synced": lambda: log.synced(["t"]),
+        "unsynced": lambda: log.unsynced(["t"]),
     }
 
 

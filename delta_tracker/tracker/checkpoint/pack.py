@@ -126,6 +126,7 @@ def _shard_json(spec: ShardSpec) -> list[object]:
     return [
         *(table.num_rows, table.dim, _dtype_name(table.dtype)),
         *(spec.row_offset, spec.num_rows, columns, spec.is_replicated),
+        *([spec.replica] if spec.replica else []),
     ]
 
 

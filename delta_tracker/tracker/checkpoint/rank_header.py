@@ -249,6 +249,7 @@ class _Shard(Struct, array_like=True, forbid_unknown_fields=True):
     num_held: _Count
     columns: tuple[tuple[_Count, _Count], ...]
     is_replicated: bool
+    replica: _Count = 0  # missing if 0
 
 
 class _Header(Struct):
@@ -310,7 +311,7 @@ def _part(header: _Header) -> RankHeader:
 
 def _spec(fqn: str, shard: _Shard) -> ShardSpec:
     table = TableSpec(fqn, shard.num_rows, shard.dim, DTYPES[shard.dtype])
-    return ShardSpec(table, shard.row_offset, shard.num_held, shard.columns, shard.is_replicated)
+    return ShardSpec(table, shard.row_offset, shard.num_held, shard.columns, shard.is_replicated, shard.replica)
 
 
 def check_alike(parts: Sequence[RankHeader]) -> None:

@@ -134,7 +134,12 @@ class Resharding:
             # replica is published and has rows that top-k left out.
             own = [part for part in copies if spec.is_replicated and part.rank == rank]
             sharing = own or copies[:1]
-        elif sum(_shared_area(part.shards[fqn], spec) for part in sharing) != spec.num_rows * spec.num_columns:
+        else:
+            # The same holds in 2D parallelism, in which the blocks of the first replicas cover the table.
+            own = [part for part in sharing if part.rank == rank and part.shards[fqn] == spec]
+            sharing = own or [part for part in sharing if part.shards[fqn].replica == 0]
+        area = sum(_shared_area(part.shards[fqn], spec) for part in sharing)
+        if not copies and area != spec.num_rows * spec.num_columns:
             raise PartialStateError(f"the shard of table {fqn!r} on rank {rank} is not covered", missing)
         return [_Source(part, *self._places(part.shards[fqn], spec)) for part in sharing]
 

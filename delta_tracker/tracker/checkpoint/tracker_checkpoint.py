@@ -10,11 +10,17 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from delta_tracker.distributed import TORCH_TIMEOUT, RankGroup
-from delta_tracker.errors import InvalidArgumentError, MalformedStateError, StateMismatchError
+from delta_tracker.errors import (
+    InvalidArgumentError,
+    MalformedStateError,
+    StateMismatchError,
+    UnsyncedReplicasError,
+)
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.counters import (
@@ -135,13 +141,31 @@ class TrackerCheckpoint:
         shards = {fqn: shard.spec for fqn, shard in self._model.shards.items()}
         counters = {name: counter.state_dict() for name, counter in self._counters.items()}
         kinds = {name: kind_of(counter) for name, counter in self._counters.items()}
-        part = pack(rank, world_size, self._mode.value, shards, self._log.state(), self.annotations, counters, kinds)
-        if strategy == "local" or world_size == 1:
-            return part
-        if self._group is None:
+        is_gathered = strategy != "local" and world_size > 1
+        if is_gathered and self._group is None:
             self._group = RankGroup("parts", 'state_dict(strategy="gather")', TORCH_TIMEOUT)
+        self._check_synced(self._group if is_gathered else None)
+        part = pack(rank, world_size, self._mode.value, shards, self._log.state(), self.annotations, counters, kinds)
+        if not is_gathered or self._group is None:
+            return part
         gathered = gather_parts(part, self._group)
         return part if strategy == "gather_or_local" and rank != 0 else gathered
+
+    def _check_synced(self, group: RankGroup | None) -> None:
+        """Check that no row changed since the last sync of the replicas in 2D parallelism.
+
+        Args:
+            group: all ranks, so that an error on one rank is raised on every rank; None to check this rank only.
+
+        Raises:
+            UnsyncedReplicasError: if a row changed.
+        """
+        averaged = {fqn: shard for fqn, shard in self._model.shards.items() if shard.is_averaged}
+        if averaged:
+            tables = self._log.unsynced(fqn for fqn, shard in averaged.items() if shard.spec.num_rows)
+            counts = torch.tensor([len(tables)])
+            if any(map(int, [counts] if group is None else group.all_gather(counts))):
+                raise UnsyncedReplicasError(tables)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a saved state. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.load_state_dict`."""

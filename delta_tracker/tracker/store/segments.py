@@ -317,6 +317,16 @@ class SegmentStore:
         if not self._segments:
             self._segments.append(_Segment(start=last if before is None else before))
 
+    def drop_states(self, before: int | None) -> None:
+        """Drop the old states of the segments whose start is lower than ``before``. The rows stay marked.
+
+        Args:
+            before: a pinned position; None to drop all old states.
+        """
+        for segment in self._segments:
+            if before is None or segment.start < before:
+                segment.states = None
+
     def drop_spare(self) -> None:
         """Free the spare set that is kept for reuse, and the memory that is reserved for further old states."""
         self._spare = None
