@@ -9,6 +9,7 @@ in :data:`MISSING` are skipped. No file outside ``tests/gpu/fbgemm/`` imports to
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -26,12 +27,16 @@ IS_CUDA = KIND == "cuda"
 IS_TINY = not IS_CUDA
 """True if sizes are as small as the case allows."""
 
+IS_SHORT = KIND == "simulated"
+"""True if only a few of many similar cases run."""
+
 MISSING = {
-    "streams": "CUDA streams, events and the caching allocator: no work runs later than its launch",
+    "streams": "CUDA streams, events and the caching allocator: no work runs later than its launch, so no race shows",
     "graphs": "CUDA graphs",
     "memory": "device memory of gigabytes",
     "uvm": "unified memory, with or without a cache: FBGEMM has it on CUDA only",
     "optimizers": "FBGEMM's Adam, partial row-wise Adam, LAMB and LARS: they exist on CUDA only",
+    "bfloat16": "FBGEMM's tables of bfloat16 rows: its CPU kernels have no lookup of them",
     "fbgemm": "FBGEMM's kernels on a device; its CPU kernels run instead",
     "nccl": "NCCL; gloo runs instead",
     "triton": "Triton's compiled kernels; its interpreter runs in tests/system/test_triton_interpreter.py",
@@ -83,11 +88,40 @@ def no_sync() -> AbstractContextManager[None]:
 @contextmanager
 def _no_sync() -> Iterator[None]:
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class Side:
+    """A CUDA stream of its own. Elsewhere, work runs where it is launched."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream() if IS_CUDA else None
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """Return a context manager in which work is launched on the stream, without waiting for other streams."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def catch_up(self) -> None:
+        """Make later work on the stream wait for the work launched so far on the current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def wait(self) -> None:
+        """Wait on the host until all work on the stream is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def wait() -> None:
+    """Wait on the host until all work on the device is done."""
+    if IS_CUDA:
+        torch.cuda.synchronize()
 
 
 def slow_down(milliseconds: float = 20) -> None:

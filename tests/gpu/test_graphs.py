@@ -17,8 +17,7 @@ pytestmark = [needs("graphs"), pytest.mark.usefixtures("plain_torchrec")]
 
 def test_replays_of_a_captured_step_lose_no_update() -> None:
     model = PlainModel({"t": (1000, 8)}, OF_MODULES)
-    ids = torch.arange(0, 100, device=OF_MODULES)
-    features = Features({"t": ids})
+    features = Features({"t": torch.arange(100, device=OF_MODULES)})
     with ModelDeltaTracker(model) as tracker:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -33,7 +32,7 @@ def test_replays_of_a_captured_step_lose_no_update() -> None:
                 model(features).backward()
             for begin in (100, 300):
                 before = model.weights()["ec.embeddings.t"].clone()
-                ids.copy_(torch.arange(begin, begin + 100, device=OF_MODULES))
+                features.values().copy_(torch.arange(begin, begin + 100, device=OF_MODULES))
                 graph.replay()
                 torch.cuda.synchronize()
                 changed = (model.weights()["ec.embeddings.t"] != before).any(dim=1).nonzero().flatten()

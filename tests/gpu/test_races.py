@@ -10,40 +10,40 @@ import torch
 from benchmarks.plain_torchrec import PlainModel
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TrackingMode
 from delta_tracker.tracker.store.segments import SegmentStore
-from tests.gpu.devices import ENGINES, OF_MODULES, needs, slow_down
+from tests.gpu.devices import ENGINES, IS_CUDA, OF_MODULES, Side, slow_down, wait
 from tests.stream.streams import FQN, Writer
 
-pytestmark = needs("streams")
+_SIZE = 4096 if IS_CUDA else 100
 
 
 def test_no_row_changes_while_a_lookup_runs_on_a_side_stream(tmp_path) -> None:
     storage = Storage(f"file://{tmp_path}")
-    writer = Writer(storage, 4096, 64)
+    writer = Writer(storage, _SIZE, 64)
     writer.snapshot()
-    table = torch.zeros(4096, 64, device=OF_MODULES)
+    table = torch.zeros(_SIZE, 64, device=OF_MODULES)
     predictor = Predictor({FQN: table}, storage)
     predictor.sync()
-    ids, stop = torch.arange(4096, device=OF_MODULES), threading.Event()
+    ids, stop = torch.arange(_SIZE, device=OF_MODULES), threading.Event()
     pairs = []
 
     def look_up() -> None:
-        side = torch.cuda.Stream()
+        side = Side()
         while not stop.is_set():
-            with predictor.reading(), torch.cuda.stream(side):
+            with predictor.reading(), side():
                 first = table.index_select(0, ids)
                 slow_down(5)
                 second = table.index_select(0, ids)
+            side.wait()  # after the lock is released
             pairs.append((first, second))
-        side.synchronize()
 
     thread = threading.Thread(target=look_up)
     thread.start()
-    for _ in range(20):
-        writer.delta(list(range(4096)))
+    for _ in range(20 if IS_CUDA else 6):
+        writer.delta(list(range(_SIZE)))
         predictor.sync()
     stop.set()
     thread.join()
-    torch.cuda.synchronize()
+    wait()
     assert len(pairs) > 5
     assert all(torch.equal(first, second) for first, second in pairs)
     assert torch.equal(table.cpu(), writer.table)
@@ -54,8 +54,8 @@ def test_no_row_changes_while_a_lookup_runs_on_a_side_stream(tmp_path) -> None:
 def test_a_version_has_the_rows_of_training_on_a_side_stream(kind: str, tmp_path) -> None:
     storage = Storage(f"file://{tmp_path}")
     tables = {"t": (20_000, 64), "u": (1000, 8)}
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    side = Side()
+    with side():
         model = PlainModel(tables, OF_MODULES)
         tracker = ModelDeltaTracker(model)
         publisher = Publisher(tracker, storage)
@@ -82,31 +82,31 @@ def test_a_read_waits_for_marks_of_another_stream(engine: str, with_states: bool
     weights = torch.rand(5000, 4, device=OF_MODULES)
     old_states = (lambda ids: weights.index_select(0, ids)) if with_states else None
     store = SegmentStore(5000, OF_MODULES, engine=engine, old_states=old_states)
-    side = torch.cuda.Stream()
+    side = Side()
     expected = set()
     for number in range(5):
         ids = torch.randint(0, 5000, (500,), device=OF_MODULES)
         expected = set(ids.tolist())
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        side.catch_up()
+        with side():
             slow_down()
             store.open_batch(number, ids)
             store.close_batch(number)
         store.cut(number + 1)
         assert set(store.changed(number, number + 1).ids.tolist()) == expected
-    torch.cuda.synchronize()
+    wait()
 
 
 @pytest.mark.usefixtures("plain_torchrec")
 def test_old_states_are_those_before_an_update_on_a_side_stream() -> None:
-    side = torch.cuda.Stream()
+    side = Side()
     model = PlainModel({"t": (5000, 16)}, OF_MODULES)
     with ModelDeltaTracker(model, mode=TrackingMode.EMBEDDING) as tracker:
         for _ in range(3):
-            before = model.weights()["ec.embeddings.t"].cpu()
+            before = model.weights()["ec.embeddings.t"].cpu().clone()
             ids = torch.randint(0, 5000, (700,), device=OF_MODULES)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            side.catch_up()
+            with side():
                 slow_down()
                 model.train_on({"t": ids})
                 slow_down()
@@ -114,4 +114,4 @@ def test_old_states_are_those_before_an_update_on_a_side_stream() -> None:
             rows = tracker.get_delta()["ec.embeddings.t"]
             assert torch.equal(rows.ids.cpu(), ids.unique().cpu())
             assert torch.equal(rows.states.cpu(), before[rows.ids.cpu()])
-            torch.cuda.synchronize()
+            wait()

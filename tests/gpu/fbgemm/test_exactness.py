@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.gpu.devices import IS_CUDA, needs
+from tests.gpu.devices import IS_SHORT, needs
 from tests.ranks import RankPool
 
 _ON_CPU = ["SGD", "RowWiseAdagrad", "Adagrad"]
@@ -23,17 +23,18 @@ _CASES = [
         marks=[
             *([needs("optimizers")] if optimizer not in _ON_CPU else []),
             *([needs("uvm")] if kernel != "fused" else []),
+            *([needs("bfloat16")] if dtype == "BF16" else []),
         ],
     )
     for optimizer, kernel, bag, dtype in itertools.product(_OPTIMIZERS, _KERNELS, [False, True], _DTYPES)
 ]
-# Without a GPU, every value occurs in at least one case.
+# Every value that the CPU has occurs in at least one case.
 _FEW = [
     ("SGD", True, "fused", "FP32"),
     ("RowWiseAdagrad", False, "fused", "FP16"),
-    ("Adagrad", True, "fused", "FP32"),
+    ("Adagrad", True, "fused", "FP16"),
 ]
-if not IS_CUDA:
+if IS_SHORT:
     _CASES = [case for case in _CASES if case.values in _FEW or case.marks]
 
 

@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, Storage, TrackingMode
 from delta_tracker.sharding.kernel_hooks import Watcher
-from tests.gpu.devices import IS_CUDA, OF_MODULES, no_sync, slow_down
+from tests.gpu.devices import IS_CUDA, OF_MODULES, no_sync, slow_down, wait
 from tests.models import Spec, Table, batch, kernels_of, shard
 
 # FBGEMM's LARS multiplies the learning rate by 0.001 and the ratio of two norms.
@@ -43,6 +43,7 @@ def spec_of(world_size: int, *, bag: bool, **kwargs: Any) -> Spec:
 
 def bits(model: nn.Module) -> list[Tensor]:
     """Return the bits of all rows and of all optimizer states of this rank, from kernels without pending writes."""
+    wait()  # a prefetch may write to the cache that is flushed here
     found = []
     for kernel in kernels_of(model.module.ec):
         kernel.flush()
@@ -54,6 +55,7 @@ def bits(model: nn.Module) -> list[Tensor]:
 
 def rows_of(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of this rank's rows of each table, read from its kernels."""
+    wait()
     found = {}
     for kernel in kernels_of(model.module.ec):
         kernel.flush()
@@ -249,7 +251,6 @@ def snapshots_during_prefetch(rank: int, world_size: int, directory: str) -> int
                 publisher.snapshot()
         if publisher is not None:
             publisher.close()
-        torch.cuda.synchronize()
         kinds.append(bits(each))
     assert all(map(torch.equal, *kinds)), "a flush during a prefetch changed rows"
     tables = {f"ec.embedding_bags.{table.name}": torch.zeros(table.rows, table.dim) for table in spec.tables}
