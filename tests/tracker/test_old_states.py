@@ -15,10 +15,13 @@ from delta_tracker.tracker.store import old_states
 from delta_tracker.tracker.store.host_copy import HostCopy
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta
+from tests.fake_streams.simulation import fake_streams
+from tests.sweeps import SWEEPS_ARE_WHOLE
 from tests.tracker.test_segments import make_store, run_random
 
 _NUM_COLUMNS = 16
 _ROW_BYTES = 8 + 4 * _NUM_COLUMNS
+_ORDERS = 10_000 if SWEEPS_ARE_WHOLE else 12
 
 
 class _LateCopy(HostCopy):
@@ -135,8 +138,8 @@ def test_blocks_are_trimmed_to_their_rows(late_copies: None, monkeypatch: pytest
     monkeypatch.setattr(old_states, "_MIN_BYTES", 1)
     with find_syncs():
         recorder = _Recorder(20_000, 500)
-        for _ in range(5):
-            recorder.train(8)
+        for _ in range(4):
+            recorder.train(6)
             # At most one open block and the blocks whose number of rows is not known, of two batches each.
             assert recorder.state_bytes <= _ROW_BYTES * (len(recorder.seen) * 8 / 7 + 3 * 1002)
         recorder.train(1)
@@ -150,7 +153,7 @@ def test_old_blocks_are_spilled(late_copies: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(old_states, "_MIN_BYTES", 1)
     with find_syncs():
         recorder = _Recorder(20_000, 500, max_device_bytes=100_000)
-        recorder.train(30)
+        recorder.train(20)
         assert not recorder.found
         states = recorder.store._segments[0].states
         on_it = sum(block.device_bytes - 8 * len(block._ids) for block in states._blocks)
@@ -169,7 +172,7 @@ def test_no_step_waits_while_consumers_read_at_different_times(
     monkeypatch.setattr(old_states, "_MIN_BYTES", 1)
     with find_syncs():
         recorder = _Recorder(3000, 200, max_device_bytes=20_000)
-        for batch in range(22):
+        for batch in range(15):
             recorder.train(1)
             if batch % 3 == 0:
                 recorder.read("fast")
@@ -221,3 +224,46 @@ def test_a_copy_on_other_devices_than_cuda_is_made_when_it_is_needed() -> None:
             assert copy.is_done
             assert copy.result() is copy.result()
         assert len(found) == 1
+
+
+def _trained(seed: int) -> None:
+    """Train on a simulated CUDA device, whose operations run in the order of ``seed``, and check what is read."""
+    draw = random.Random(seed)
+    num_rows = 30
+    with fake_streams(seed) as devices:
+        weights = torch.zeros(num_rows, 2, device="cuda")
+        store = SegmentStore(
+            num_rows,
+            "cuda",
+            engine="torch",
+            old_states=lambda ids: weights.index_select(0, ids),
+            max_device_bytes=draw.choice([0, 60, 1 << 20]),
+        )
+        current, expected = [0.0] * num_rows, {}
+        for position in (1, 2):
+            batches = [
+                [draw.randrange(num_rows) for _ in range(draw.randrange(1, 5))] for _ in range(draw.randrange(9))
+            ]
+            on_it = [torch.tensor(batch, device="cuda") for batch in batches]
+            before, pageable = devices.num_waits, devices.num_pageable
+            for number, (batch, ids) in enumerate(zip(batches, on_it, strict=True)):
+                store.open_batch(number, ids)
+                weights.index_fill_(0, ids, float(number + position * 10))
+                store.close_batch(number)
+                for row in batch:
+                    expected.setdefault(row, current[row])
+                    current[row] = float(number + position * 10)
+            assert (devices.num_waits, devices.num_pageable) == (before, pageable)
+            store.cut(position)
+            if draw.random() < 0.5:
+                store.compact(())
+        changed = store.changed(0, 3)
+        assert changed.ids.cpu().tolist() == sorted(expected)
+        assert changed.states.cpu()[:, 0].tolist() == [expected[row] for row in sorted(expected)]
+        assert changed.known.cpu().all()
+
+
+def test_states_are_right_in_any_order_of_the_copies_and_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(_ORDERS):
+        monkeypatch.setattr(old_states, "_MIN_BYTES", 16 * (1 + seed % 3))
+        _trained(seed)

@@ -385,7 +385,7 @@ def test_old_states_on_a_device_take_the_memory_of_their_rows() -> None:
 def test_reads_of_old_states_on_a_device_wait_equally_often_after_any_number_of_batches() -> None:
     with find_syncs():
         counts = []
-        for num_batches in (2, 40):
+        for num_batches in (2, 12):
             store, _ = _recorded_on_a_device(num_batches, 500, 3125)
             store.cut(1)
             with find_syncs() as found:
@@ -399,7 +399,7 @@ def test_reads_of_old_states_on_a_device_wait_equally_often_after_any_number_of_
 def test_a_merge_of_segments_on_a_device_waits_equally_often_after_any_number_of_batches() -> None:
     with find_syncs():
         counts = []
-        for num_batches in (2, 40):
+        for num_batches in (2, 12):
             store, _ = _recorded_on_a_device(num_batches, 500, 3125)
             store.cut(1)
             store.mark(on_device(torch.arange(100)))

@@ -23,7 +23,7 @@ class HostCopy:
     __slots__ = ("_event", "_host", "_source")
 
     def __init__(self, source: Tensor, *, aside: bool = False) -> None:
-        self._source: Tensor | None = source
+        self._source: Tensor | None = source  # keeps the memory from being reused before the copy is complete
         self._host: Tensor | None = None
         self._event: Any = None
         if source.device.type == "cuda":
@@ -44,7 +44,7 @@ class HostCopy:
         if self._source is not None:
             if self._event is None:
                 self._host = self._source.cpu()
-            else:
+            elif not self._event.query():
                 self._event.synchronize()
             self._source = None
         assert self._host is not None, "the copy is complete"
@@ -62,5 +62,3 @@ class HostCopy:
             self._host.copy_(source, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream)
-        if aside:
-            source.record_stream(stream)  # the source's memory is not reused before the copy is complete
