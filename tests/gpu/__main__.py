@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [part for part in chosen if part.title not in outcomes]
     if not IS_CUDA:  # no part breaks the process, and each would import torch again
         paths = [path for part in chosen for path in part.paths]
-        chosen = [Part(", ".join(part.title for part in chosen), tuple(paths), 150)] if chosen else []
+        chosen = [Part(f"{len(chosen)} parts in one process", tuple(paths), 150)] if chosen else []
     for part in chosen:
         print(f"\n== {part.title}", flush=True)
         outcomes[part.title] = _run(part)
