@@ -96,6 +96,8 @@ class _Functions(TorchFunctionMode):
             return args[0] in self._devices.pinned
         if name == "cuda" and args and isinstance(args[0], Tensor):
             return args[0].to(torch.device("cuda", self._devices.index(None)))
+        if func is torch.device:
+            return func(*args, **kwargs)
         is_pinned = bool(kwargs.pop("pin_memory", False))
         args, kwargs = _mapped(self._inner, (args, kwargs))
         if isinstance(kwargs.get("device"), str):
