@@ -49,9 +49,14 @@ class ChangedRows:
         return self.ids.shape[0]
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that are not None."""
+        return tuple(each for each in (self.ids, self.states, self.known, self.ages) if each is not None)
+
+    @property
     def num_bytes(self) -> int:
         """Size of all tensors in bytes."""
-        return sum(each.nbytes for each in (self.ids, self.states, self.known, self.ages) if each is not None)
+        return sum(each.nbytes for each in self.tensors)
 
     def take(self, index: Tensor, new_rows: NewRows = plain_rows) -> ChangedRows:
         """Return copies of some of the rows.

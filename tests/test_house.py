@@ -28,7 +28,7 @@ _PACKAGE = _ROOT / "delta_tracker"
 # A package may import itself and packages of earlier lines: ``tracker`` does not import ``predictor``.
 _LAYERS = [
     ["errors", "types", "rows", "row_target"],
-    ["buffers", "distributed", "forking"],
+    ["buffers", "distributed", "forking", "streams"],
     ["monitor"],
     ["sharding", "stream"],
     ["tracker", "predictor"],

@@ -82,7 +82,9 @@ DEFINITIONS: dict[str, Definition] = {
     # Cost
     "record_seconds": _seconds("record_seconds", "Host time of a hook to record a batch's rows.", "tracker"),
     "read_seconds": _seconds("read_seconds", "Time to read a delta from the tracker.", "publisher", "consumer"),
-    "encode_seconds": _seconds("encode_seconds", "Time to encode a rank's part.", "publisher"),
+    "encode_seconds": _seconds(
+        "encode_seconds", "Time to copy a rank's rows before they are encoded and written.", "publisher"
+    ),
     "write_seconds": _seconds("write_seconds", "Time to write a rank's part to the store.", "publisher"),
     "commit_seconds": _seconds("commit_seconds", "Time to commit the manifest once all parts exist.", "publisher"),
     "apply_seconds": _seconds("apply_seconds", "Time to apply a version to a predictor's model.", "predictor"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
+from delta_tracker.publisher.host_copies import HostCopies
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import DenseSpec, Kind, Manifest, Part
 from delta_tracker.stream.format.parse import parse_manifest, parse_part
@@ -35,6 +36,7 @@ class Draft:
         parts: parts of the version that this rank has already written.
         rows: rows to write.
         dense: dense tensors to write, by name.
+        copies: copies to wait for before ``rows`` and ``dense`` are read.
     """
 
     kind: Kind
@@ -45,6 +47,7 @@ class Draft:
     parts: Sequence[Part] = ()
     rows: Sequence[BlockRows] = ()
     dense: Mapping[str, Tensor] = field(default_factory=dict)
+    copies: HostCopies = field(default_factory=HostCopies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,7 @@ class Coordinator:
                 raise draft
             parts.extend(draft.parts)
             if draft.rows or draft.dense:
+                draft.copies.wait()
                 parts.append(self.write_part(draft.rows, draft.dense))
             return {
                 "parts": [asdict(part) for part in parts] if self._rank else [],  # rank 0 has its own

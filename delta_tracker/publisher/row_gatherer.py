@@ -1,17 +1,17 @@
-"""Copy the rows of a version from a rank's tables, and encode them in chunks that fit the CPU cache."""
+"""Copy the rows of a version from a rank's tables to the host. They are encoded when they are written."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from delta_tracker.buffers import BufferPool
 from delta_tracker.errors import InvalidArgumentError
-from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows
+from delta_tracker.publisher.host_copies import HostCopier, HostCopies, Source
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, IdForm
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -44,13 +44,30 @@ def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict
     return own | chosen
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Copies of the rows and dense tensors of a version.
+
+    Args:
+        rows: the rows.
+        dense: name to dense tensor.
+        copies: the copies to wait for before ``rows`` and ``dense`` are read.
+    """
+
+    rows: Sequence[BlockRows]
+    dense: Mapping[str, Tensor]
+    copies: HostCopies
+
+
 class Gatherer:
-    """Component that copies a tracker's rows into reused buffers. Only the training thread may call the methods.
+    """Component that copies a tracker's rows to the host. Only the training thread may call the methods.
+
+    The copies have the tables' dtypes; the reader of the rows encodes them in chunks that fit the CPU cache. All
+    encodings are computed on the CPU, so that their bytes do not depend on the device. Memory: 8 bytes per id and the
+    bytes of the rows in their tables' dtypes, as described for :class:`~.host_copies.HostCopier`. Rows that
+    :meth:`whole` returns take the memory of one chunk.
 
     Rows of a table in 2D parallelism are copied on the ranks of the first replica only.
-
-    The buffers occupy about as much memory as the encoded rows of the largest recent version. Rows that :meth:`whole`
-    returns with ``now=False`` do not use the buffers.
 
     Args:
         tracker: tracker of the rows.
@@ -62,46 +79,71 @@ class Gatherer:
         self._tracker = tracker
         self._encodings = encodings
         self._writes_replicas = writes_replicas
-        self._pool = BufferPool(sys.maxsize)
+        self._copier = HostCopier()
 
-    @torch.no_grad()
-    def changed(self, delta: Delta, *, without: frozenset[str] = frozenset()) -> list[BlockRows]:
-        """Return copies of a delta's rows with their current values, one block for each column range of a shard.
+    def gather(self, delta: Delta, *, whole: frozenset[str] = frozenset(), dense: Mapping[str, Tensor]) -> Gathered:
+        """Start to copy rows and dense tensors with their current values. The thread does not wait for the copies.
 
-        Omits tables that this rank does not write. The memory of the blocks is reused once they have been
+        Omits tables that this rank does not write. The memory of the copies is reused once they have been
         garbage-collected. This method and :meth:`whole` must be called while the context manager
         :func:`~delta_tracker.sharding.kernel_memory.one_cut` is active.
 
         Args:
             delta: the changed rows.
-            without: FQNs of tables to leave out.
-        """
-        return [
-            self._gather(fqn, shard, columns, view, delta[fqn].ids)
-            for fqn, shard in self._shards()
-            if len(delta[fqn]) and fqn not in without
-            for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True)
-        ]
+            whole: FQNs of tables of which all rows are copied, instead of the rows in ``delta``.
+            dense: name to dense tensor.
 
-    @torch.no_grad()
-    def whole(self, tables: frozenset[str], *, now: bool) -> list[BlockRows]:
+        Returns:
+            The copies, with one block of rows for each column range of a shard.
+        """
+        sources: list[Source] = []
+        blocks: list[tuple[Block, int | None, int]] = []  # a block, and the places of its ids and rows in sources
+        for fqn, shard in self._shards():
+            ids = delta[fqn].ids
+            if fqn in whole or len(ids) == 0:
+                continue
+            form: IdForm = "gaps" if self._encodings[fqn].is_quantized else "list"
+            at = len(sources)
+            sources.append(Source(ids, offset=shard.row_offset))
+            for columns, view in self._columns(fqn, shard):
+                blocks.append((self._block(fqn, shard, columns, len(ids), form), at, len(sources)))
+                sources.append(Source(view, ids))
+        for fqn, shard in self._shards():
+            if fqn in whole and shard.num_rows:
+                for columns, view in self._columns(fqn, shard):
+                    blocks.append((self._block(fqn, shard, columns, shard.num_rows, "all"), None, len(sources)))
+                    sources.append(Source(view))
+        num_blocks = len(sources)
+        sources += [Source(tensor if tensor.dim() else tensor.view(1)) for tensor in dense.values()]
+        copies = self._copier.copy(sources)
+        rows = [
+            BlockRows(block, None if ids is None else copies.tensors[ids], partial(_encoded, copies.tensors[at], block))
+            for block, ids, at in blocks
+        ]
+        held = zip(dense.items(), copies.tensors[num_blocks:], strict=True)
+        return Gathered(rows, {name: copied.view(tensor.shape) for (name, tensor), copied in held}, copies)
+
+    def whole(self, tables: frozenset[str]) -> list[BlockRows]:
         """Return all rows of some tables, one block for each column range of a shard.
+
+        Each chunk is copied when it is read, which another thread may do, with its values at that time. It has all
+        updates that were queued on the device when this method was called.
 
         Omits tables that this rank does not write.
 
         Args:
             tables: FQNs of the tables.
-            now: True to copy the rows now; False to copy each chunk when it is read, with its values at that time.
         """
         blocks = []
+        readers: dict[torch.device, Callable[[Tensor], Tensor]] = {}
         for fqn, shard in self._shards():
             if fqn not in tables or shard.num_rows == 0:
                 continue
-            encoding = self._encodings[fqn]
-            for columns, view in zip(shard.columns, self._tracker.column_views(fqn), strict=True):
-                block = Block(fqn, _row_range(shard), columns, shard.num_rows, "all", encoding)
-                copied = BlockRows(block, None, partial(_copy, view, encoding))
-                blocks.append(self._copied(copied) if now else copied)
+            for columns, view in self._columns(fqn, shard):
+                if view.device not in readers:
+                    readers[view.device] = self._copier.reader(view.device)
+                block = self._block(fqn, shard, columns, shard.num_rows, "all")
+                blocks.append(BlockRows(block, None, partial(_copied, readers[view.device], view, block)))
         return blocks
 
     def _shards(self) -> Iterator[tuple[str, ShardSpec]]:
@@ -110,46 +152,22 @@ class Gatherer:
             if shard.replica == 0 and (self._writes_replicas or not shard.is_replicated):
                 yield fqn, shard
 
-    def _gather(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], view: Tensor, ids: Tensor) -> BlockRows:
-        encoding = self._encodings[fqn]
-        form: IdForm = "gaps" if encoding.is_quantized else "list"
-        block = Block(fqn, _row_range(shard), columns, len(ids), form, encoding)
-        stored = self._memory(block)
-        step = _chunk_rows(view)
-        for begin in range(0, len(ids), step):
-            chunk = ids[begin : begin + step]
-            out = stored[begin : begin + len(chunk)]
-            if view.device == out.device and view.dtype == out.dtype:
-                torch.index_select(view, 0, chunk, out=out)
-            elif view.device == out.device:
-                encode_rows(view.index_select(0, chunk), encoding, out=out)
-            else:
-                out.copy_(encode_rows(view.index_select(0, chunk), encoding))
-        return BlockRows.of(block, ids.cpu() + shard.row_offset, stored)
+    def _columns(self, fqn: str, shard: ShardSpec) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """Yield each column range of a shard, and the live view of its rows."""
+        return zip(shard.columns, self._tracker.column_views(fqn), strict=True)
 
-    def _copied(self, rows: BlockRows) -> BlockRows:
-        """Read the rows in chunks, and return a copy of them in memory from the buffer pool."""
-        stored, begin = self._memory(rows.block), 0
-        for chunk in rows.chunks():
-            stored[begin : begin + len(chunk)] = chunk
-            begin += len(chunk)
-        return BlockRows.of(rows.block, rows.ids, stored)
-
-    def _memory(self, block: Block) -> Tensor:
-        """Return an uninitialized CPU tensor ``[rows, stored columns]`` for a block's rows, from the buffer pool."""
-        stored = torch.from_numpy(self._pool.lend(block.num_rows * block.row_bytes))
-        return stored.view(block.encoding.dtype).view(block.num_rows, -1)
+    def _block(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], num_rows: int, ids: IdForm) -> Block:
+        rows = (shard.row_offset, shard.row_offset + shard.num_rows)
+        return Block(fqn, rows, columns, num_rows, ids, self._encodings[fqn])
 
 
-@torch.no_grad()
-def _copy(view: Tensor, encoding: Encoding, begin: int, end: int) -> Tensor:
-    # Copy even without encoding: training may write to the rows between the hash and the write.
-    return encode_rows(view[begin:end].clone(), encoding).cpu()
+def _encoded(held: Tensor, block: Block, begin: int, end: int) -> Tensor:
+    """Return some rows of a copy as they are stored."""
+    rows = held[begin:end]
+    return rows if rows.dtype == block.encoding.dtype else encode_rows(rows, block.encoding)
 
 
-def _row_range(shard: ShardSpec) -> tuple[int, int]:
-    return shard.row_offset, shard.row_offset + shard.num_rows
-
-
-def _chunk_rows(view: Tensor) -> int:
-    return max(1, CHUNK_BYTES // max(1, view.shape[1] * view.element_size()))
+def _copied(read: Callable[[Tensor], Tensor], view: Tensor, block: Block, begin: int, end: int) -> Tensor:
+    """Copy some rows now, and return them as they are stored."""
+    # A copy even without encoding: training may write to the rows between the hash and the write.
+    return _encoded(read(view[begin:end]), block, 0, end - begin)

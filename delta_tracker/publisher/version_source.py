@@ -133,7 +133,7 @@ class VersionSource:
             self._meanwhile.release()
         self._meanwhile = self.handle.begin_copy()
         with one_cut():
-            return self._gatherer.whole(self._tracker.fused_tables, now=False)
+            return self._gatherer.whole(self._tracker.fused_tables)
 
     def cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
         """Read the rows of a version with their current values. A collective if ``top_k`` is set.
@@ -154,14 +154,14 @@ class VersionSource:
                 # Not committed, because an interrupted cut is repeated and must find the same rows.
                 changed = self._meanwhile.read(commit=False, with_states=False)
                 compared = frozenset(tracker.tables) - tracker.fused_tables
-                rows = self._gatherer.changed(changed, without=compared) + self._gatherer.whole(compared, now=True)
+                gathered = self._gatherer.gather(changed, whole=compared, dense=self._dense())
                 read = self.handle.read(commit=False, with_states=False)
             else:
                 top_k = None if self._is_repairing else self._top_k
                 with self._read_timer():
                     read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
                 with self._encode_timer():
-                    rows = self._gatherer.changed(read)
+                    gathered = self._gatherer.gather(read, dense=self._dense())
         draft = Draft(
             kind=kind,
             batches=read.batches,
@@ -169,8 +169,9 @@ class VersionSource:
             tables=dict(tracker.tables),
             pending_rows=read.pending_rows,
             parts=[] if copied is None else [copied],
-            rows=rows,
-            dense={name: tensor.cpu().clone() for name, tensor in self._dense().items()},
+            rows=gathered.rows,
+            dense=gathered.dense,
+            copies=gathered.copies,
         )
         return draft, read
 

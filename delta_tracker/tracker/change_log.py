@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -19,11 +19,12 @@ from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_hooks import is_capturing
 from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
+from delta_tracker.streams import StreamFence
 from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.profiling import profiler_range
-from delta_tracker.tracker.store.segments import SegmentStore
+from delta_tracker.tracker.store.segments import SegmentStore, changed_in_each, num_changed_in_each
 from delta_tracker.types import Delta, Memory
 
 _logger = logging.getLogger(__name__)
@@ -120,6 +121,9 @@ class ChangeLog:
         self._num_recorded = dict.fromkeys(self._stores, 0)
         self._synced: dict[str, int] = {}  # table to the position of the last sync() of its replicas
         self._lag = LagClock()
+        self._fence = StreamFence(self._tensors)
+        self._fence.guard(store.device for store in self._stores.values())
+        self._fence.enter()  # the stores were built on this stream
         for name in self._consumers.names:
             self._lag.placed(name, 0)
 
@@ -198,12 +202,10 @@ class ChangeLog:
 
     def _num_pending(self, name: str) -> dict[str, int]:
         with self.lock:
+            self._fence.enter()
             start, _ = self._consumers.start(name)
             carried = self._consumers.carried(name)
-            return {
-                fqn: store.num_changed(start, carried[fqn].ids if fqn in carried else None)
-                for fqn, store in self._stores.items()
-            }
+            return num_changed_in_each(self._stores, start, {fqn: rows.ids for fqn, rows in carried.items()})
 
     def standings(self, *, counts: bool) -> dict[str, Standing]:
         """Return the lag and the number of pending rows of each consumer, by name.
@@ -289,6 +291,7 @@ class ChangeLog:
             ids: table FQN to ``[N]`` integer local ids; None for all rows.
         """
         with self.lock, self._reading_in_place(), profiler_range("delta_tracker: record"):
+            self._fence.enter()
             self._notice_before_capture(ids)
             for fqn, table_ids in ids.items():
                 self._count(fqn, table_ids)
@@ -304,6 +307,7 @@ class ChangeLog:
             ids: table FQN to ``[N]`` integer local ids; None for all rows.
         """
         with self.lock, self._reading_in_place(), profiler_range("delta_tracker: record"):
+            self._fence.enter(key)
             self._close_ended()
             self._notice_before_capture(ids)
             self._open[key] = tuple(ids)
@@ -320,6 +324,7 @@ class ChangeLog:
         """
         with self.lock:
             self._open.pop(key, None)
+            self._fence.leave(key)
             for fqn in tables:
                 self._stores[fqn].close_batch(key)
 
@@ -338,6 +343,7 @@ class ChangeLog:
         The other arguments are those of :meth:`~delta_tracker.tracker.store.segments.SegmentStore.mark`.
         """
         with self.lock, self._reading_in_place(), profiler_range("delta_tracker: record"):
+            self._fence.enter()
             if states is None and not is_written:
                 self._notice_before_capture([fqn])
             self._count(fqn, ids)
@@ -347,7 +353,9 @@ class ChangeLog:
         """Mark all rows of the tables in ``fqns`` whose weights may have been written without a report by a hook."""
         with self.lock:
             for fqn in fqns:
-                if self._stores[fqn].notice_writes():
+                if self._stores[fqn].has_unmarked_writes():
+                    self._fence.enter()
+                    self._stores[fqn].notice_writes()
                     self._count(fqn, None)
 
     def captured(self, fqns: Iterable[str]) -> None:
@@ -373,6 +381,7 @@ class ChangeLog:
         """
         with self.lock:
             tables = tuple(fqns)
+            self._fence.enter()
             self._close_ended()
             self.notice_writes(tables)
             return {
@@ -394,6 +403,7 @@ class ChangeLog:
         """
         with self.lock:
             tables = tuple(fqns)
+            self._fence.enter()
             self._close_ended()
             self.notice_writes(tables)
             self._position += 1
@@ -420,6 +430,8 @@ class ChangeLog:
             stores: table FQN to its new store.
         """
         with self.lock:
+            self._fence.guard(store.device for store in {**self._stores, **stores}.values())
+            self._fence.enter()
             if stores:
                 self._consumers.forget_tables(stores)
             for fqn, store in stores.items():
@@ -437,6 +449,7 @@ class ChangeLog:
         copies a snapshot are omitted. Waits for the device. Moves no cursor.
         """
         with self.lock, one_cut():
+            self._fence.enter()
             self.notice_writes(self._stores)
             for store in self._stores.values():
                 store.catch_up()
@@ -463,6 +476,7 @@ class ChangeLog:
             assert set(state.consumers) == set(self._consumers.names), "checked by the caller"
             self._num_batches = state.num_batches
             self._synced.clear()  # the replicas may have loaded different weights
+            self._fence.enter()
             for store in self._stores.values():
                 store.forget()
             self._cut()
@@ -491,6 +505,7 @@ class ChangeLog:
         """
         with self.lock:
             if len(ids):
+                self._fence.enter()
                 rows = self._stores[fqn].unknown(ids)
                 self._consumers.carry(consumer, fqn, rows, in_origin=not self._delete_on_read)
                 self._lag.distrusted(consumer)
@@ -657,6 +672,7 @@ class ChangeLog:
         """
         with self.lock, profiler_range("delta_tracker: compact"):
             self._num_compacted = self._num_batches
+            self._fence.enter()
             oldest = self._consumers.oldest
             for fqn, store in self._stores.items():
                 if self._delete_on_read:
@@ -682,7 +698,7 @@ class ChangeLog:
         A ``stop`` of None means no upper bound. For rows in both, the old states of ``carried`` are returned.
         """
         end = self._position + 1 if stop is None else stop
-        rows = {fqn: store.changed(start, end, with_states=with_states) for fqn, store in self._stores.items()}
+        rows = changed_in_each(self._stores, start, end, with_states=with_states)
         for fqn, older in carried.items():
             rows[fqn] = merge_first(older if with_states else older.without_states(), rows[fqn])
         return rows
@@ -694,6 +710,7 @@ class ChangeLog:
             self._lag.recorded(self._position)
 
     def _commit(self, delta: Delta) -> None:
+        self._fence.enter()
         self._consumers.commit(delta)
         self._lag.committed(delta.consumer, delta.stop, leaves_out=bool(delta.kept))
         if self._received is not None and not self._consumers.is_transient(delta.consumer):
@@ -704,6 +721,13 @@ class ChangeLog:
         # Compact at every sixteenth position also with auto_compact, because an idle model runs no output distribution.
         compacts = not self._compacts_after_odist or self._position % 16 == 0
         self._tidy(*([self.compact] if compacts else []), self._shed)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors of the log."""
+        for store in self._stores.values():
+            yield from store.tensors()
+        for rows in self._consumers.held():
+            yield from rows.tensors
 
     def _tidy(self, *tasks: Callable[[], None]) -> None:
         """Run maintenance tasks in order. If one raises MemoryError or RuntimeError, log the error and skip the others.
@@ -729,6 +753,7 @@ class ChangeLog:
         """Close the batches queued by :meth:`ended`. Usually only batches of failed backward passes are still open."""
         while self._ended:
             key = self._ended.popleft()
+            self._fence.leave(key)
             for fqn in self._open.pop(key, ()):
                 self._stores[fqn].close_batch(key)
 
@@ -749,6 +774,7 @@ class ChangeLog:
         return reading_in_place() if self._reads_shards else _NOTHING_IS_READ
 
     def _cut(self) -> None:
+        self._fence.enter()
         self._close_ended()
         self.notice_writes(self._stores)
         self._position += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from delta_tracker.errors import InvalidArgumentError, ReservedConsumerError, StaleDeltaError, UnknownConsumerError
@@ -79,6 +79,14 @@ class ConsumerPositions:
     def num_bytes(self) -> int:
         """Bytes of the carried rows of all consumers."""
         return sum(rows.num_bytes for each in self._consumers.values() for rows in each.carried.values())
+
+    def held(self) -> Iterator[ChangedRows]:
+        """Yield the rows of :attr:`origin` and, for each consumer, the carried rows and those its read left out."""
+        yield from self._origin.values()
+        for each in self._consumers.values():
+            yield from each.carried.values()
+            if each.sealed is not None:
+                yield from each.sealed.kept.values()
 
     def resolve(self, name: str | None) -> str:
         """Return ``name`` if a consumer has this name. If ``name`` is None, return the name of the only consumer.

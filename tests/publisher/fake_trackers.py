@@ -109,6 +109,7 @@ def version_source(
 
 def read(draft: Draft) -> dict[str, tuple[list[int], Tensor]]:
     """Return what a draft's writer would write: FQN to global ids and stored rows, with dense tensors by name."""
+    draft.copies.wait()
     return read_blocks(draft.rows) | {name: ([], tensor.clone()) for name, tensor in draft.dense.items()}
 
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from delta_tracker.publisher import host_copies
 from tests.fake_streams.simulation import fake_streams
 from tests.publisher.fake_trackers import ROW_OFFSET, FakeTracker, read, read_blocks, version_source
 
@@ -149,7 +151,9 @@ class _Run:
 
 def run(seed: int) -> None:
     """Run one schedule in one order, and check every version."""
-    with fake_streams(seed), ThreadPoolExecutor(1) as worker:
+    draw = random.Random(seed)
+    sizes = {"MAX_BUFFER_BYTES": draw.choice([64, 300, 1 << 20]), "CHUNK_BYTES": 16}
+    with mock.patch.multiple(host_copies, **sizes), fake_streams(seed), ThreadPoolExecutor(1) as worker:
         torch.manual_seed(seed)
         _Run(seed, worker).go()
 

@@ -2,15 +2,65 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
 
 from delta_tracker.monitor.device.syncs import find_syncs, on_device
+from delta_tracker.publisher import host_copies
+from delta_tracker.publisher.host_copies import HostCopier, Source
 from delta_tracker.publisher.version_source import VersionSource
+from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from tests.publisher import stream_orders
 from tests.publisher.fake_trackers import ROW_OFFSET, FakeTracker, read, version_source
 from tests.sweeps import SWEEPS_ARE_WHOLE
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
+
+
+def _sources(draw: random.Random, num_sources: int) -> list[tuple[Source, Tensor]]:
+    """Return random sources on the CPU, each with its copy."""
+    found = []
+    for _ in range(num_sources):
+        dtype = draw.choice(_DTYPES)
+        shape = [draw.choice([0, 1, 5, 40]), *draw.choice([[], [1], [3], [0], [16], [2, 3]])]
+        rows = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
+        if draw.random() < 0.3 and len(shape) > 1:
+            rows = torch.cat([rows, rows], 1)[:, : shape[1]]  # not contiguous
+        ids = None
+        offset = 0
+        if draw.random() < 0.6 and shape[0]:
+            ids = torch.randint(0, shape[0], (draw.choice([0, 1, 30]),))
+        elif dtype is torch.int64:
+            offset = draw.choice([0, 7])
+        copied = rows if ids is None else rows[ids]
+        found.append((Source(rows, ids, offset), copied + offset if offset else copied))
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_are_exact(seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    monkeypatch.setattr(host_copies, "CHUNK_BYTES", draw.choice([1, 64, 1000, 4 << 20]))
+    pairs = _sources(draw, draw.choice([0, 1, 2, 9]))
+    sources = [source for source, _ in pairs]
+    if device == "simulated":
+        sources = [
+            Source(on_device(each.rows), None if each.ids is None else on_device(each.ids), each.offset)
+            for each in sources
+        ]
+    with find_syncs() as found:
+        copies = HostCopier().copy(sources)
+    assert not found
+    copies.wait()
+    for copied, (_, expected) in zip(copies.tensors, pairs, strict=True):
+        assert copied.device.type == "cpu"
+        assert copied.dtype == expected.dtype
+        assert torch.equal(copied, expected)
 
 
 def _tracker(num_tables: int, num_rows: int) -> tuple[FakeTracker, dict[str, Tensor]]:
@@ -34,7 +84,6 @@ def _cut(source: VersionSource, tracker: FakeTracker, num_rows: int) -> tuple[li
     return [each.call for each in training], [each.call for each in writing]
 
 
-@pytest.mark.xfail(strict=True, reason="a cut copies each table with its own wait")
 @pytest.mark.parametrize("num_tables", [1, 5, 26])
 def test_a_cut_waits_a_constant_number_of_times(num_tables: int) -> None:
     """Before, it waited once per table for the count, once for the ids, once per 4 MiB, and once per dense tensor."""
@@ -46,7 +95,28 @@ def test_a_cut_waits_a_constant_number_of_times(num_tables: int) -> None:
         assert writing == ["aten.copy_"]
 
 
-@pytest.mark.xfail(strict=True, reason="each table is counted with its own wait")
+def test_a_cut_does_not_wait_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "CHUNK_BYTES", 64)
+    tracker, _ = _tracker(2, 1000)
+    source = version_source(tracker, dense={"dense": on_device(torch.tensor(2.0))})
+    training, _ = _cut(source, tracker, 1000)
+    assert len(training) == 2
+
+
+@pytest.mark.parametrize("encoding", list(Encoding))
+def test_rows_of_a_device_have_the_bytes_of_the_cpu(encoding: Encoding) -> None:
+    """Rows with NaN and infinity too, whose codes depend on the processor that computes them."""
+    tracker, held = _tracker(1, 40)
+    held["t0"][3, 1], held["t0"][5, 2], held["t0"][7] = torch.nan, torch.inf, -torch.inf
+    source = version_source(tracker, encoding=encoding)
+    with find_syncs():
+        tracker.log.mark("t0", on_device(torch.arange(40)))
+        draft, _ = source.cut("delta", None)
+        _, rows = read(draft)["t0"]
+    expected = encode_rows(held["t0"], encoding)
+    assert torch.equal(rows.view(torch.uint8), expected.view(torch.uint8))
+
+
 def test_pending_rows_are_counted_with_one_wait() -> None:
     tracker, _ = _tracker(7, 50)
     with find_syncs() as found:
@@ -58,7 +128,6 @@ def test_pending_rows_are_counted_with_one_wait() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="copies and row sets assume one stream")
 @pytest.mark.parametrize("block", range(3))
 def test_versions_are_exact_in_any_order_of_streams(block: int) -> None:
     """Before, a snapshot read rows before updates that another stream had queued, and a read missed marked rows."""

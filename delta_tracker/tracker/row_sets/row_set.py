@@ -7,6 +7,7 @@ set, ``M`` the number of rows that a call added.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -25,8 +26,9 @@ class RowSet(ABC):
     3. Only :meth:`clear` removes rows.
     4. The same sequence of calls always returns the same results. Only the order of the ids that :meth:`mark_new` and
        :meth:`mark_new_padded` return may differ, with engines whose docstring says so.
-    5. :meth:`scan`, :meth:`mark_new` and :meth:`count` wait for the device, because the size or value of their result
-       depends on the set's content. :meth:`rank` may wait. No other method waits.
+    5. :meth:`scan`, :meth:`mark_new`, :meth:`count`, :meth:`scan_each` and :meth:`count_each` wait for the device,
+       because the size or value of their result depends on the set's content. :meth:`rank` may wait. No other method
+       waits.
 
     Callers must serialize the calls on one set, including calls on different CUDA streams.
 
@@ -62,6 +64,11 @@ class RowSet(ABC):
     @abstractmethod
     def num_bytes(self) -> int:
         """Size of the set's memory in bytes."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors of the set that are on its device; empty on the CPU."""
+        return ()
 
     def mark(self, ids: Tensor) -> None:
         """Add the rows with the given ids.
@@ -147,6 +154,24 @@ class RowSet(ABC):
     def count(self) -> int:
         """Return the number ``K`` of marked rows. Waits for the device. Takes less time than :meth:`scan`."""
         return self._num_marked() if self.num_rows else 0
+
+    @classmethod
+    def scan_each(cls, sets: Sequence[Self]) -> list[Tensor]:
+        """Return :meth:`scan` of each set. On a device, an engine may wait less often than once for each set.
+
+        Args:
+            sets: sets of this engine on one device.
+        """
+        return [each.scan() for each in sets]
+
+    @classmethod
+    def count_each(cls, sets: Sequence[Self]) -> list[int]:
+        """Return :meth:`count` of each set. On a device, an engine may wait less often than once for each set.
+
+        Args:
+            sets: sets of this engine on one device.
+        """
+        return [each.count() for each in sets]
 
     def rank(self, ids: Tensor) -> Tensor:
         """Return the number of marked rows below each id.

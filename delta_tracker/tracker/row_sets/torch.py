@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from delta_tracker.tracker.row_sets.row_set import RowSet
+
+_JOINED_BYTES = 64 << 20  # temporary memory of a scan of several sets
 
 
 def within(ids: Tensor, num_rows: int) -> Tensor:
@@ -23,7 +26,8 @@ def within(ids: Tensor, num_rows: int) -> Tensor:
 class TorchRows(RowSet):
     """Row set with one byte for each row of the shard. Each scan reads all bytes.
 
-    :meth:`mark_new` returns ids in ascending order. :meth:`rank` waits for the device.
+    :meth:`mark_new` returns ids in ascending order. :meth:`rank` waits for the device. On a device, :meth:`scan_each`
+    joins small sets and waits once for all counts and once for each 64 MiB of sets. :meth:`count_each` waits once.
 
     Example:
         >>> rows = TorchRows(8, torch.device("cpu"))
@@ -45,10 +49,41 @@ class TorchRows(RowSet):
         """Return True, because torch supports every device."""
         return True
 
+    @classmethod
+    def scan_each(cls, sets: Sequence[Self]) -> list[Tensor]:
+        """Return :meth:`scan` of each set."""
+        if len(sets) < 2 or sets[0].device.type == "cpu":  # noqa: PLR2004  one set needs no counts
+            return super().scan_each(sets)
+        found: list[Tensor] = []
+        counts = cls.count_each(sets)
+        for group in _joined(sets):
+            (marks,) = group[0].tensors
+            if len(group) > 1:
+                marks = torch.cat([marks for each in group for marks in each.tensors])
+            sizes, counts = counts[: len(group)], counts[len(group) :]
+            begin = 0
+            for each, ids in zip(group, torch.split(marks.nonzero().flatten(), sizes), strict=True):
+                found.append(ids - begin)
+                begin += each.num_rows
+        return found
+
+    @classmethod
+    def count_each(cls, sets: Sequence[Self]) -> list[int]:
+        """Return :meth:`count` of each set."""
+        if len(sets) < 2 or sets[0].device.type == "cpu":  # noqa: PLR2004  one set needs no stack
+            return super().count_each(sets)
+        counts: list[int] = torch.stack([marks.count_nonzero() for each in sets for marks in each.tensors]).tolist()
+        return counts
+
     @property
     def num_bytes(self) -> int:
         """Size of the set in bytes, which is the number of rows of the shard."""
         return self._marks.nbytes
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensor of the marks."""
+        return (self._marks,)
 
     def _mark(self, ids: Tensor) -> None:
         self._marks.index_fill_(0, within(ids, self.num_rows), True)
@@ -89,3 +124,14 @@ class TorchRows(RowSet):
 
     def _rank(self, ids: Tensor) -> Tensor:
         return torch.searchsorted(self._scan(), within(ids, self.num_rows))
+
+
+def _joined(sets: Sequence[TorchRows]) -> Iterator[Sequence[TorchRows]]:
+    """Yield the sets in groups of at most 64 MiB. A larger set is a group of its own."""
+    first = num_bytes = 0
+    for place, each in enumerate(sets):
+        if place > first and num_bytes + each.num_bytes > _JOINED_BYTES:
+            yield sets[first:place]
+            first, num_bytes = place, 0
+        num_bytes += each.num_bytes
+    yield sets[first:]

@@ -83,6 +83,11 @@ class TritonRows(RowSet):
         """Size in bytes of the bits of all rows and blocks."""
         return self._words.nbytes + self._summary.nbytes
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors of the bits."""
+        return self._words, self._summary
+
     def _mark(self, ids: Tensor) -> None:
         self._launch_mark(ids, fresh=None, num_fresh=None)
 

@@ -14,7 +14,7 @@ update is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from delta_tracker.buffers import new_rows
 from delta_tracker.rows import ChangedRows, put_rows
-from delta_tracker.tracker.row_sets.engines import choose_engine
+from delta_tracker.tracker.row_sets.engines import choose_engine, count_each, scan_each
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, OldStates, settle
 
@@ -57,6 +57,21 @@ class _Segment:
     @property
     def num_bytes(self) -> int:
         return sum(each.num_bytes for each in (self.rows, self.states) if each is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """Rows that were marked in some segments.
+
+    Args:
+        rows: set of the rows; None if no segment has rows.
+        segments: the segments.
+        is_merged: True if ``rows`` is a set of its own, False if it belongs to a segment.
+    """
+
+    rows: RowSet | None
+    segments: list[_Segment]
+    is_merged: bool
 
 
 class SegmentStore:
@@ -196,11 +211,7 @@ class SegmentStore:
         Returns:
             True if the rows were marked.
         """
-        if self.num_rows == 0:
-            return False
-        if self._was_written is not None:
-            self._has_unmarked = self._was_written() or self._has_unmarked
-        if self._is_reported and not self._has_unmarked:
+        if not self.has_unmarked_writes():
             return False
         self._mark(None)  # if this runs out of memory, the next call marks the rows
         self._has_unmarked = False
@@ -209,6 +220,14 @@ class SegmentStore:
     def expect_unreported_writes(self) -> None:
         """Make every later call of :meth:`notice_writes` mark all rows, because some writes are not reported."""
         self._is_reported = False
+
+    def has_unmarked_writes(self) -> bool:
+        """Return True if :meth:`notice_writes` would mark the rows. Does no work on the device."""
+        if self.num_rows == 0:
+            return False
+        if self._was_written is not None:
+            self._has_unmarked = self._was_written() or self._has_unmarked
+        return self._has_unmarked or not self._is_reported
 
     def acknowledge_writes(self) -> None:
         """Make :meth:`notice_writes` ignore the writes since its last call.
@@ -248,14 +267,9 @@ class SegmentStore:
             start: a pinned position.
             beside: ``[N]`` int64 local ids; None for no ids.
         """
-        segments = [seg for seg in self._segments if start <= seg.start and seg.rows is not None]
-        if len(segments) == 1 and beside is None and segments[0].rows is not None:
-            return segments[0].rows.count()
-        merged = self._union(segments)
-        if beside is not None:
-            merged.mark(beside)
-        count = merged.count()
-        self._recycle(merged)
+        marked = self._marked(start, None, beside)
+        count = 0 if marked.rows is None else marked.rows.count()
+        self._release(marked)
         return count
 
     def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
@@ -272,15 +286,8 @@ class SegmentStore:
         """
         if with_states:
             self._settle()
-        segments = [seg for seg in self._segments if start <= seg.start < stop and seg.rows is not None]
-        merged = None
-        if segments:
-            merged = segments[0].rows if len(segments) == 1 else self._union(segments)
-        ids = torch.empty(0, dtype=torch.int64, device=self._device) if merged is None else merged.scan()
-        found = self._with_states(ids, merged, segments) if with_states else ChangedRows(ids)
-        if len(segments) > 1:
-            self._recycle(merged)
-        return found
+        marked = self._marked(start, stop)
+        return self._found(marked, None if marked.rows is None else marked.rows.scan(), with_states=with_states)
 
     @property
     def compact_waits(self) -> bool:
@@ -344,6 +351,19 @@ class SegmentStore:
         return len(self._open)
 
     @property
+    def device(self) -> torch.device:
+        """Device of the shard."""
+        return self._device
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors of the store."""
+        for segment in self._segments:
+            yield from () if segment.rows is None else segment.rows.tensors
+            yield from () if segment.states is None else segment.states.tensors()
+        yield from (ids for ids in self._open.values() if ids is not None)
+        yield from () if self._spare is None else self._spare.tensors
+
+    @property
     def copy_bytes(self) -> int:
         """Size of the store's copy of the shard in bytes; 0 in this class, which has no copy."""
         return 0
@@ -357,6 +377,41 @@ class SegmentStore:
         opened = sum(ids.nbytes for ids in self._open.values() if ids is not None)
         spare = 0 if self._spare is None else self._spare.num_bytes
         return opened + spare + sum(segment.num_bytes for segment in self._segments)
+
+    def _marked(self, start: int, stop: int | None, beside: Tensor | None = None) -> _Marked:
+        """Return the rows marked in ``[start, stop)`` and the rows in ``beside``.
+
+        Pass the result to :meth:`_release` after use. A ``stop`` of None means no upper bound.
+        """
+        segments = [
+            seg
+            for seg in self._segments
+            if start <= seg.start and (stop is None or seg.start < stop) and seg.rows is not None
+        ]
+        if len(segments) <= 1 and beside is None:
+            return _Marked(segments[0].rows if segments else None, segments, is_merged=False)
+        merged = self._union(segments)
+        if beside is not None:
+            merged.mark(beside)
+        return _Marked(merged, segments, is_merged=True)
+
+    def _found(self, marked: _Marked, ids: Tensor | None, *, with_states: bool) -> ChangedRows:
+        """Return the rows of a set that was scanned, each with its oldest state in the set's segments.
+
+        Args:
+            marked: result of :meth:`_marked`, which is released.
+            ids: result of the scan; None if no segment has rows.
+            with_states: as in :meth:`changed`.
+        """
+        if ids is None:
+            ids = torch.empty(0, dtype=torch.int64, device=self._device)
+        found = self._with_states(ids, marked.rows, marked.segments) if with_states else ChangedRows(ids)
+        self._release(marked)
+        return found
+
+    def _release(self, marked: _Marked) -> None:
+        if marked.is_merged:
+            self._recycle(marked.rows)
 
     def _fold_oldest(self) -> None:
         """Merge the oldest half of the open batches into one batch, which stays open.
@@ -462,6 +517,50 @@ class SegmentStore:
         if not bool(known.all()):
             states[~known] = torch.nan
         return ChangedRows(ids, states, known)
+
+
+def changed_in_each(
+    stores: Mapping[str, SegmentStore], start: int, stop: int, *, with_states: bool
+) -> dict[str, ChangedRows]:
+    """Return the result of :meth:`SegmentStore.changed` for each store. Scans the stores of a device together.
+
+    The number of times that this function waits for a device therefore does not grow with the number of stores.
+
+    Args:
+        stores: stores by name.
+        start: as in :meth:`SegmentStore.changed`.
+        stop: as in :meth:`SegmentStore.changed`.
+        with_states: as in :meth:`SegmentStore.changed`.
+    """
+    together = {name: store for name, store in stores.items() if store._pads}  # noqa: SLF001
+    if with_states:
+        settle(states for store in together.values() for states in store._device_states)  # noqa: SLF001
+    marked = {name: store._marked(start, stop) for name, store in together.items()}  # noqa: SLF001
+    scanned = scan_each({name: each.rows for name, each in marked.items() if each.rows is not None})
+    return {
+        name: store._found(marked[name], scanned.get(name), with_states=with_states)  # noqa: SLF001
+        if name in marked
+        else store.changed(start, stop, with_states=with_states)
+        for name, store in stores.items()
+    }
+
+
+def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, beside: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the result of :meth:`SegmentStore.num_changed` for each store. Counts the stores of a device together.
+
+    Args:
+        stores: stores by name.
+        start: as in :meth:`SegmentStore.num_changed`.
+        beside: name to the argument of :meth:`SegmentStore.num_changed`; names of stores without ids may be missing.
+    """
+    marked = {name: store._marked(start, None, beside.get(name)) for name, store in stores.items() if store._pads}  # noqa: SLF001
+    counted = count_each({name: each.rows for name, each in marked.items() if each.rows is not None})
+    for name, each in marked.items():
+        stores[name]._release(each)  # noqa: SLF001
+    return {
+        name: counted.get(name, 0) if name in marked else store.num_changed(start, beside.get(name))
+        for name, store in stores.items()
+    }
 
 
 def _whole_numbers(ids: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Notation: ``N`` is the number of ids, ``R`` the number of rows of the shard, ``D
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -82,6 +82,11 @@ class ShadowStore(SegmentStore):
     def reads_shard(self) -> bool:
         """True, because each cut reads the shard to compare it with the copy."""
         return True
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors of the store."""
+        yield self._shadow
+        yield from super().tensors()
 
     @property
     def copy_bytes(self) -> int:

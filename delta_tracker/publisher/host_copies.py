@@ -1,0 +1,317 @@
+"""Copy tensors from any device to host memory, without a wait of the calling thread for a device.
+
+Notation: ``N`` is the number of rows to copy, ``R`` the number of rows of the tensor from which they are copied.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from delta_tracker.buffers import BufferPool
+from delta_tracker.stream.format.block_rows import CHUNK_BYTES
+
+MAX_BUFFER_BYTES = 256 << 20
+"""Largest size of a buffer on a CUDA device, in bytes. There are at most two at a time."""
+
+_ALIGNMENT = 16  # of each tensor in a buffer: enough for every dtype
+
+
+class Source:
+    """Rows to copy.
+
+    Args:
+        rows: ``[R, ...]`` tensor on any device.
+        ids: ``[N]`` int64 indices of the rows to copy, on the device of ``rows``; None for all rows.
+        offset: number to add to each value. Must be 0 if ``ids`` is given.
+
+    Attributes:
+        num_rows: ``N``.
+        row_bytes: size of a row in bytes.
+    """
+
+    __slots__ = ("ids", "num_rows", "offset", "row_bytes", "rows")
+
+    def __init__(self, rows: Tensor, ids: Tensor | None = None, offset: int = 0) -> None:
+        self.rows = rows
+        self.ids = ids
+        self.offset = offset
+        # Not len(), which takes longer. Small versions of many tables have little else to do.
+        self.num_rows = rows.shape[0] if ids is None else ids.shape[0]
+        self.row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+
+    def copy(self, begin: int, end: int, out: Tensor) -> None:
+        """Copy the rows ``begin`` to ``end`` (exclusive) to ``out``, on the device of ``rows``."""
+        rows, ids = self.rows, self.ids
+        if end - begin < self.num_rows:  # avoids the time of a view
+            rows, ids = (rows[begin:end], None) if ids is None else (rows, ids[begin:end])
+        if ids is not None:
+            torch.index_select(rows, 0, ids, out=out)
+        elif self.offset:
+            torch.add(rows, self.offset, out=out)
+        else:
+            out.copy_(rows)
+
+    def copy_chunks(self, out: Tensor) -> None:
+        """Copy all rows to ``out``, on the device of ``rows``, in chunks that fit the CPU cache."""
+        step = CHUNK_BYTES // max(1, self.row_bytes)
+        if self.num_rows <= step:
+            self.copy(0, self.num_rows, out)
+            return
+        step = max(1, step)
+        for begin in range(0, self.num_rows, step):
+            end = min(begin + step, self.num_rows)
+            self.copy(begin, end, out[begin:end])
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """Copies on the host.
+
+    Args:
+        tensors: the copies, each ``[N, ...]``; valid after :meth:`wait`.
+        waits: functions that wait until a part of the copies is complete.
+    """
+
+    tensors: Sequence[Tensor] = ()
+    waits: Sequence[Callable[[], object]] = ()
+
+    def wait(self) -> None:
+        """Wait until all copies are complete. Call it in the thread that reads the copies, which it may block."""
+        for wait in self.waits:
+            wait()
+
+
+class HostCopier:
+    """Component that copies tensors to the host. Only one thread may call the methods.
+
+    On a CUDA device, all rows are gathered into one buffer on the current stream. A side stream copies the buffer to
+    pinned memory, and the reader of the copies waits for this copy. The calling thread does not wait. If the rows do
+    not fit into one buffer of 256 MiB, they are copied in chunks through two such buffers. Each chunk then waits on the
+    device until the copy of the chunk before the previous one is complete, which delays the later work of the current
+    stream. If device memory runs out, smaller buffers are used, down to 4 MiB.
+
+    On other devices except the CPU, the buffers hold all rows, and the reader of the copies copies them to the host.
+
+    Device memory: the bytes of the rows, at most 512 MiB on CUDA; freed after the copy. Host memory: the bytes of the
+    rows. It is reused after the copies have been garbage-collected. Torch rounds the size of pinned memory up to a
+    power of two and never frees it. The CUDA path has not been run on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._pool = BufferPool(sys.maxsize)
+        self._streams: dict[torch.device, Any] = {}
+
+    @torch.no_grad()
+    def copy(self, sources: Sequence[Source]) -> HostCopies:
+        """Start to copy rows, with their values after the work that is queued on the current streams.
+
+        Args:
+            sources: the rows. The calling thread waits neither for their copies nor for their devices.
+        """
+        tensors: list[Tensor] = [torch.empty(0)] * len(sources)
+        waits: list[Callable[[], object]] = []
+        groups: dict[torch.device, list[int]] = {}
+        for place, source in enumerate(sources):
+            groups.setdefault(source.rows.device, []).append(place)
+        for device, places in groups.items():
+            layout = _Layout([sources[place] for place in places])
+            host = self._memory(layout.num_bytes, device)
+            copies = list(layout.tensors(host))
+            if device.type == "cpu":
+                for place, copied in zip(places, copies, strict=True):
+                    sources[place].copy_chunks(copied)
+            elif device.type == "cuda" and layout.num_bytes:
+                waits.append(self._start(layout, host, device).synchronize)
+            else:
+                waits += [_copy_later(chunk, host, device) for chunk in layout.chunks(layout.num_bytes)]
+            for place, copied in zip(places, copies, strict=True):
+                tensors[place] = copied
+        return HostCopies(tensors, waits)
+
+    def reader(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return a function that copies a tensor of ``device`` to the host and waits for the copy.
+
+        Another thread may call the function, while this thread queues more work. The copy has all writes that were
+        queued on the current stream before the call of this method, and any of the later ones.
+        """
+        if device.type != "cuda":
+            return partial(Tensor.to, device="cpu", copy=True)
+        stream, ready = self._stream(device), torch.cuda.current_stream(device).record_event()
+
+        @torch.no_grad()
+        def read(tensor: Tensor) -> Tensor:
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                copied = _event()
+                copied.record(stream)
+            copied.synchronize()
+            return host
+
+        return read
+
+    def _start(self, layout: _Layout, host: Tensor, device: torch.device) -> Any:  # noqa: ANN401  torch's stubs lack it
+        """Start the copies on a CUDA device. Return the event after which all of them are complete."""
+        chunks, buffers = _buffers(layout, device)
+        stream = self._stream(device)
+        events = [_event() for _ in buffers]
+        with torch.cuda.device(device):
+            current = torch.cuda.current_stream(device)
+            for number, chunk in enumerate(chunks):
+                buffer, copied = buffers[number % len(buffers)], events[number % len(buffers)]
+                if number >= len(buffers):
+                    current.wait_event(copied)
+                chunk.copy(buffer, chunk.base)
+                stream.wait_stream(current)
+                with torch.cuda.stream(stream):
+                    host[chunk.begin : chunk.end].copy_(chunk.bytes_in(buffer), non_blocking=True)
+                    copied.record(stream)
+            for buffer in buffers:
+                buffer.record_stream(stream)
+        return copied  # the last one: the copies of one stream complete in order
+
+    def _stream(self, device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _memory(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Return uninitialized host memory, ``[num_bytes]`` uint8, for copies from ``device``."""
+        if device.type == "cuda" or not num_bytes:  # the strides of an empty array do not suit all dtypes
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=num_bytes > 0)
+        return torch.from_numpy(self._pool.lend(num_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Part of a buffer.
+
+    Args:
+        pieces: for each part of a source, the source, its rows ``(first, end)``, and their byte range in the buffer.
+    """
+
+    pieces: Sequence[tuple[Source, tuple[int, int], tuple[int, int]]]
+
+    @property
+    def begin(self) -> int:
+        """First byte of the chunk in the buffer."""
+        return self.pieces[0][2][0]
+
+    @property
+    def end(self) -> int:
+        """Byte after the last one of the chunk in the buffer."""
+        return self.pieces[-1][2][1]
+
+    @property
+    def base(self) -> int:
+        """Byte of the buffer with which memory for only this chunk begins. Aligned for every dtype."""
+        return self.begin // _ALIGNMENT * _ALIGNMENT
+
+    def copy(self, memory: Tensor, base: int) -> None:
+        """Copy the rows to ``memory``, uint8, whose first byte is the byte ``base`` of the buffer."""
+        for source, (first, end), (begin, stop) in self.pieces:
+            source.copy(first, end, _rows_in(memory[begin - base : stop - base], source, end - first))
+
+    def bytes_in(self, memory: Tensor) -> Tensor:
+        """Return the bytes of the chunk in ``memory``, which begins at :attr:`base`."""
+        return memory[self.begin - self.base : self.end - self.base]
+
+
+class _Layout:
+    """Places of the copies of several sources in one buffer.
+
+    Args:
+        sources: the sources.
+
+    Attributes:
+        num_bytes: size of the buffer in bytes.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._begins: list[int] = []
+        self.num_bytes = 0
+        for source in sources:
+            self._begins.append(self.num_bytes)
+            num_bytes = source.num_rows * source.row_bytes
+            self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def tensors(self, memory: Tensor) -> Iterator[Tensor]:
+        """Yield the copy of each source, as a view of the buffer ``memory``."""
+        typed: dict[torch.dtype, Tensor] = {}
+        for source, begin in zip(self._sources, self._begins, strict=True):
+            dtype, size = source.rows.dtype, (source.num_rows, *source.rows.shape[1:])
+            if dtype not in typed:
+                typed[dtype] = memory.view(dtype)
+            strides = [1]
+            for num_items in size[:0:-1]:
+                strides.insert(0, strides[0] * num_items)
+            yield typed[dtype].as_strided(size, strides, begin // dtype.itemsize)  # one operation, unlike two views
+
+    def chunks(self, max_bytes: int) -> Iterator[_Chunk]:
+        """Yield parts of the buffer, in order, that together have all rows.
+
+        Args:
+            max_bytes: maximum size of a chunk. A chunk with a single row may be larger.
+        """
+        pieces: list[tuple[Source, tuple[int, int], tuple[int, int]]] = []
+        base = 0
+        for source, start in zip(self._sources, self._begins, strict=True):
+            first, row_bytes = 0, source.row_bytes
+            while row_bytes and first < source.num_rows:
+                begin = start + first * row_bytes
+                if not pieces:
+                    base = begin // _ALIGNMENT * _ALIGNMENT
+                num_rows = min(source.num_rows - first, (base + max_bytes - begin) // row_bytes)
+                if num_rows < 1 and pieces:
+                    yield _Chunk(pieces)
+                    pieces = []
+                    continue
+                end = first + max(1, num_rows)
+                pieces.append((source, (first, end), (begin, start + end * row_bytes)))
+                first = end
+        if pieces:
+            yield _Chunk(pieces)
+
+
+def _rows_in(memory: Tensor, source: Source, num_rows: int) -> Tensor:
+    """Return bytes as ``num_rows`` rows of a source."""
+    return memory.view(source.rows.dtype).view(num_rows, *source.rows.shape[1:])
+
+
+def _buffers(layout: _Layout, device: torch.device) -> tuple[list[_Chunk], list[Tensor]]:
+    """Return the chunks in which a layout is copied, and one or two buffers on ``device`` that any chunk fits into.
+
+    Raises:
+        torch.OutOfMemoryError: if the device has no memory for buffers of 4 MiB.
+    """
+    max_bytes = min(MAX_BUFFER_BYTES, layout.num_bytes)
+    while True:
+        chunks = list(layout.chunks(max_bytes))
+        num_bytes = max(chunk.end - chunk.base for chunk in chunks)
+        try:
+            return chunks, [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in chunks[:2]]
+        except torch.OutOfMemoryError:
+            if max_bytes <= CHUNK_BYTES:
+                raise
+            max_bytes = max(CHUNK_BYTES, max_bytes // 2)
+
+
+def _copy_later(chunk: _Chunk, host: Tensor, device: torch.device) -> Callable[[], object]:
+    """Copy a chunk to a buffer on ``device``, and return a function that copies it to ``host`` and waits for it."""
+    buffer = torch.empty(chunk.end - chunk.base, dtype=torch.uint8, device=device)
+    chunk.copy(buffer, chunk.base)
+    return partial(host[chunk.begin : chunk.end].copy_, chunk.bytes_in(buffer))
+
+
+def _event() -> Any:  # noqa: ANN401  torch's stubs do not type the class
+    """Return a CUDA event on which a thread can wait without a busy loop."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
