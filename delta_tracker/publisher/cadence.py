@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.tracker.tracker import ModelDeltaTracker
 
+_RANKS_PER_CALL = 16
+_MAX_CALLS_PER_VOTE = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
@@ -18,6 +21,11 @@ class Cadence:
     Rows and bytes are counted on each rank separately. Tables without a fused optimizer are not counted, because only a
     read finds their changed rows.
 
+    The ranks exchange their votes at every ``vote_every``-th call of :meth:`Publisher.step`, at the same calls on all
+    ranks. A version therefore starts up to ``vote_every - 1`` batches after ``batches`` is reached, and up to
+    ``2 * vote_every - 1`` batches after another bound is reached. It is committed after four more exchanges or later,
+    and applied by predictors that much later. A version never misses a row for this reason.
+
     Args:
         batches: number of batches since the last version.
         seconds: number of seconds since the last version, by rank 0's clock.
@@ -25,6 +33,9 @@ class Cadence:
         num_bytes: size in bytes of the values of the pending rows on one rank, in the tables' dtypes.
         snapshot_every: number of versions from one snapshot to the next. If set, :meth:`Publisher.step` also makes the
             publisher's first version a snapshot. None to publish a snapshot only if one is needed.
+        vote_every: number of calls of :meth:`Publisher.step` from one exchange of votes to the next, the same on every
+            rank. None for 1 with up to 16 ranks, and otherwise one more for each further 16 ranks, up to 16: the time
+            of an exchange grows with the number of ranks.
 
     Raises:
         InvalidArgumentError: if an argument is not a positive finite number, if an argument other than ``seconds`` is
@@ -40,6 +51,7 @@ class Cadence:
     rows: int | None = None
     num_bytes: int | None = None
     snapshot_every: int | None = None
+    vote_every: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -50,6 +62,12 @@ class Cadence:
                 raise InvalidArgumentError(field.name, bound, "Pass a positive number")
         if all(bound is None for bound in (self.batches, self.seconds, self.rows, self.num_bytes)):
             raise InvalidArgumentError("Cadence", "no bound", "Pass one of batches, seconds, rows and num_bytes")
+
+    def calls_per_vote(self, world_size: int) -> int:
+        """Return ``vote_every``, or its default for a number of ranks."""
+        if self.vote_every is not None:
+            return self.vote_every
+        return min(-(-world_size // _RANKS_PER_CALL), _MAX_CALLS_PER_VOTE)
 
 
 class Pace:
@@ -62,10 +80,14 @@ class Pace:
         cadence: the bounds.
         tracker: tracker of the rows.
         consumer: name of the consumer whose pending rows are counted; None if the tracker has only one.
+        num_batches: number of batches from one check to the next.
     """
 
-    def __init__(self, cadence: Cadence, tracker: ModelDeltaTracker, consumer: str | None) -> None:
+    def __init__(
+        self, cadence: Cadence, tracker: ModelDeltaTracker, consumer: str | None, *, num_batches: int = 1
+    ) -> None:
         self._cadence = cadence
+        self._num_batches = num_batches
         self._tracker = tracker
         self._consumer = consumer
         self._batch = 0
@@ -80,13 +102,13 @@ class Pace:
         self._counted, self._counted_at = (0, 0), self._recorded()
 
     def is_due(self, *, is_clock: bool) -> bool:
-        """Return True if ``batches`` is reached at the next batch, or another bound is already reached.
+        """Return True if ``batches`` is reached at the next check, or another bound is already reached.
 
         Args:
             is_clock: True to check ``seconds`` too. Only rank 0 passes True.
         """
-        cadence = self._cadence
-        if cadence.batches is not None and self._tracker.num_batches + 1 - self._batch >= cadence.batches:
+        cadence, num_batches = self._cadence, self._tracker.num_batches + self._num_batches - self._batch
+        if cadence.batches is not None and num_batches >= cadence.batches:
             return True
         if is_clock and cadence.seconds is not None and time.monotonic() - self._time >= cadence.seconds:
             return True

@@ -93,7 +93,8 @@ class Publisher:
         MalformedError: if the stream's newest entry is malformed.
         StorageError: if this rank cannot use the store. If the store failed during the claim, the stream may be
             claimed, and its former publisher fenced.
-        PublishError: if another rank raised one of these errors, or only some ranks have a ``top_k``.
+        PublishError: if another rank raised one of these errors, only some ranks have a ``top_k``, or the ranks have
+            different ``vote_every``.
         RankLostError: if a rank dies, or does not build a publisher in time.
     """
 
@@ -123,13 +124,16 @@ class Publisher:
         self._error: Exception | None = None
         self._failure: tuple[object, ...] | None = None  # kind of the last failure since the last version
         self._num_versions = 0
-        self._owes_vote = False  # step() failed or was interrupted before it voted
+        self._num_steps = 0
+        self._num_owed = 0  # votes of calls of step() that failed or were interrupted before they voted
         self._is_open = False
 
         def prepare() -> dict[str, Any]:
             for argument, value, kind in (("cadence", cadence, Cadence), ("retention", retention, Retention)):
                 if value is not None and not isinstance(value, kind):
                     raise InvalidArgumentError(argument, value, f"Pass a {kind.__name__}")
+            if cadence is not None:
+                self._vote_every = cadence.calls_per_vote(self._exchange.group.world_size)
             self._source = VersionSource(
                 tracker,
                 consumer,
@@ -139,16 +143,20 @@ class Publisher:
                 exchange=self._exchange,
                 recorder=self._recorder,
             )
-            return {"arguments": "no top_k" if top_k is None else "top_k"}
+            return {
+                "arguments": "no top_k" if top_k is None else "top_k",
+                "vote_every": f"vote_every={self._vote_every}",
+            }
 
         self._recorder = Recorder("publisher", self, name=name, monitor=monitor)
         self._exchange = Exchange(timeout)
+        self._vote_every = 1
         self._is_first = self._exchange.rank == 0
         self._writer = Coordinator(self._exchange, self._recorder)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._hints = Hints(notifier)
         try:
-            check_alike(self._exchange.exchange(Phase.BUILDING, Message.of(prepare)), "arguments")
+            check_alike(self._exchange.exchange(Phase.BUILDING, Message.of(prepare)), "arguments", "vote_every")
             self._writer.open(url)
             self._checked_source().resume(self._exchange, self._writer)
             if retention is not None or compact_every is not None:
@@ -160,7 +168,10 @@ class Publisher:
         self._gauges = PublisherGauges(self._recorder, counts_versions=self._is_first)
         self._gauges.begin(self._writer.head.version)
         self._cadence = cadence
-        self._pace = None if cadence is None else Pace(cadence, tracker, self._checked_source().handle.name)
+        self._pace = None
+        if cadence is not None:
+            name = self._checked_source().handle.name
+            self._pace = Pace(cadence, tracker, name, num_batches=self._vote_every)
 
     @property
     def generation(self) -> int:
@@ -193,11 +204,12 @@ class Publisher:
     def step(self) -> None:
         """Publish when a bound of the cadence is reached. Call it on every rank after each ``tracker.step()``.
 
-        Training waits while the rows are read, and twice per version for a short message from the other ranks. A
-        version takes at least five calls: the ranks vote on each state of a version, and the votes that are sent in one
-        call are counted in the next. A version makes progress only in these calls: call :meth:`flush` before training
-        pauses. Only one version is published at a time. Rows that change while it is published stay pending in the
-        tracker. A slow store therefore makes the next version larger, but needs no additional memory.
+        Training waits while the rows are read, and twice per version for a short message from the other ranks. The
+        ranks vote on each state of a version. With ``Cadence.vote_every`` of k, every k-th call counts the votes that
+        the k-th call before it sent, and sends the next ones; the other calls do nothing. A version therefore takes at
+        least 4 k + 1 calls. It makes progress only in these calls: call :meth:`flush` before training pauses. Only one
+        version is published at a time. Rows that change while it is published stay pending in the tracker. A slow store
+        therefore makes the next version larger, but needs no additional memory.
 
         If a version cannot be published, this method does not raise the error. The error is logged and kept in
         :attr:`error`, all rows stay pending, and the next version contains them. After a
@@ -212,10 +224,10 @@ class Publisher:
         if self._pace is None:
             raise InvalidArgumentError("cadence", None, "Build the Publisher with cadence=Cadence(...)")
         try:
-            if self._owes_vote:  # the other ranks are one vote ahead
+            number = self._num_steps + 1
+            self._num_steps, self._num_owed = number, self._num_owed + (number % self._vote_every == 0)
+            while self._num_owed:  # more than one if the other ranks are ahead
                 self._count_and_vote()
-            self._owes_vote = True
-            self._count_and_vote()
         except Exception as error:  # noqa: BLE001  it must not reach training
             self._fail(error)
 
@@ -320,7 +332,7 @@ class Publisher:
 
     def _land(self) -> None:
         """Finish the version that is being published, if there is one. If it fails, set :attr:`error`."""
-        if self._owes_vote:
+        while self._num_owed:
             self._count_and_vote()
         if self._flight is None:
             self._drop_votes()
@@ -345,11 +357,11 @@ class Publisher:
         """Count the votes that the previous call started, enter the next state, and start the next votes."""
         self._count_votes()
         if isinstance(self._error, FencedError | RankLostError):
-            self._owes_vote = False
+            self._num_owed = 0
             return
         vote = self._step_vote() if self._flight is None else self._flight.vote()
         # One statement, so that an interrupt cannot come between the two assignments.
-        self._votes, self._owes_vote = self._exchange.start_votes(vote), False
+        self._votes, self._num_owed = self._exchange.start_votes(vote), self._num_owed - 1
 
     def _step_vote(self) -> Vote:
         """Return this rank's vote while no version is being published."""

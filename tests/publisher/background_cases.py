@@ -13,8 +13,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher, TopK, TrackingMode
+from delta_tracker.distributed import Gathering
 from delta_tracker.errors import FencedError, StorageError
 from delta_tracker.publisher.cadence import Cadence
+from delta_tracker.publisher.exchange import Vote
 from delta_tracker.stream.format.encoding import Encoding, decode_rows, encode_rows
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import read_heartbeats
@@ -233,6 +235,42 @@ def broken_store(rank: int, world_size: int, url: str) -> dict[str, Any]:
         follow(trainer, url)
         other.close()
         return {"error": error, "flushed": flushed}
+
+
+def seldom_votes(rank: int, world_size: int, url: str, fails: bool) -> dict[str, Any]:
+    """With votes at every fourth call, the other calls send nothing, and a rank that fails stays in step."""
+    trainer = Trainer(rank, world_size)
+    with trainer.tracker:
+        cadence = Cadence(batches=3, vote_every=4)
+        publisher = Publisher(trainer.tracker, url, dense=trainer.model.module.dense, cadence=cadence)
+        start, sent, broken = publisher._exchange.start_votes, [], [9, 21] if fails and rank == 1 else []
+
+        def start_votes(vote: Vote) -> Gathering:
+            sent.append(trainer.tracker.num_batches)
+            if len(sent) in broken:
+                raise RuntimeError("no memory")
+            return start(vote)
+
+        publisher._exchange.start_votes = start_votes  # type: ignore[method-assign]
+        for _ in range(4 * 24):
+            trainer.step(publisher)
+            if publisher._flight is not None:
+                futures.wait([publisher._flight.job])  # the result must not depend on the worker's speed
+        calls, error = list(sent), str(publisher.error)
+        publisher.flush()
+        trainer.remember()
+        publisher.publish()
+        dist.barrier()
+        seen = follow(trainer, url)
+        publisher.close()
+        return {"calls": calls, "cuts": [each.batches for each in seen], "error": error}
+
+
+def different_votes(rank: int, world_size: int, url: str) -> str:
+    """Ranks with different ``vote_every`` are refused."""
+    trainer = Trainer(rank, world_size)
+    with trainer.tracker:
+        return attempt(lambda: Publisher(trainer.tracker, url, cadence=Cadence(batches=1, vote_every=rank + 1)))
 
 
 def kept_up(rank: int, world_size: int, url: str) -> dict[str, Any]:

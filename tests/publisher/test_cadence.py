@@ -32,3 +32,37 @@ def test_bounds_on_what_is_pending(two_ranks: RankPool, url: str) -> None:
 def test_a_cadence_checks_itself(bounds: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError):
         Cadence(**bounds)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "calls"), [(1, 1), (2, 1), (16, 1), (17, 2), (64, 4), (250, 16), (256, 16), (4096, 16)]
+)
+def test_large_jobs_vote_less_often_within_a_bound(world_size: int, calls: int) -> None:
+    assert Cadence(batches=1).calls_per_vote(world_size) == calls
+    assert Cadence(batches=1, vote_every=3).calls_per_vote(world_size) == 3
+
+
+@pytest.mark.parametrize("pool", ["two_ranks", "four_ranks"])
+def test_votes_at_every_fourth_call(request: pytest.FixtureRequest, pool: str, url: str) -> None:
+    """Versions appear, and the other calls send nothing. Before, every call sent a vote."""
+    answers = request.getfixturevalue(pool).run(f"{_CASES}:seldom_votes", url=url, fails=False)
+    for answer in answers:
+        assert answer["calls"] == list(range(4, 4 * 24 + 1, 4))
+        assert answer["cuts"] == answers[0]["cuts"]
+        assert len(answer["cuts"]) >= 4
+        assert all(end % 4 == 0 for _, end in answer["cuts"][:-1])
+        assert answer["error"] == "None"
+
+
+def test_a_rank_that_fails_to_vote_votes_at_its_next_call(two_ranks: RankPool, url: str) -> None:
+    first, last = two_ranks.run(f"{_CASES}:seldom_votes", url=url, fails=True)
+    assert first["cuts"] == last["cuts"]
+    assert len(first["cuts"]) >= 4
+    extra = [batch for batch in last["calls"] if batch % 4]
+    assert len(extra) == 2
+    assert len(last["calls"]) == len(first["calls"]) + 2
+
+
+def test_ranks_that_would_vote_at_different_calls_are_refused(two_ranks: RankPool, url: str) -> None:
+    for answer in two_ranks.run(f"{_CASES}:different_votes", url=url):
+        assert "rank 1 failed with vote_every=2 where rank 0 has vote_every=1" in answer
