@@ -28,7 +28,7 @@ REVERTS = [
         generator=_CAPTURED,
         edits={
             "delta_tracker/tracker/store/segments.py": [
-                ("if self._is_reported and not self._has_unmarked:", "if not self._has_unmarked:")
+                ("return self._has_unmarked or not self._is_reported", "return self._has_unmarked")
             ]
         },
     ),
