@@ -80,7 +80,7 @@ class _Padded(SegmentStore):
 def test_states_in_small_blocks_with_late_copies_are_the_same(
     late_copies: None, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    for seed in range(6):
+    for seed in range(4):
         monkeypatch.setattr(old_states, "_MIN_BYTES", 12 * (1 + seed % 4))
         monkeypatch.setattr(old_states, "_MAX_BYTES", 12 * (1 + seed % 4))
         monkeypatch.setattr(_LateCopy, "late", seed % 3)

@@ -121,7 +121,7 @@ def _claimed(table: Candidates) -> Candidates:
 def test_the_choice_on_a_device_is_the_sorted_one(budget: dict[str, Any], per_table: bool) -> None:
     draw = random.Random(0)
     top_k = TopK(**budget, per_table=per_table)
-    for _ in range(15):
+    for _ in range(5):
         values = draw.choice([[0.0, 1.0], [-2.5, -1.0, 0.0, 3.5, float("inf")], [draw.gauss(0, 1) for _ in range(99)]])
         rank = {fqn: _candidates(draw, draw.choice([0, 1, 5, 20]), 24, values) for fqn in _FQNS}
         with find_syncs():
