@@ -1,4 +1,4 @@
-"""The post-lookup hook: checkpointed lookups, backward passes that raise, other hooks, and CUDA graphs."""
+"""The post-lookup hook: checkpointed lookups, backward passes that raise, other hooks, CUDA graphs, compilers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from tests.ranks import RankPool
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _CASES = "tests.tracker.flows_cases"
 
@@ -39,3 +40,37 @@ def test_replays_of_a_captured_step_are_not_lost(one_rank: RankPool, mode: str) 
 
 def test_a_captured_lookup_marks_rows_only_if_lookups_are_recorded(one_rank: RankPool) -> None:
     one_rank.run("tests.sharding.capture_cases:captured_lookup")
+
+
+_COMPILED = [
+    {"what": "forward", "fullgraph": True},
+    {"autograd": True, "backend": "eager"},
+]
+_ALL_COMPILED = [
+    *({"what": what, "bag": bag} for what in ("tbe", "forward", "kernel", "lookup", "model") for bag in (False, True)),
+    *({"what": what, "fullgraph": True, "bag": bag} for what in ("tbe", "forward") for bag in (False, True)),
+    {"what": "kernel", "autograd": True},
+]
+
+
+@pytest.mark.xfail(strict=True, reason="dynamo traces the hooks")
+@pytest.mark.parametrize("kwargs", [*_COMPILED, *(_ALL_COMPILED if SWEEPS_ARE_WHOLE else [])], ids=str)
+def test_a_compiled_lookup_reports_the_rows_that_change(one_rank: RankPool, kwargs: dict[str, object]) -> None:
+    (found,) = one_rank.run("tests.sharding.compile_cases:compiled", **kwargs)
+    assert found["reported"] == found["changed"]
+    assert found["errors"] == 0
+
+
+@pytest.mark.xfail(strict=True, reason="the hook raises in the compiler")
+def test_a_lookup_in_a_graph_without_breaks_reports_all_rows(one_rank: RankPool) -> None:
+    (found,) = one_rank.run("tests.sharding.compile_cases:compiled", what="kernel", backend="eager", fullgraph=True)
+    assert found["reported"] == [[50, 50]] * 3
+    assert found["errors"] == 0
+
+
+@pytest.mark.xfail(strict=True, reason="the compiled code has no hook")
+def test_a_tracker_sees_lookups_that_were_compiled_before_it(one_rank: RankPool) -> None:
+    (found,) = one_rank.run(
+        "tests.sharding.compile_cases:compiled", what="kernel", backend="eager", fullgraph=True, num_warm=1
+    )
+    assert found["reported"] == [[50, 50]] * 3
