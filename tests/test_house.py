@@ -65,6 +65,7 @@ _TESTED_THROUGH = {
     "sharding.dense": "publisher.test_publisher",
     "sharding.row_cache": "sharding.test_kernel_memory",
     "sharding.torchrec_api": "tracker.test_tracker",
+    "sharding.untraced": "sharding.test_kernel_hooks",
     "sharding.weights": "tracker.test_modes",
     "stream.cursor": "predictor.test_resync",
     "stream.format.block_rows": "stream.test_part_reader",

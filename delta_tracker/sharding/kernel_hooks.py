@@ -6,7 +6,8 @@ the node of a discarded output never runs, and a second backward pass runs both 
 between the two hooks, the end of the pass is detected when the autograd engine deletes the callbacks queued for it.
 
 The capture of a CUDA graph runs the hooks once, and replays of the graph run none. Therefore all rows of a table count
-as changed at every cut after a lookup or a backward pass of the table was captured.
+as changed at every cut after a lookup or a backward pass of the table was captured. The same holds for lookups that are
+compiled with ``fullgraph=True``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.sharding.untraced import untraced
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -34,6 +38,8 @@ _T = TypeVar("_T")
 
 # Names of FBGEMM's autograd nodes: SplitLookupFunction_<optimizer>_Op, SplitNoBagLookupFunction_..., with suffixes.
 _NODE_NAME = "LookupFunction"
+# Prefix of the names of torch.compile's autograd nodes. One node has the backward pass of a whole compiled graph.
+_COMPILED_NAME = "CompiledFunction"
 # TorchRec inserts at most a cast and a view between the lookup and the kernel's output.
 _MAX_DEPTH = 8
 
@@ -92,9 +98,9 @@ class UpdateListener(Protocol):
         """Handle the launch of a collection's output distribution. Must not block."""
 
     def captured(self, fqns: Iterable[str]) -> None:
-        """Handle the capture of lookups or writes of the tables ``fqns`` into a CUDA graph.
+        """Handle the capture of lookups or writes of the tables ``fqns`` into a CUDA graph or a compiled graph.
 
-        Replays of the graph are not reported. Must not launch operations, because the graph would contain them.
+        Runs of the graph are not reported. Must not launch operations, because the graph would contain them.
         """
 
     def notice_writes(self, fqns: Iterable[str]) -> None:
@@ -128,7 +134,7 @@ class Watcher:
         self._keys = keys
         self._faults = [recorder.hook_errors.cell(table=fqn) for fqn in dict.fromkeys(tables)]
         self._timer = recorder.record_seconds.timer()
-        self._has_captured = False
+        self._has_unseen = False
         self.num_errors = 0
 
     def remove(self) -> None:
@@ -150,14 +156,17 @@ class Watcher:
 
     def _captured(self) -> None:
         """Report that the current lookup or write is captured into a CUDA graph, whose replays call no hook."""
+        self._unseen("replays of a CUDA graph call no hook")
+
+    def _omitted(self) -> None:
+        """Report that the current lookup or write is compiled with ``fullgraph=True``, without a call of the hook."""
+        self._unseen("code that is compiled with fullgraph=True calls no hook; compile it without")
+
+    def _unseen(self, reason: str) -> None:
         self._contained(lambda: self._listener.captured(self._tables), otherwise=None)
-        if not self._has_captured:
-            self._has_captured = True
-            _logger.warning(
-                "a CUDA graph contains lookups, and its replays call no hook; from now on every read returns all rows:"
-                " tables=%s",
-                list(self._tables),
-            )
+        if not self._has_unseen:
+            self._has_unseen = True
+            _logger.warning("from now on every read returns all rows: %s: tables=%s", reason, list(self._tables))
 
     def _all_rows(self) -> dict[str, Tensor | None]:
         return dict.fromkeys(self._tables)
@@ -207,7 +216,10 @@ class PostLookupHook(Watcher):
         self._counts = {fqn: recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
         self._unproven = next(keys)
         self._index_type = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
-        self._handle: RemovableHandle = kernel.module.register_forward_hook(self._post_lookup)
+        self._before_write = untraced(self._write_begins, self._omitted)
+        self._after_write = untraced(self._write_ends, self._omitted)
+        self._before_unproven = untraced(self._open_all, self._omitted)
+        self._handle: RemovableHandle = kernel.module.register_forward_hook(untraced(self._post_lookup, self._omitted))
 
     def remove(self) -> None:
         """Remove the hook. Later backward passes of earlier lookups are not reported."""
@@ -238,27 +250,35 @@ class PostLookupHook(Watcher):
         node = self._contained(lambda: _lookup_node(output), otherwise=None)
         if node is None:
             # Without the node the end of the write is unknown. All rows stay open, so that each read returns them.
-            output.register_hook(lambda _: self._opened(self._unproven, self._all_rows()))  # type: ignore[no-untyped-call]
+            output.register_hook(self._before_unproven)  # type: ignore[no-untyped-call]
             return
-        open_keys: dict[int, int] = {}  # by thread, because several threads may run a backward pass of one graph
+        update = _Update(ids, is_compiled=_NODE_NAME not in node.name())
+        node.register_prehook(partial(self._before_write, update))
+        node.register_hook(partial(self._after_write, update))
 
-        def before_write(grad_outputs: object) -> None:
-            del grad_outputs
-            if not self._lookups:
-                self._count(ids)
-            key = next(self._keys)
-            open_keys[threading.get_ident()] = key
-            self._opened(key, ids)
-            self._contained(lambda: _end_with_backward(key, self._listener), otherwise=None)
+    def _write_begins(self, update: _Update, grad_outputs: object) -> None:
+        del grad_outputs
+        if not self._lookups:
+            self._count(update.ids)
+        key = next(self._keys)
+        update.open_keys[threading.get_ident()] = key
+        if update.is_compiled:
+            self._contained(lambda: self._listener.notice_writes(self._tables), otherwise=None)
+        self._opened(key, update.ids)
+        self._contained(lambda: _end_with_backward(key, self._listener), otherwise=None)
 
-        def after_write(grad_inputs: object, grad_outputs: object) -> None:
-            del grad_inputs, grad_outputs
-            key = open_keys.pop(threading.get_ident(), None)
-            if key is not None:  # None after a nested pass of the same graph; the end of the outer pass closes its key
-                self._contained(lambda: self._listener.applied(key, ids), otherwise=None)
+    def _write_ends(self, update: _Update, grad_inputs: object, grad_outputs: object) -> None:
+        del grad_inputs, grad_outputs
+        key = update.open_keys.pop(threading.get_ident(), None)
+        if update.is_compiled:
+            # Compiled code increments the version of the weights. Another node may write the rows later in the pass.
+            self._contained(lambda: self._listener.acknowledge_writes(self._tables), otherwise=None)
+        elif key is not None:  # None after a nested pass of the same graph; the end of the outer pass closes its key
+            self._contained(lambda: self._listener.applied(key, update.ids), otherwise=None)
 
-        node.register_prehook(before_write)
-        node.register_hook(after_write)
+    def _open_all(self, gradient: object) -> None:
+        del gradient
+        self._opened(self._unproven, self._all_rows())
 
     def _count(self, ids: Mapping[str, Tensor | None]) -> None:
         for fqn, looked_up in ids.items():
@@ -283,6 +303,21 @@ class PostLookupHook(Watcher):
                 ids[fqn] = values[begin:end]
             feature, begin = feature + num_features, end
         return ids
+
+
+@dataclass(slots=True, eq=False)
+class _Update:
+    """Write of the rows of one lookup.
+
+    Args:
+        ids: table FQN to ``[N]`` local ids; None for all rows.
+        is_compiled: True if the lookup was compiled, so that the batch is open until the end of the backward pass.
+        open_keys: thread to key of the write. Several threads may run a backward pass of one graph.
+    """
+
+    ids: Mapping[str, Tensor | None]
+    is_compiled: bool
+    open_keys: dict[int, int] = field(default_factory=dict)
 
 
 class _Deaf:
@@ -352,14 +387,21 @@ def _end_with_backward(key: int, listener: UpdateListener) -> None:
 def _lookup_node(output: Tensor) -> Node:
     """Return the autograd node that updates, in the backward pass, the rows from which ``output`` was computed.
 
+    If the lookup was compiled, return the compiled node that runs first. The rows are written after its start and
+    before the end of the backward pass.
+
     Raises:
         LookupError: if there is no such node, which means that the installed fbgemm is not supported.
     """
-    node = output.grad_fn
+    node, compiled = output.grad_fn, None
     for _ in range(_MAX_DEPTH):
         if node is None:
             break
         if _NODE_NAME in node.name():
             return node
+        if compiled is None and node.name().startswith(_COMPILED_NAME):
+            compiled = node
         node = next((upstream for upstream, _ in node.next_functions if upstream is not None), None)
+    if compiled is not None:
+        return compiled
     raise LookupError(f"the kernel's output has no autograd node named *{_NODE_NAME}*")

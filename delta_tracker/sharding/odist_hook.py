@@ -15,6 +15,7 @@ from torch import nn
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import Discovery
 from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher, is_capturing
+from delta_tracker.sharding.untraced import untraced
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -72,6 +73,7 @@ class PostOdistHook(Watcher):
         has_slot: bool,
     ) -> None:
         super().__init__(tables, listener, keys, recorder)
+        self._launched = untraced(self._report, lambda: None)  # without it, the next read compacts the log
         self._module = module
         self._slot: OdistSlot | None = None
         self._handles: list[RemovableHandle] = []
@@ -111,7 +113,7 @@ class PostOdistHook(Watcher):
     def _after_dist(self, *_: object) -> None:
         self._launched()
 
-    def _launched(self) -> None:
+    def _report(self) -> None:
         if not is_capturing():
             self._contained(self._listener.output_launched, otherwise=None)
 

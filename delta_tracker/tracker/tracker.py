@@ -22,6 +22,7 @@ from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.odist_hook import watch_output_dists
 from delta_tracker.sharding.replicas import watch_syncs
 from delta_tracker.sharding.torchrec_api import load_torchrec
+from delta_tracker.sharding.untraced import forget_compiled_code
 from delta_tracker.sharding.weights import column_views, read_rows
 from delta_tracker.sharding.write_hooks import watch_writes
 from delta_tracker.tracker.change_log import ChangeLog
@@ -77,6 +78,8 @@ class ModelDeltaTracker:
 
     Replays of a CUDA graph call no hook. Once a lookup or its backward pass was captured into a graph, every read
     returns all rows of the looked-up tables, with unknown old states. This was tested with a simulated capture only.
+    The same holds for a lookup inside code that is compiled with ``fullgraph=True``. In other code, ``torch.compile``
+    breaks the graph at each hook. A tracker that is created after code was compiled makes torch compile the code again.
 
     In 2D parallelism, pass the whole ``DMPCollection``. At each of its ``sync()`` calls, the ranks that hold the
     replicas of a shard exchange the rows that changed on any of them, and each marks these rows. All rows are marked at
@@ -743,6 +746,7 @@ class ModelDeltaTracker:
     def _attach(self) -> list[Watcher]:
         self._model.is_attached = True
         MEMORY.join(self)
+        forget_compiled_code()
         model, found, lookups = self._model.module, self._model.found, self._records_lookups
         hooks: list[Watcher] = [
             *(

@@ -7,6 +7,8 @@ from tests.reverts.revert import Revert
 _HOOKS = "delta_tracker/sharding/kernel_hooks.py"
 _TESTS = "tests/sharding/test_kernel_hooks.py"
 _CAPTURED = f"{_TESTS}::test_replays_of_a_captured_step_are_not_lost"
+_UNTRACED = "delta_tracker/sharding/untraced.py"
+_COMPILED = f"{_TESTS}::test_a_compiled_lookup_reports_the_rows_that_change"
 _MEMORY = "delta_tracker/sharding/kernel_memory.py"
 _IN_PLACE = "tests/sharding/test_kernel_memory.py::test_hooks_read_rows_in_a_cache_without_a_flush"
 
@@ -61,5 +63,34 @@ REVERTS = [
         defect="views of replaced memory are read",
         generator="tests/sharding/test_kernel_memory.py::test_views_are_split_again_once_their_memory_was_replaced",
         edits={_MEMORY: [(" and self.tensor.data_ptr() == self.address", "")]},
+    ),
+    Revert(
+        defect="the compiler traces hooks",
+        generator=_COMPILED,
+        edits={_UNTRACED: [("torch.compiler.disable(hook)  #", "hook  #")]},
+    ),
+    Revert(
+        defect="all rows of a compiled lookup stay open",
+        generator=_COMPILED,
+        edits={_HOOKS: [("    if compiled is not None:\n        return compiled\n", "")]},
+    ),
+    Revert(
+        defect="each write of a compiled lookup counts as one that no hook reported",
+        generator=_COMPILED,
+        edits={
+            _HOOKS: [
+                ("        if update.is_compiled:\n            # Compiled", "        if False:\n            # Compiled")
+            ]
+        },
+    ),
+    Revert(
+        defect="a hook raises in a graph that must not break",
+        generator=f"{_TESTS}::test_a_lookup_in_a_graph_without_breaks_reports_all_rows",
+        edits={_UNTRACED: [("torch.compiler.is_dynamo_compiling() and is_omitted()", "False")]},
+    ),
+    Revert(
+        defect="lookups that were compiled before the tracker was created are lost",
+        generator=f"{_TESTS}::test_a_tracker_sees_lookups_that_were_compiled_before_it",
+        edits={_UNTRACED: [("        torch.compiler.reset()\n", "        pass\n")]},
     ),
 ]

@@ -53,7 +53,6 @@ _ALL_COMPILED = [
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="dynamo traces the hooks")
 @pytest.mark.parametrize("kwargs", [*_COMPILED, *(_ALL_COMPILED if SWEEPS_ARE_WHOLE else [])], ids=str)
 def test_a_compiled_lookup_reports_the_rows_that_change(one_rank: RankPool, kwargs: dict[str, object]) -> None:
     (found,) = one_rank.run("tests.sharding.compile_cases:compiled", **kwargs)
@@ -61,14 +60,12 @@ def test_a_compiled_lookup_reports_the_rows_that_change(one_rank: RankPool, kwar
     assert found["errors"] == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the hook raises in the compiler")
 def test_a_lookup_in_a_graph_without_breaks_reports_all_rows(one_rank: RankPool) -> None:
     (found,) = one_rank.run("tests.sharding.compile_cases:compiled", what="kernel", backend="eager", fullgraph=True)
     assert found["reported"] == [[50, 50]] * 3
     assert found["errors"] == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the compiled code has no hook")
 def test_a_tracker_sees_lookups_that_were_compiled_before_it(one_rank: RankPool) -> None:
     (found,) = one_rank.run(
         "tests.sharding.compile_cases:compiled", what="kernel", backend="eager", fullgraph=True, num_warm=1
