@@ -38,12 +38,12 @@ class CachedKernel:
         self._rows = torch.cat([table, table[:1]]).to(device)
         self.lxu_cache_state = torch.full((num_slots, 1), _NO_ROW, device=device)
         self.lxu_cache_weights = torch.zeros(num_slots, self.dim, dtype=cache_dtype or table.dtype, device=device)
-        self.cache_hash_size_cumsum = torch.tensor([0, self.num_rows], device=device)
         self.total_cache_hash_size = self.num_rows
-        self.feature_table_map = [0]
         self.embedding_specs = [(self.num_rows, self.dim, SimpleNamespace(name="MANAGED_CACHING"), None)]
         self.prefetch_stream: Any = None
         self.emb_module = self
+        self._parameters: dict[str, Tensor] = {}
+        self._buffers = {"weights_uvm": self._rows}
         self.kernel = Kernel(self, (("t", 1),), is_fused=True)
 
     def split_embedding_weights(self) -> list[Tensor]:
@@ -53,9 +53,11 @@ class CachedKernel:
         return [[]]
 
     def flush(self) -> None:
-        """Write the cached rows to the table: read which row a slot has, then copy the slot."""
+        """Write the cached rows to the table: read which row each slot has, then copy the slots."""
         self.num_flushes += 1
-        self._rows.index_copy_(0, self._owners(), self.lxu_cache_weights.to(self._rows.dtype))
+        owners, half = self._owners(), self.num_slots // 2
+        for part in (slice(half), slice(half, None)):
+            self._rows.index_copy_(0, owners[part], self.lxu_cache_weights[part].to(self._rows.dtype))
 
     def reset_cache_states(self) -> None:
         self.num_resets += 1

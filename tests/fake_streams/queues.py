@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import deque
@@ -14,14 +15,19 @@ class Operation:
     """Operation in the queue of a stream.
 
     Args:
+        queue: queue of the stream.
+        number: number of the operation; later ones have higher numbers.
         run: function that does the work; None for a wait.
         after: operations of other streams that must have run before.
     """
 
-    __slots__ = ("after", "is_done", "queue", "run")
+    __slots__ = ("after", "is_done", "number", "queue", "run")
 
-    def __init__(self, queue: Queue, run: Callable[[], None] | None, after: Iterable[Operation] = ()) -> None:
+    def __init__(
+        self, queue: Queue, number: int, run: Callable[[], None] | None, after: Iterable[Operation] = ()
+    ) -> None:
         self.queue = queue
+        self.number = number
         self.run = run
         self.after = [each for each in after if not each.is_done]
         self.is_done = False
@@ -48,8 +54,8 @@ class Queue:
 class Scheduler:
     """Chooses the order of operations. An order is legal if each queue is in order and each wait is respected.
 
-    The seed chooses one of several kinds of order: operations run at once, as late as possible, or in between; and some
-    streams are much slower than others.
+    The seed chooses one of several kinds of order: operations run at once, as late as possible, or in between; the
+    streams are equally fast, or some are much slower than others.
 
     Args:
         seed: seed of all choices.
@@ -60,20 +66,22 @@ class Scheduler:
         self.lock = threading.RLock()
         self._fault: BaseException | None = None  # error of an operation; like CUDA's, it is raised by each later wait
         self._is_running = False
+        self._numbers = itertools.count()
         self._queues: list[Queue] = []
         self._eagerness = self.random.choice([0.0, 0.0, 0.2, 0.5, 0.9])
+        self._spread = self.random.choice([0, 0, 1, 3])
 
     def queue(self) -> Queue:
         """Return the queue of a new stream."""
         with self.lock:
-            queue = Queue(10 ** self.random.uniform(-3, 0))
+            queue = Queue(10 ** self.random.uniform(-self._spread, 0))
             self._queues.append(queue)
             return queue
 
     def append(self, queue: Queue, run: Callable[[], None] | None, after: Iterable[Operation] = ()) -> Operation:
         """Append an operation to a queue, then run some operations if the seed says so."""
         with self.lock:
-            operation = Operation(queue, run, after)
+            operation = Operation(queue, next(self._numbers), run, after)
             queue.pending.append(operation)
             queue.last = operation
             while self.random.random() < self._eagerness and self._run_one(self._queues):
@@ -83,10 +91,14 @@ class Scheduler:
     def wait(self, operation: Operation | None) -> None:
         """Run an operation and all operations before it, as a host does that waits for it; and some others."""
         with self.lock:
-            while operation is not None and not operation.is_done:
+            if operation is not None and not operation.is_done:
                 needed = self._needed(operation)
-                is_eager = self.random.random() < self._eagerness
-                assert self._run_one(self._queues if is_eager else needed), "an operation waits for itself"
+                while not operation.is_done:
+                    is_eager = self.random.random() < self._eagerness
+                    first = [
+                        queue for queue, last in needed.items() if queue.pending and queue.pending[0].number <= last
+                    ]
+                    assert self._run_one(self._queues if is_eager else first), "an operation waits for itself"
             self._raise_fault()
 
     def drain(self) -> None:
@@ -100,18 +112,18 @@ class Scheduler:
         if self._fault is not None:
             raise self._fault
 
-    def _needed(self, operation: Operation) -> list[Queue]:
-        """Return queues whose first operation must run before ``operation`` and is ready."""
-        found, seen, waiting = [], set(), [operation.queue]
+    def _needed(self, operation: Operation) -> dict[Queue, int]:
+        """Return the queues with operations that must run before ``operation``, and the number of the last of them."""
+        found: dict[Queue, int] = {}
+        waiting = [operation]
         while waiting:
-            queue = waiting.pop()
-            if queue in seen:
-                continue
-            seen.add(queue)
-            blockers = [each.queue for each in queue.pending[0].after if not each.is_done]
-            waiting += blockers
-            if not blockers:
-                found.append(queue)
+            last = waiting.pop()
+            before = found.get(last.queue, -1)
+            if last.number > before:
+                found[last.queue] = last.number
+                for each in last.queue.pending:
+                    if before < each.number <= last.number:
+                        waiting += [other for other in each.after if not other.is_done]
         return found
 
     def _run_one(self, queues: list[Queue]) -> bool:

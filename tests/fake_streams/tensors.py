@@ -79,6 +79,9 @@ class DeviceTensor(Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
     def is_pinned(self, device: Any = None) -> bool:
         return False
 
