@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+from unittest import mock
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -155,21 +158,33 @@ def partial(rank: int, world_size: int, url: str) -> str:
 
 
 def caches(rank: int, world_size: int, kernel: str) -> list[str]:
-    """Return the operations on a kernel's cache, in order, when its rows are written."""
-    model = shard(_spec({"row": "row"}, bag=True, kernel=kernel, dim=8))
+    """Write rows to a table of a kernel with a cache, and return the calls that would flush or empty the cache."""
+    model = shard(_spec({"row": "row", "other": "row"}, bag=True, kernel=kernel, dim=8))
     (each,) = discover(model).kernels
     tbe = each.module.emb_module
-    events = []
-    before = tbe.split_embedding_weights()[0].clone()
+    number = [fqn for fqn, _ in each.slots].index("ec.embedding_bags.row")
+    num_rows = [spec[0] for spec in tbe.embedding_specs]
+    events: list[str] = []
+    tbe.flush, tbe.reset_cache_states = (functools.partial(events.append, name) for name in ("flush", "reset"))
+    # FBGEMM has no caches on the CPU: give the kernel one of two slots, with the table's last row in the second one.
+    last = sum(num_rows[: number + 1]) - 1
+    state = torch.tensor([0 if number else num_rows[0], last])
+    tbe.embedding_specs = [(*spec[:2], EmbeddingLocation.MANAGED_CACHING, spec[3]) for spec in tbe.embedding_specs]
+    tbe.lxu_cache_weights, tbe.lxu_cache_state = torch.zeros(2, 8), state
+    del tbe.total_cache_hash_size  # a buffer without a cache, otherwise a number
+    tbe.total_cache_hash_size = sum(num_rows)
 
-    def flush() -> None:
-        events.append("flush" if torch.equal(tbe.split_embedding_weights()[0], before) else "late flush")
+    def lookup(numbers: torch.Tensor, state: torch.Tensor, invalid: int) -> torch.Tensor:
+        assert invalid == sum(num_rows)
+        return (numbers.unsqueeze(1) == state).int() @ torch.tensor([1, 2], dtype=torch.int32) - 1
 
-    def forget() -> None:
-        events.append("early" if torch.equal(tbe.split_embedding_weights()[0], before) else "forget")
-
-    tbe.flush, tbe.reset_cache_states = flush, forget
-    target = find_targets(model)["ec.embedding_bags.row"]
-    first, end = target.rows
-    target.write(slice(first, end), torch.full((end - first, 8), 5.0), (0, 8))
+    with mock.patch.object(torch.ops.fbgemm, "lxu_cache_lookup", lookup):
+        target = find_targets(model)["ec.embedding_bags.row"]
+        first, end = target.rows
+        target.write(slice(first, end), torch.full((end - first, 8), 5.0), (0, 8))
+        target.write(torch.tensor([end - 1]), torch.full((1, 3), 7.0), (2, 5))
+    assert bool((tbe.split_embedding_weights()[number][:-1] == 5).all())
+    row = [5.0, 5.0, 7.0, 7.0, 7.0, 5.0, 5.0, 5.0]
+    assert tbe.split_embedding_weights()[number][-1].tolist() == row
+    assert tbe.lxu_cache_weights.tolist() == [[0.0] * 8, row]
     return events

@@ -77,9 +77,10 @@ def test_rows_with_a_part_of_their_columns_wait_for_a_snapshot(two_ranks: RankPo
 
 
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm_caching"])
-def test_a_cache_is_written_back_before_a_write_and_dropped_after_it(two_ranks: RankPool, kernel: str) -> None:
+@pytest.mark.xfail(strict=True, reason="a serving cache is flushed, and emptied after each chunk")
+def test_cached_rows_are_written_in_place(two_ranks: RankPool, kernel: str) -> None:
     for events in two_ranks.run(f"{_CASES}:caches", kernel=kernel):
-        assert events == ["flush", "forget"]
+        assert events == []
 
 
 def test_four_trainers_serve_two_predictors(four_ranks: RankPool, two_ranks: RankPool, tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""A flush of cached rows never overlaps a prefetch of the same kernel."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fake_streams.cached_kernel import CachedKernel
+from tests.fake_streams.simulation import fake_streams
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+_ORDERS = 10_000 if SWEEPS_ARE_WHOLE else 32
+_ROWS, _SLOTS, _BATCH = 24, 6, 3
+_CUDA = torch.device("cuda", 0)
+
+
+def _train(seed: int) -> None:
+    """Train as a pipeline that prefetches the next batch does, and read the rows at random places of a step."""
+    draw = random.Random(seed)
+    rows = torch.arange(_ROWS * 2.0).view(_ROWS, 2)
+    kernel = CachedKernel(rows, _SLOTS)
+    prefetches, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    reads: list[tuple[Tensor, Tensor]] = []
+
+    def batch(before: list[int]) -> list[int]:
+        """Return rows that need different slots. FBGEMM evicts no row of the batch that is trained."""
+        kept = {row % _SLOTS: row for row in before}
+        slots = draw.sample(range(_SLOTS), _BATCH)
+        return [kept.get(slot, slot + _SLOTS * draw.randrange(_ROWS // _SLOTS)) for slot in slots]
+
+    def prefetch(ids: list[int]) -> None:
+        with torch.cuda.stream(prefetches):
+            kernel.prefetch(_there(ids), forward_stream=current)
+
+    def read() -> None:
+        if draw.random() < 0.9:
+            reads.append((kernel.kernel.memory.weight(0).clone(), rows.clone()))
+
+    prefetches.wait_stream(current)
+    following = batch([])
+    prefetch(following)
+    for step in range(5):
+        current.wait_stream(prefetches)
+        ids, following = following, batch(following)
+        prefetch(following)
+        looked_up, expected = kernel.lookup(_there(ids)), rows[ids]
+        reads.append((looked_up, expected))
+        read()
+        rows[ids] = rows[ids] + 100 * (step + 1)
+        kernel.backward(_there(ids), rows[ids].pin_memory().to(_CUDA, non_blocking=True))
+        read()
+    current.wait_stream(prefetches)
+    kernel.flush()
+    reads.append((kernel.split_embedding_weights()[0], rows))
+    for found, expected in reads:
+        assert torch.equal(found.cpu(), expected)
+
+
+def _there(ids: list[int]) -> Tensor:
+    return torch.tensor(ids).pin_memory().to(_CUDA, non_blocking=True)
+
+
+@pytest.mark.xfail(strict=True, reason="a flush and a prefetch overlap")
+def test_reads_and_prefetches_in_any_order_corrupt_no_row() -> None:
+    for seed in range(_ORDERS):
+        with fake_streams(seed):
+            _train(seed)
