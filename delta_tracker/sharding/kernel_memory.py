@@ -20,6 +20,7 @@ from torch import Tensor
 
 from delta_tracker.buffers import new_rows
 from delta_tracker.rows import take_rows
+from delta_tracker.sharding.prefetch_order import between_prefetches
 from delta_tracker.sharding.row_cache import RowCache
 from delta_tracker.sharding.torchrec_api import tensor_slots
 
@@ -51,11 +52,13 @@ class KernelMemory:
     def weight(self, slot: int) -> Tensor:
         """Return the weights of a slot, ``[rows, columns]``, as a tensor that shares the kernel's memory.
 
-        Flushes the kernel's caches first. Inside ``with one_cut()``, only the first call for a kernel flushes them.
+        Flushes the kernel's caches first, without overlapping a prefetch. Inside ``with one_cut()``, only the first
+        call for a kernel flushes them.
         """
         flushed = _THREAD.flushed
         if flushed is None or self not in flushed:
-            self._module.flush()
+            with between_prefetches(self._module.emb_module):
+                self._module.flush()
         if flushed is not None:
             flushed.add(self)
         return self._weights()[slot][0]
@@ -72,8 +75,10 @@ class KernelMemory:
         """
         if not _THREAD.reads_in_place:
             return take_rows(self.weight(slot), ids, new_rows)
-        rows = take_rows(self._weights()[slot][0], ids, new_rows)
-        return rows if self._cache is None else self._cache.overlay(slot, ids, rows)
+        if self._cache is None:
+            return take_rows(self._weights()[slot][0], ids, new_rows)
+        with between_prefetches(self._module.emb_module):  # they move rows between the table and the cache
+            return self._cache.overlay(slot, ids, take_rows(self._weights()[slot][0], ids, new_rows))
 
     def optimizer_states(self, slot: int) -> list[Tensor]:
         """Return the optimizer states of a slot, ``[rows]`` or ``[rows, columns]``, which share the kernel's memory.

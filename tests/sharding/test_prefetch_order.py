@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from delta_tracker.sharding.prefetch_order import between_prefetches
 from tests.fake_streams.cached_kernel import CachedKernel
 from tests.fake_streams.simulation import fake_streams
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -63,8 +64,27 @@ def _there(ids: list[int]) -> Tensor:
     return torch.tensor(ids).pin_memory().to(_CUDA, non_blocking=True)
 
 
-@pytest.mark.xfail(strict=True, reason="a flush and a prefetch overlap")
 def test_reads_and_prefetches_in_any_order_corrupt_no_row() -> None:
     for seed in range(_ORDERS):
         with fake_streams(seed):
             _train(seed)
+
+
+def test_a_kernel_that_does_not_prefetch_waits_for_nothing() -> None:
+    with fake_streams(0) as devices:
+        kernel = CachedKernel(torch.zeros(4, 2), 2)
+        before = len(torch.cuda.current_stream().queue.pending)
+        with between_prefetches(kernel):
+            pass
+        assert len(torch.cuda.current_stream().queue.pending) == before
+        assert devices.num_waits <= 3
+
+
+def test_later_prefetches_wait_even_if_the_work_fails() -> None:
+    with fake_streams(0) as devices:
+        devices.scheduler._eagerness = 0.0
+        kernel = CachedKernel(torch.zeros(4, 2), 2)
+        kernel.prefetch_stream = torch.cuda.Stream()
+        with pytest.raises(IndexError), between_prefetches(kernel):
+            kernel.lxu_cache_weights.add_(1).size(9)
+        assert not kernel.prefetch_stream.query()
