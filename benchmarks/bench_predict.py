@@ -28,6 +28,7 @@ from delta_tracker import Predictor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.apply import Applier
 from delta_tracker.predictor.lock import TableLock
+from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.encoding import Encoding
@@ -75,7 +76,15 @@ class _Stream:
     def applier(self, lock: TableLock, chunk_rows: int) -> Applier:
         """Return an applier for the table."""
         recorder = Recorder("predictor", self)
-        return Applier({FQN: self.table}, {}, takes_dense=False, lock=lock, chunk_rows=chunk_rows, recorder=recorder)
+        return Applier(
+            {FQN: self.table},
+            {},
+            takes_dense=False,
+            lock=lock,
+            fence=TableFence(),
+            chunk_rows=chunk_rows,
+            recorder=recorder,
+        )
 
     def rewind(self, predictor: Predictor) -> None:
         """Reset a predictor to the position before the first delta."""

@@ -5,14 +5,14 @@ Notation: ``N`` is the number of rows of a write, ``R`` the number of rows of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from delta_tracker.rows import put_rows
+from delta_tracker.rows import copy_from_host, put_rows, to_device
 
 
 @runtime_checkable
@@ -29,6 +29,10 @@ class RowTarget(Protocol):
     the next ``sync()``, applies the version again from its start. Until the version is complete, ``reading()`` reports
     the version as ``applying``. Rows of the interrupted chunk may be torn, so ``write`` should not fail after it has
     written some of them.
+
+    If the rows are in the memory of CUDA devices, add an attribute ``devices``, an iterable of these devices. The calls
+    of :meth:`write` are then also ordered with lookups that still run on the devices, and :meth:`write` may return
+    before its work on the current streams is complete.
 
     Args:
         num_rows: number of rows of the whole table.
@@ -92,6 +96,20 @@ class RowTarget(Protocol):
         ...
 
 
+class RowCopies(Protocol):
+    """Interface to copies of some rows of a region, for example in a cache, that lookups read instead of the rows."""
+
+    def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
+        """Write those of the rows of which there is a copy.
+
+        Args:
+            ids: ``[N]`` int64 row numbers in the region, unique, on the region's device; at least one.
+            values: ``[N, C]``, on the region's device.
+            columns: half-open range of the columns of ``values`` in the region's memory.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
     """Rectangle of rows and columns of a table, and the tensor that holds it.
@@ -100,11 +118,36 @@ class Region:
         rows: half-open range of global row ids.
         columns: half-open column range.
         memory: tensor ``[R, ...]`` that lookups read.
+        copies: copies of some rows; None if there are none.
     """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
     memory: Tensor
+    copies: RowCopies | None = None
+
+    def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int] | None = None) -> None:
+        """Write those rows whose ids are in the region, and their copies; ignore the others.
+
+        Args:
+            ids: ``[N]`` int64 global ids on the CPU, ascending; or a slice with start and stop.
+            values: ``[N, C]`` in the dtype of the memory.
+            columns: half-open range of the columns of ``values`` in the memory; None for all columns.
+        """
+        # Creating a view takes as long as writing several rows. no_grad() is not needed for detached tensors.
+        memory = self.memory if columns is None else self.memory[:, slice(*columns)]
+        if self.copies is None:
+            write_rows(memory, self.rows, ids, values)
+            return
+        places, values = _within(self.rows, ids, values)
+        if len(values):
+            device = memory.device
+            values = to_device(values, device)
+            if isinstance(places, slice):
+                places = torch.arange(places.start, places.stop, device=device)
+            places = to_device(places, device)
+            put_rows(memory, places, values)
+            self.copies.write(places, values, columns or (0, memory.shape[1]))
 
 
 class TensorTarget(RowTarget):
@@ -115,8 +158,10 @@ class TensorTarget(RowTarget):
         dim: number of columns of the whole table.
         dtype: dtype of the table; None if versions of every dtype can be written.
         regions: disjoint rectangles held here; all column ranges cover the same rows. The target detaches the tensors.
-        written: function that is called after every write, for example to drop cached rows; None for no call.
         obstacle: reason why rows cannot be written; empty if they can.
+
+    Attributes:
+        devices: devices of the tensors.
     """
 
     def __init__(
@@ -126,19 +171,17 @@ class TensorTarget(RowTarget):
         dtype: torch.dtype | None,
         regions: Sequence[Region],
         *,
-        written: Callable[[], None] | None = None,
         obstacle: str = "",
     ) -> None:
         self.num_rows = num_rows
         self.dim = dim
         self.dtype = dtype
-        self.regions = tuple(Region(each.rows, each.columns, each.memory.detach()) for each in regions)
-        devices = {region.memory.device for region in self.regions}
-        self._device = devices.pop() if len(devices) == 1 else None
+        self.regions = tuple(Region(each.rows, each.columns, each.memory.detach(), each.copies) for each in regions)
+        self.devices = {region.memory.device for region in self.regions}
+        self._device = next(iter(self.devices)) if len(self.devices) == 1 else None
         held = [edge for region in self.regions for edge in region.rows]
         self.rows = (min(held, default=0), max(held, default=0))
         self.columns = tuple(sorted({region.columns for region in self.regions}))
-        self._written = written
         self._obstacle = obstacle
 
     @classmethod
@@ -153,11 +196,11 @@ class TensorTarget(RowTarget):
         return self._obstacle or next((found for region in self.regions if (found := obstacle_of(region.memory))), "")
 
     def prepare(self, values: Tensor, columns: tuple[int, int]) -> Tensor:  # noqa: ARG002
-        """Move the values to the device of the regions.
+        """Move the values to the device of the regions. Does not wait for a CUDA device.
 
         If the regions are on several devices, the values are returned unchanged.
         """
-        return values if self._device is None or values.device == self._device else values.to(self._device)
+        return values if self._device is None else to_device(values, self._device)
 
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:
         """Write rows in place; see :meth:`RowTarget.write`."""
@@ -165,17 +208,7 @@ class TensorTarget(RowTarget):
         for region in self.regions:
             start, stop = region.columns
             if start <= first and end <= stop:
-                # Creating a view takes as long as writing several rows. no_grad() is not needed for detached tensors.
-                is_whole = columns == region.columns
-                memory = region.memory if is_whole else region.memory[:, first - start : end - start]
-                write_rows(memory, region.rows, ids, values)
-        self.finish()
-
-    def finish(self) -> None:
-        """Call the function ``written`` that was passed to the constructor, if any."""
-        if self._written is not None:
-            with torch.no_grad():
-                self._written()
+                region.write(ids, values, None if columns == region.columns else (first - start, end - start))
 
 
 def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> None:
@@ -187,18 +220,23 @@ def write_rows(memory: Tensor, rows: tuple[int, int], ids: Tensor | slice, value
         ids: ``[N]`` int64 global ids on the CPU, ascending; or a slice with start and stop.
         values: ``[N, C]`` in the dtype of ``memory``.
     """
+    places, values = _within(rows, ids, values)
+    if isinstance(places, slice):
+        copy_from_host(memory[places], values)
+    elif len(places):
+        put_rows(memory, places, values)
+
+
+def _within(rows: tuple[int, int], ids: Tensor | slice, values: Tensor) -> tuple[Tensor | slice, Tensor]:
+    """Return the row numbers in a region and the values of those rows whose ids are in the range ``rows``."""
     if isinstance(ids, slice):
-        first, end = max(ids.start, rows[0]), min(ids.stop, rows[1])
-        if first < end:
-            memory[first - rows[0] : end - rows[0]].copy_(values[first - ids.start : end - ids.start])
-        return
+        first = min(max(ids.start, rows[0]), rows[1])
+        end = max(first, min(ids.stop, rows[1]))
+        return slice(first - rows[0], end - rows[0]), values[max(0, first - ids.start) : max(0, end - ids.start)]
     if len(ids) and (int(ids[0]) < rows[0] or int(ids[-1]) >= rows[1]):
         first, end = torch.searchsorted(ids, torch.tensor(rows)).tolist()
         ids, values = ids[first:end], values[first:end]
-    if not len(ids):
-        return
-    ids = ids - rows[0] if rows[0] else ids
-    put_rows(memory, ids, values)
+    return ids - rows[0] if rows[0] else ids, values
 
 
 def obstacle_of(tensor: Tensor) -> str:

@@ -180,7 +180,25 @@ def put_rows(memory: Tensor, places: Tensor, values: Tensor) -> None:
             held[places.numpy()] = _items(values)
         torch.autograd.graph.increment_version(memory)  # as torch's own writes do: autograd then detects the change
     else:
-        memory.index_copy_(0, places.to(memory.device), values.to(memory.device))
+        memory.index_copy_(0, to_device(places, memory.device), to_device(values, memory.device))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on ``device``. A copy from the host to a CUDA device does not wait for the device.
+
+    Such a copy uses pinned memory. Torch's allocator reuses this memory once the copy is complete.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def copy_from_host(memory: Tensor, values: Tensor) -> None:
+    """Copy ``values`` to ``memory``, a tensor of the same shape. Does not wait; see :func:`to_device`."""
+    if memory.device.type == "cuda" and values.device.type == "cpu":
+        memory.copy_(values.pin_memory(), non_blocking=True)
+    else:
+        memory.copy_(values)
 
 
 def _items(rows: Tensor) -> NDArray[np.void]:

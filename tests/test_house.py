@@ -37,7 +37,13 @@ _LAYERS = [
 ]
 
 # These test TorchRec's modules, or compare with FBGEMM's bytes.
-_TESTS_OF_TORCHREC = {"sharding.test_inference_tables", "sharding.test_presence", "stream.test_encoding"}
+_TESTS_OF_TORCHREC = {
+    "sharding.test_inference_tables",
+    "sharding.test_prefetch_order",
+    "sharding.test_presence",
+    "sharding.test_row_cache",
+    "stream.test_encoding",
+}
 
 # Contract tests against real servers. Other tests that start processes are in system/.
 _TESTS_OF_PROCESSES = {"contract.test_notify", "contract.test_storage"}
@@ -63,7 +69,6 @@ _TESTED_THROUGH = {
     "publisher.row_gatherer": "publisher.test_publisher",
     "publisher.version_source": "publisher.test_publisher",
     "sharding.dense": "publisher.test_publisher",
-    "sharding.row_cache": "sharding.test_kernel_memory",
     "sharding.torchrec_api": "tracker.test_tracker",
     "sharding.untraced": "sharding.test_kernel_hooks",
     "sharding.weights": "tracker.test_modes",

@@ -13,8 +13,10 @@ from delta_tracker.errors import DenseMismatchError, InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.placement import Placement, place
+from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed
 from delta_tracker.row_target import RowTarget, obstacle_of
+from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.presence import has_sharded
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
@@ -31,6 +33,7 @@ class Applier:
             names differ.
         takes_dense: True to write dense tensors too.
         lock: reader-writer lock between lookups and writes.
+        fence: order of lookups and writes on CUDA devices.
         chunk_rows: maximum number of rows to write each time the lock is acquired.
         recorder: records the time that it takes to write the rows of each version.
 
@@ -47,6 +50,7 @@ class Applier:
         *,
         takes_dense: bool,
         lock: TableLock,
+        fence: TableFence,
         chunk_rows: int,
         recorder: Recorder,
     ) -> None:
@@ -56,12 +60,16 @@ class Applier:
         self._names = dict(names)
         self._takes_dense = takes_dense
         self._lock = lock
+        self._fence = fence
         self._chunk_rows = chunk_rows
         self._timer = recorder.apply_seconds.timer()
-        known = {*find_targets(model), *_tensors(model)}
+        tables, dense = find_targets(model), _tensors(model)
+        known = {*tables, *dense}
         for own in self._names.values():
             if own not in known:
                 raise InvalidArgumentError("names", own, f"Pass names of the model: {sorted(known)}")
+        with lock.writing():
+            fence.cover(Receiver(tables, dense).devices)
 
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables and dense tensors of the model that a version is written to.
@@ -90,8 +98,9 @@ class Applier:
         with self._timer():
             for placement in placements:
                 for chunk in placement.chunks(self._chunk_rows):
-                    with self._lock.writing():
+                    with self._lock.writing(), self._fence.writing():
                         chunk.write()
+                    self._fence.throttle()
                     yield chunk.num_rows
 
     def _dense(self, specs: Mapping[str, DenseSpec]) -> dict[str, Tensor]:
@@ -139,6 +148,12 @@ class Receiver:
     targets: Mapping[str, RowTarget]
     dense: Mapping[str, Tensor]
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Devices of the tables and dense tensors. Of targets that are not tensors, those in their ``devices``."""
+        tables = {device for target in self.targets.values() for device in getattr(target, "devices", ())}
+        return tables | {tensor.device for tensor in self.dense.values()}
+
     def place(self, contents: Contents) -> list[Placement]:
         """Return the placements of the version's rows, in the order of writing. Nothing is written.
 
@@ -151,7 +166,7 @@ class Receiver:
     def write_dense(self, contents: Contents) -> None:
         """Write the dense tensors of the version. The caller must hold the lock for writing."""
         for name, tensor in self.dense.items():
-            tensor.copy_(contents.dense[name])
+            copy_from_host(tensor, contents.dense[name])
 
 
 def _tensors(model: Model) -> dict[str, Tensor]:

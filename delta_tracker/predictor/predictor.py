@@ -34,6 +34,7 @@ from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
 from delta_tracker.predictor.lock import TableLock
 from delta_tracker.predictor.status import Served, Status
+from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
@@ -127,9 +128,15 @@ class Predictor(Forkable):
             raise InvalidArgumentError("chunk_rows", chunk_rows, "Pass a count of 1 or more")
         recorder = Recorder("predictor", self, name=name, monitor=monitor)
         self._gauges = PredictorGauges(recorder)
-        self._lock = TableLock()
+        self._lock, self._fence = TableLock(), TableFence()
         self._applier = Applier(
-            model, names or {}, takes_dense=dense, lock=self._lock, chunk_rows=chunk_rows, recorder=recorder
+            model,
+            names or {},
+            takes_dense=dense,
+            lock=self._lock,
+            fence=self._fence,
+            chunk_rows=chunk_rows,
+            recorder=recorder,
         )
         self._storage, self._buffer = open_storage(url), PartBuffer()
         self._cursor = StreamCursor(StreamLog(self._storage))
@@ -175,6 +182,10 @@ class Predictor(Forkable):
         Keep the body of the ``with`` statement short and without ``await``: :meth:`follow` and :meth:`sync` cannot
         write rows until it ends.
 
+        If tables are on CUDA devices, the streams that are current when the ``with`` statement begins wait for the last
+        write of rows, and the next write waits for all work that these streams have when the statement ends. Launch the
+        lookups on these streams. The statement does not wait for the device. This was not run on a GPU.
+
         In a process that is forked while :meth:`follow` runs, the tables are as they were at the fork, between two
         chunks. If some rows of a version are not written, ``applying`` is the number of this version. The tables do not
         change until the process calls :meth:`follow` or :meth:`sync`. Tables in shared memory are an exception: the
@@ -187,7 +198,15 @@ class Predictor(Forkable):
         with self._lock.reading():
             if self._is_torn:
                 raise ForkedError("rows were being written and may be torn", "Call sync() in this process first")
-            yield Served(self.version, None if self._begun is None else self._begun.version)
+            served = Served(self.version, None if self._begun is None else self._begun.version)
+            if not self._fence.devices:  # all tables are on the CPU
+                yield served
+                return
+            streams = self._fence.enter_reading()
+            try:
+                yield served
+            finally:
+                self._fence.leave_reading(streams)
 
     def status(self) -> Status:
         """Return the state of the predictor. Lists the log in the store to find the lag."""
@@ -537,10 +556,11 @@ class Predictor(Forkable):
         placements = receiver.place(contents)
         self._is_mixed = self._is_mixed or is_elsewhere
         with self._lock.writing():
+            self._fence.cover(receiver.devices)
             self._begin(manifest)
         for num_rows in self._applier.write(placements):
             self._rows += num_rows
-        with self._lock.writing():
+        with self._lock.writing(), self._fence.writing():
             receiver.write_dense(contents)
             self._cursor.moved(manifest)
             self._finish(manifest)

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
-from delta_tracker.row_target import Region, RowTarget, TensorTarget, write_rows
-from delta_tracker.sharding.discover import LocalShard, discover
-from delta_tracker.sharding.kernel_memory import one_cut
+from delta_tracker.row_target import Region, RowTarget, TensorTarget
+from delta_tracker.sharding.discover import discover
+from delta_tracker.sharding.row_cache import cached_table
 from delta_tracker.sharding.torchrec_api import Quantized, Torchrec, load_quantized, load_torchrec
-from delta_tracker.sharding.weights import column_views
 
 _SCALE_BIAS_BYTES = 4
 _FLOATS = {"fp16": torch.float16, "fp32": torch.float32}
@@ -92,29 +91,17 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
         shards = discover(module).shards
     except UnsupportedTableError as error:
         raise InvalidArgumentError("model", error.table, f"Change its sharding plan: {error.reason}") from error
-    with one_cut():
-        views = {fqn: column_views(shard) for fqn, shard in shards.items()}
+    # The caches are not flushed, which would write to rows that lookups read. Rows are written to the caches too.
+    kernels = {kernel for shard in shards.values() for kernel, _ in shard.places}
+    views = {kernel: kernel.module.split_embedding_weights() for kernel in kernels}
     for fqn, shard in shards.items():
-        spec = shard.spec
+        spec, table = shard.spec, shard.spec.table
         rows = spec.row_offset, spec.row_offset + spec.num_rows
-        regions = [Region(rows, columns, view) for columns, view in zip(spec.columns, views[fqn], strict=True)]
-        table = spec.table
-        yield fqn, TensorTarget(table.num_rows, table.dim, table.dtype, regions, written=_forget_cached(shard))
-
-
-def _forget_cached(shard: LocalShard) -> Any:  # noqa: ANN401  a callable without arguments, or None
-    """Return a function that clears the caches of a shard's kernels; None if there are no fused kernels.
-
-    :func:`~delta_tracker.sharding.weights.column_views` already wrote the cached rows back to the tables. If these rows
-    stayed in the caches, a later write-back would overwrite new rows with old ones.
-    """
-    caches = [kernel.module.emb_module for kernel, _ in shard.places if kernel.is_fused]
-
-    def forget() -> None:
-        for cache in caches:
-            cache.reset_cache_states()
-
-    return forget if caches else None
+        regions = []
+        for columns, (kernel, slot) in zip(spec.columns, shard.places, strict=True):
+            cached = cached_table(kernel.module.emb_module, slot) if kernel.is_fused else None
+            regions.append(Region(rows, columns, views[kernel][slot], cached))
+        yield fqn, TensorTarget(table.num_rows, table.dim, table.dtype, regions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,22 +186,21 @@ class Packed:
         kind: fp32, fp16, int8, int4 or int2.
         row_bytes: bytes of a row without its padding.
         is_scale_last: True if scale and bias follow the codes, False if they precede them.
-        kernel: the kernel that owns the memory.
     """
 
     region: Region
     kind: str
     row_bytes: int
     is_scale_last: bool
-    kernel: Any
 
 
 def _packed(block: _Block, quantized: Quantized) -> Packed:
     kernel = block.kernel
     _, num_rows, dim, kind, _ = kernel.embedding_specs[block.slot]
     memory = kernel.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)[block.slot][0]
-    region = Region((block.row, block.row + num_rows), (block.column, block.column + dim), memory)
-    return Packed(region, kind.value, quantized.row_bytes(dim, kind), kernel.reverse_qparam, kernel)
+    cached = cached_table(kernel, block.slot)
+    region = Region((block.row, block.row + num_rows), (block.column, block.column + dim), memory, cached)
+    return Packed(region, kind.value, quantized.row_bytes(dim, kind), kernel.reverse_qparam)
 
 
 class QuantizedTarget(TensorTarget):
@@ -261,7 +247,8 @@ class QuantizedTarget(TensorTarget):
         if values.dtype not in _QUANTISED_FROM:
             values = values.float()
         values = values.contiguous()  # the quantizer ignores strides
-        rows = torch.zeros(len(values), self._row_bytes, dtype=torch.uint8)
+        is_copied = any(device.type == "cuda" for device in self.devices)
+        rows = torch.zeros(len(values), self._row_bytes, dtype=torch.uint8, pin_memory=is_copied)
         quantized: dict[str, Tensor] = {}
         for each, at in self._layouts.values():
             if each.kind not in quantized:
@@ -271,7 +258,7 @@ class QuantizedTarget(TensorTarget):
 
     @torch.no_grad()
     def write(self, ids: Tensor | slice, values: Tensor, columns: tuple[int, int]) -> None:  # noqa: ARG002
-        """Write quantized rows in place and reset the cache states of the kernels.
+        """Write quantized rows in place, also in the caches of the kernels.
 
         Args:
             ids: ``[N]`` int64 global row ids on the CPU, ascending; or a slice with start and stop.
@@ -279,11 +266,8 @@ class QuantizedTarget(TensorTarget):
             columns: not used.
         """
         for each in self._packed:
-            memory = each.region.memory
             _, at = self._layouts[_layout(each)]
-            write_rows(memory, each.region.rows, ids, values[:, at : at + memory.shape[1]])
-        for kernel in {id(each.kernel): each.kernel for each in self._packed}.values():
-            kernel.reset_cache_states()
+            each.region.write(ids, values[:, at : at + each.region.memory.shape[1]])
 
 
 def _layout(block: Packed) -> tuple[object, ...]:

@@ -77,7 +77,6 @@ def test_rows_with_a_part_of_their_columns_wait_for_a_snapshot(two_ranks: RankPo
 
 
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm_caching"])
-@pytest.mark.xfail(strict=True, reason="a serving cache is flushed, and emptied after each chunk")
 def test_cached_rows_are_written_in_place(two_ranks: RankPool, kernel: str) -> None:
     for events in two_ranks.run(f"{_CASES}:caches", kernel=kernel):
         assert events == []

@@ -52,7 +52,7 @@ REVERTS = [
     Revert(
         defect="hooks read old rows of tables whose new rows are in a cache",
         generator=_IN_PLACE,
-        edits={_MEMORY: [("rows if self._cache is None else self._cache.overlay(slot, ids, rows)", "rows")]},
+        edits={_MEMORY: [("return self._cache.overlay(slot, ids, take_rows", "return (take_rows")]},
     ),
     Revert(
         defect="the memory of a kernel is split again at each read",

@@ -229,7 +229,6 @@ def test_scale_and_bias_may_stand_last() -> None:
     assert torch.equal(scale_bias, wanted_scale_bias)
 
 
-@pytest.mark.xfail(strict=True, reason="a serving cache is emptied after each chunk")
 def test_cached_rows_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """FBGEMM has no caches on the CPU: the kernel gets one of two rows, with row 7 in the second one."""
     model = quantize({"t": torch.zeros(20, 8)}, "int8")

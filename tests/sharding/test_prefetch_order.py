@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import fbgemm_gpu  # noqa: F401  it has the operators
 import pytest
 import torch
 from torch import Tensor
 
+from delta_tracker.sharding.kernel_memory import reading_in_place
 from delta_tracker.sharding.prefetch_order import between_prefetches
 from tests.fake_streams.cached_kernel import CachedKernel
 from tests.fake_streams.simulation import fake_streams
@@ -37,8 +39,13 @@ def _train(seed: int) -> None:
             kernel.prefetch(_there(ids), forward_stream=current)
 
     def read() -> None:
-        if draw.random() < 0.9:
-            reads.append((kernel.kernel.memory.weight(0).clone(), rows.clone()))
+        """Read all rows as a cut does, or as a hook does."""
+        memory, ids = kernel.kernel.memory, list(range(_ROWS))
+        if draw.random() < 0.6:
+            reads.append((memory.weight(0).clone(), rows.clone()))
+        else:
+            with reading_in_place():
+                reads.append((memory.rows(0, _there(ids)), rows.clone()))
 
     prefetches.wait_stream(current)
     following = batch([])
