@@ -145,6 +145,7 @@ def test_blocks_are_trimmed_to_their_rows(late_copies: None, monkeypatch: pytest
         recorder.train(1)
         assert not recorder.found
         num_waits = recorder.read("slow")
+        assert recorder.state_bytes <= _ROW_BYTES * len(recorder.seen) * 8 / 7 + 1000, "no block is open"
         recorder.train(3)
         assert recorder.read("slow") == num_waits
 
