@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from delta_tracker.publisher import host_copies
 from delta_tracker.publisher.host_copies import HostCopier, Source
 from delta_tracker.publisher.version_source import VersionSource
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
+from tests.fake_streams.simulation import fake_streams
 from tests.publisher import stream_orders
 from tests.publisher.fake_trackers import ROW_OFFSET, FakeTracker, read, version_source
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -134,3 +136,31 @@ def test_versions_are_exact_in_any_order_of_streams(block: int) -> None:
     num_seeds = 3334 if SWEEPS_ARE_WHOLE else 8
     for seed in range(block * 3334, block * 3334 + num_seeds):
         stream_orders.run(seed)
+
+
+@pytest.mark.parametrize("largest", [200, 16])
+def test_smaller_buffers_are_used_if_device_memory_runs_out(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of half the size are tried until CHUNK_BYTES, and then the error is raised."""
+    monkeypatch.setattr(host_copies, "CHUNK_BYTES", 64)
+    sizes: list[int] = []
+    allocate = torch.empty
+
+    def limited(size: Any, *arguments: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") is not None and isinstance(size, int):
+            sizes.append(size)
+            if size > largest:
+                raise torch.OutOfMemoryError("no memory")
+        return allocate(size, *arguments, **kwargs)
+
+    with fake_streams(0):
+        rows = torch.rand(100, 4)
+        source = Source(rows.to("cuda"))
+        monkeypatch.setattr(torch, "empty", limited)
+        if largest < 64:
+            with pytest.raises(torch.OutOfMemoryError):
+                HostCopier().copy([source])
+        else:
+            copies = HostCopier().copy([source])
+            copies.wait()
+            assert torch.equal(copies.tensors[0], rows)
+    assert sizes[:4] == [1600, 800, 400, 192]
