@@ -40,13 +40,13 @@ def untraced(hook: Callable[..., None], omitted: Callable[[], object]) -> Callab
 
 
 def forget_compiled_code() -> None:
-    """Make torch compile all code of this process again, if it has compiled any.
+    """Make torch compile all code of this process again.
 
-    Compiled code does not check whether hooks were added since, and would run without them.
+    Compiled code does not check whether a hook was replaced since, and would run without the new hook.
     """
     compiler = sys.modules.get("torch._dynamo")
-    if compiler is not None and compiler.utils.counters["frames"]:
-        torch.compiler.reset()
+    if compiler is not None:
+        compiler.reset_code_caches()  # unlike torch.compiler.reset(), keeps CUDA graphs
 
 
 def _must_not_break() -> bool:

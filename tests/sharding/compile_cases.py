@@ -64,7 +64,7 @@ def compiled(
         fullgraph: True to allow no graph breaks.
         autograd: True to compile the backward pass too.
         bag: kind of the collection.
-        num_warm: number of batches after the compilation and before the tracker is attached.
+        num_warm: number of batches before the tracker is created, each with a tracker of its own.
     """
     _register_fakes()
     torch._dynamo.reset()
@@ -77,7 +77,8 @@ def compiled(
         if what is not None:
             _compile(what, model, **options)
         for _ in range(num_warm):
-            model(batch(spec, generator)).backward()
+            with ModelDeltaTracker(model):
+                model(batch(spec, generator)).backward()
         with ModelDeltaTracker(model) as tracker:
             for _ in range(3):
                 before = tracker.read_tables()

@@ -66,7 +66,7 @@ def test_a_lookup_in_a_graph_without_breaks_reports_all_rows(one_rank: RankPool)
     assert found["errors"] == 0
 
 
-def test_a_tracker_sees_lookups_that_were_compiled_before_it(one_rank: RankPool) -> None:
+def test_a_tracker_sees_lookups_that_were_compiled_with_another(one_rank: RankPool) -> None:
     (found,) = one_rank.run(
         "tests.sharding.compile_cases:compiled", what="kernel", backend="eager", fullgraph=True, num_warm=1
     )
