@@ -122,9 +122,9 @@ class HostCopier:
         for place, source in enumerate(sources):
             groups.setdefault(source.rows.device, []).append(place)
         for device, places in groups.items():
-            layout = _Layout([sources[place] for place in places])
+            layout = _Layout(list(map(sources.__getitem__, places)))
             host = self._memory(layout.num_bytes, device)
-            copies = list(layout.tensors(host))
+            copies = layout.tensors(host)
             if device.type == "cpu":
                 for place, copied in zip(places, copies, strict=True):
                     sources[place].copy_chunks(copied)
@@ -244,8 +244,9 @@ class _Layout:
             num_bytes = source.num_rows * source.row_bytes
             self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
-    def tensors(self, memory: Tensor) -> Iterator[Tensor]:
-        """Yield the copy of each source, as a view of the buffer ``memory``."""
+    def tensors(self, memory: Tensor) -> list[Tensor]:
+        """Return the copy of each source, as a view of the buffer ``memory``."""
+        copies = []
         typed: dict[torch.dtype, Tensor] = {}
         for source, begin in zip(self._sources, self._begins, strict=True):
             dtype, size = source.rows.dtype, (source.num_rows, *source.rows.shape[1:])
@@ -254,7 +255,9 @@ class _Layout:
             strides = [1]
             for num_items in size[:0:-1]:
                 strides.insert(0, strides[0] * num_items)
-            yield typed[dtype].as_strided(size, strides, begin // dtype.itemsize)  # one operation, unlike two views
+            # One operation, unlike two views.
+            copies.append(typed[dtype].as_strided(size, strides, begin // dtype.itemsize))
+        return copies
 
     def chunks(self, max_bytes: int) -> Iterator[_Chunk]:
         """Yield parts of the buffer, in order, that together have all rows.

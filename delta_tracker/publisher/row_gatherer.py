@@ -108,18 +108,19 @@ class Gatherer:
             for columns, view in self._columns(fqn, shard):
                 blocks.append((self._block(fqn, shard, columns, len(ids), form), at, len(sources)))
                 sources.append(Source(view, ids))
-        for fqn, shard in self._shards():
+        for fqn, shard in self._shards() if whole else ():
             if fqn in whole and shard.num_rows:
                 for columns, view in self._columns(fqn, shard):
                     blocks.append((self._block(fqn, shard, columns, shard.num_rows, "all"), None, len(sources)))
                     sources.append(Source(view))
         num_blocks = len(sources)
-        sources += [Source(tensor if tensor.dim() else tensor.view(1)) for tensor in dense.values()]
+        if dense:
+            sources += [Source(tensor if tensor.dim() else tensor.view(1)) for tensor in dense.values()]
         copies = self._copier.copy(sources)
-        rows = [
-            BlockRows(block, None if ids is None else copies.tensors[ids], partial(_encoded, copies.tensors[at], block))
-            for block, ids, at in blocks
-        ]
+        rows = []
+        for block, ids_at, at in blocks:
+            listed = None if ids_at is None else copies.tensors[ids_at]
+            rows.append(BlockRows(block, listed, partial(_encoded, copies.tensors[at], block)))
         held = zip(dense.items(), copies.tensors[num_blocks:], strict=True)
         return Gathered(rows, {name: copied.view(tensor.shape) for (name, tensor), copied in held}, copies)
 

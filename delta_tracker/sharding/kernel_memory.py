@@ -96,10 +96,6 @@ class _Source(NamedTuple):
     tensor: Tensor
     address: int
 
-    @property
-    def is_unchanged(self) -> bool:
-        return self.owner.get(self.name) is self.tensor and self.tensor.data_ptr() == self.address
-
 
 class _KeptViews:
     """Views of a module's tensors by slot, created again if one of these tensors was replaced or moved.
@@ -116,8 +112,12 @@ class _KeptViews:
 
     def __call__(self) -> _Views:
         kept = self._kept  # another thread may replace it
-        if kept is not None and all(source.is_unchanged for source in kept[1]):
-            return kept[0]
+        if kept is not None:
+            for owner, name, tensor, address in kept[1]:  # not all(): this runs in each batch
+                if owner.get(name) is not tensor or tensor.data_ptr() != address:
+                    break
+            else:
+                return kept[0]
         self._kept = None
         views = [[view.detach() for view in each] for each in self._split()]
         sources = _sources(self._module, [view for each in views for view in each])

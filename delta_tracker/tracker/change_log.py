@@ -791,7 +791,7 @@ class ChangeLog:
         self._lag.placed(consumer, self._position)
 
     def _shed(self) -> None:
-        while self._is_too_large():
+        while self._max_bytes is not None and self._is_too_large(self._max_bytes):
             hindmost = self._consumers.hindmost
             start = None if hindmost is None else self._consumers.start(hindmost)[0]
             if self._synced and (start is None or min(self._synced.values()) < start):
@@ -804,13 +804,13 @@ class ChangeLog:
                 self._lag.given_up(hindmost, self._position)
             self.compact()
 
-    def _is_too_large(self) -> bool:
+    def _is_too_large(self, max_bytes: int) -> bool:
         """Return True if the log and the carried rows exceed ``max_bytes``.
 
-        If ``max_bytes`` is exceeded, frees the stores' spare row sets and checks once more.
+        If they do, frees the stores' spare row sets and checks once more.
         """
-        if self._max_bytes is None or self.log_bytes + self.carried_bytes <= self._max_bytes:
+        if self.log_bytes + self.carried_bytes <= max_bytes:
             return False
         for store in self._stores.values():
             store.drop_spare()
-        return self.log_bytes + self.carried_bytes > self._max_bytes
+        return self.log_bytes + self.carried_bytes > max_bytes

@@ -406,7 +406,8 @@ class SegmentStore:
         if ids is None:
             ids = torch.empty(0, dtype=torch.int64, device=self._device)
         found = self._with_states(ids, marked.rows, marked.segments) if with_states else ChangedRows(ids)
-        self._release(marked)
+        if marked.is_merged:
+            self._release(marked)
         return found
 
     def _release(self, marked: _Marked) -> None:
@@ -533,6 +534,8 @@ def changed_in_each(
         with_states: as in :meth:`SegmentStore.changed`.
     """
     together = {name: store for name, store in stores.items() if store._pads}  # noqa: SLF001
+    if not together:
+        return {name: store.changed(start, stop, with_states=with_states) for name, store in stores.items()}
     if with_states:
         settle(states for store in together.values() for states in store._device_states)  # noqa: SLF001
     marked = {name: store._marked(start, stop) for name, store in together.items()}  # noqa: SLF001
