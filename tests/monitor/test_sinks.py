@@ -38,6 +38,7 @@ from delta_tracker.monitor.sinks.torch_monitor import TorchMonitorSink, TorchMon
 from tests.monitor import fake_mlflow
 from tests.monitor.recording import Kept
 from tests.monitor.sample import fill
+from tests.sweeps import num_examples
 
 
 def test_jsonl(tmp_path) -> None:
@@ -235,7 +236,7 @@ def test_a_quantile_of_prometheus_is_off_by_the_stated_fraction_at_most(values, 
 _parts = st.sampled_from(["x", "total", "created", "bucket", "sum", "count", "seconds", "_total"])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -18,6 +18,7 @@ from delta_tracker.stream.maintenance.retention import Retention, retain
 from tests.predictor.serving import Follower, a_history, read
 from tests.predictor.waits import shorten_waits
 from tests.stream.histories import Clock, History, Killed
+from tests.sweeps import num_examples
 
 
 def begin_anew(history: History, followers: list[Follower]) -> None:
@@ -303,12 +304,7 @@ class Sleepers(Schedule):
 
 
 @given(steps=st.lists(st.sampled_from(Sleepers.STEPS), min_size=10, max_size=20), seed=st.integers(0, 1 << 30))
-@settings(
-    # 15 examples miss the defect in some runs, and a revert must be found in each.
-    max_examples=100 if settings.get_current_profile_name() == "reverts" else 15,
-    deadline=None,
-    phases=[Phase.generate],  # shrinking takes minutes
-)
+@settings(max_examples=num_examples(15), deadline=None, phases=[Phase.generate])  # shrinking takes minutes
 def test_no_reader_applies_the_entries_of_a_sleeper(steps: list[str], seed: int) -> None:
     clock = Clock()
     with clock.of_the_log():
