@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +60,7 @@ class _Segment:
         return sum(each.num_bytes for each in (self.rows, self.states) if each is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Marked:
+class _Marked(NamedTuple):
     """Rows that were marked in some segments.
 
     Args:
@@ -284,7 +284,7 @@ class SegmentStore:
                 since it was cut.
             with_states: return a copy of the old states too, if the store keeps them.
         """
-        if with_states:
+        if with_states and self._pads:
             self._settle()
         marked = self._marked(start, stop)
         return self._found(marked, None if marked.rows is None else marked.rows.scan(), with_states=with_states)
@@ -299,7 +299,7 @@ class SegmentStore:
 
     def compact(self, pinned: Collection[int]) -> None:
         """Merge neighboring segments that no position in ``pinned`` separates."""
-        if len(self._segments) > 1:
+        if len(self._segments) > 1 and self._pads:
             self._settle()
         place = 1
         while place < len(self._segments):
