@@ -81,7 +81,7 @@ class ReplicaGroup:
         self._ends = list(itertools.accumulate(sizes, initial=len(sizes)))
 
     def every_row(self) -> dict[str, Tensor | None]:
-        """Return None for each table, which stands for all rows."""
+        """Return None for each table. None means all rows."""
         return dict.fromkeys(self.shards)
 
     def no_row(self) -> dict[str, Tensor | None]:
