@@ -366,4 +366,16 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="the ids of failed backward passes are counted in a hook, which waits for the device",
+        generator="tests/tracker/test_segments.py::"
+        "test_backward_passes_that_raised_on_a_device_do_not_make_training_wait",
+        edits={"delta_tracker/tracker/store/segments.py": [("        if not self._pads:\n", "        if True:\n")]},
+    ),
+    Revert(
+        defect="the ids of failed backward passes take more memory than one id for each row",
+        generator="tests/tracker/test_segments.py::"
+        "test_backward_passes_that_raised_on_a_device_do_not_make_training_wait",
+        edits={"delta_tracker/tracker/store/segments.py": [("        padded = padded[: self.num_rows]\n", "")]},
+    ),
 ]

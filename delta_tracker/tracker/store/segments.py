@@ -415,15 +415,32 @@ class SegmentStore:
             self._recycle(marked.rows)
 
     def _fold_oldest(self) -> None:
-        """Merge the oldest half of the open batches into one batch, which stays open.
+        """Merge the oldest half of the open batches into one batch, which stays open. Does not wait for the device.
 
         This bounds the number of open batches, because a failed backward pass never closes its batch. Every cut marks
-        the rows of the merged batch again.
+        the rows of the merged batch again. The merged batch has at most ``8 * R`` bytes of ids.
         """
         oldest = sorted(self._open)[: _MAX_OPEN // 2]
         ids = [self._open.pop(batch) for batch in oldest]
         whole = any(each is None for each in ids)
-        self._open[_STUCK] = None if whole else torch.unique(torch.cat([each for each in ids if each is not None]))
+        self._open[_STUCK] = None if whole else self._distinct(torch.cat([each for each in ids if each is not None]))
+
+    def _distinct(self, ids: Tensor) -> Tensor:
+        """Return ids of the same rows, at most ``R``, without duplicates on the CPU.
+
+        On a device, one id fills up a fixed size, because only the device has the number of distinct ids.
+
+        Args:
+            ids: ``[N]`` integer local ids.
+        """
+        if not self._pads:
+            distinct: Tensor = torch.unique(ids)
+            return distinct
+        rows = self._take_set()
+        padded, _ = rows.mark_new_padded(_whole_numbers(ids))
+        self._recycle(rows)
+        padded = padded[: self.num_rows]
+        return torch.where(padded < 0, padded[:1], padded)
 
     def _union(self, segments: list[_Segment]) -> RowSet:
         """Return a set of all rows that are marked in ``segments``. Pass it to :meth:`_recycle` after use."""
