@@ -12,6 +12,7 @@ from torch._dynamo import compiled_autograd
 
 from delta_tracker import ModelDeltaTracker
 from tests.models import Spec, Table, batch, kernels_of, lookups_of, shard
+from tests.sharding.replicated import replicate
 
 _BACKWARD = "split_embedding{}_backward_codegen_rowwise_adagrad_unweighted_pt2_wrapper"
 
@@ -93,3 +94,25 @@ def compiled(
     torch._dynamo.reset()
     assert all(min(counts) > 0 for counts in changed)
     return {"changed": changed, "reported": reported, "errors": errors}
+
+
+def compiled_tables(rank: int, world_size: int) -> dict[str, list[int]]:
+    """Return the ids that are reported after a sync of replicas and after a write, if the tables' module is compiled.
+
+    ``torch.compile`` replaces the module by another one that contains it.
+    """
+
+    def add_one(tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.data.add_(1)
+
+    model = replicate(Spec([Table("a", 5, "table:0")]), 1, custom_all_reduce=add_one)
+    (kernel,) = kernels_of(model.module.module.ec)
+    kernel._emb_module = torch.compile(kernel._emb_module)
+    with ModelDeltaTracker(model) as tracker:
+        model.sync()
+        (synced,) = tracker.get_delta_ids().values()
+        with torch.no_grad():
+            kernel.split_embedding_weights()[0][3] += 1
+        (written,) = tracker.get_delta_ids().values()
+    return {"synced": synced.tolist(), "written": written.tolist()}

@@ -314,6 +314,20 @@ def dense(rank: int, world_size: int) -> list[int]:
         return [len(rows) for rows in delta.values()]
 
 
+def written_before(rank: int, world_size: int, num_replicas: int, mode: str) -> list[int]:
+    """Return the ids that are reported after row 3 was written in place, without a hook, just before a sync."""
+    model = replicate(Spec([Table("t", 20, "row")]), num_replicas)
+    with ModelDeltaTracker(model, mode=TrackingMode(mode)) as tracker:
+        model.sync()
+        tracker.clear()
+        (view,) = tracker.column_views("ec.embeddings.t")
+        (weight,) = (each for each in model.parameters() if each.data_ptr() == view.data_ptr())
+        with torch.no_grad():
+            weight[3] += 1
+        model.sync()
+        return tracker.get_delta_ids()["ec.embeddings.t"].tolist()
+
+
 def untouched(rank: int, world_size: int) -> None:
     """Training is the same with a tracker, bit for bit."""
     spec = Spec.every_sharding(1)
