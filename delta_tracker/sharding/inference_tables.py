@@ -18,7 +18,7 @@ from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.row_cache import cached_table
-from delta_tracker.sharding.torchrec_api import Quantized, Torchrec, load_quantized, load_torchrec
+from delta_tracker.sharding.torchrec_api import Quantized, Torchrec, load_quantized, load_torchrec, tbe_of
 
 _SCALE_BIAS_BYTES = 4
 _FLOATS = {"fp16": torch.float16, "fp32": torch.float32}
@@ -99,7 +99,7 @@ def _sharded(module: nn.Module) -> Iterator[tuple[str, RowTarget]]:
         rows = spec.row_offset, spec.row_offset + spec.num_rows
         regions = []
         for columns, (kernel, slot) in zip(spec.columns, shard.places, strict=True):
-            cached = cached_table(kernel.module.emb_module, slot) if kernel.is_fused else None
+            cached = cached_table(tbe_of(kernel.module), slot) if kernel.is_fused else None
             regions.append(Region(rows, columns, views[kernel][slot], cached))
         yield fqn, TensorTarget(table.num_rows, table.dim, table.dtype, regions)
 

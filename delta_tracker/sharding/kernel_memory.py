@@ -22,7 +22,7 @@ from delta_tracker.buffers import new_rows
 from delta_tracker.rows import take_rows
 from delta_tracker.sharding.prefetch_order import between_prefetches
 from delta_tracker.sharding.row_cache import RowCache
-from delta_tracker.sharding.torchrec_api import tensor_slots
+from delta_tracker.sharding.torchrec_api import tbe_of, tensor_slots
 
 _Views = list[list[Tensor]]
 
@@ -38,7 +38,7 @@ class KernelMemory:
 
     def __init__(self, module: Any, num_slots: int, *, is_fused: bool) -> None:  # noqa: ANN401  a torchrec class
         def states() -> _Views:
-            return (module.emb_module.split_optimizer_states() if is_fused else []) or [[]] * num_slots
+            return (tbe_of(module).split_optimizer_states() if is_fused else []) or [[]] * num_slots
 
         self._module = module
         self._is_fused = is_fused
@@ -47,7 +47,7 @@ class KernelMemory:
 
     @cached_property
     def _cache(self) -> RowCache | None:
-        return RowCache.of(self._module.emb_module) if self._is_fused else None
+        return RowCache.of(tbe_of(self._module)) if self._is_fused else None
 
     def weight(self, slot: int) -> Tensor:
         """Return the weights of a slot, ``[rows, columns]``, as a tensor that shares the kernel's memory.
@@ -57,7 +57,7 @@ class KernelMemory:
         """
         flushed = _THREAD.flushed
         if flushed is None or self not in flushed:
-            with between_prefetches(self._module.emb_module):
+            with between_prefetches(tbe_of(self._module)):
                 self._module.flush()
         if flushed is not None:
             flushed.add(self)
@@ -77,7 +77,7 @@ class KernelMemory:
             return take_rows(self.weight(slot), ids, new_rows)
         if self._cache is None:
             return take_rows(self._weights()[slot][0], ids, new_rows)
-        with between_prefetches(self._module.emb_module):  # they move rows between the table and the cache
+        with between_prefetches(tbe_of(self._module)):  # they move rows between the table and the cache
             return self._cache.overlay(slot, ids, take_rows(self._weights()[slot][0], ids, new_rows))
 
     def optimizer_states(self, slot: int) -> list[Tensor]:

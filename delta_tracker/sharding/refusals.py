@@ -20,6 +20,7 @@ from delta_tracker.sharding.torchrec_api import (
     kernel_arguments,
     load_torchrec,
     planned_kernel,
+    tbe_of,
 )
 
 # Names of fbgemm's EmbOptimType and WeightDecayMode that write a row only in the backward pass of a lookup of the row.
@@ -144,7 +145,7 @@ def _refuse_optimizers(found: Discovery) -> None:
                 strange.setdefault(name, []).append(fqn)
     for kernel in found.kernels:
         if kernel.is_fused:
-            tbe = kernel.module.emb_module
+            tbe = tbe_of(kernel.module)
             name = _strange(tbe.optimizer, getattr(tbe, "weight_decay_mode", None))
             strange.setdefault(name, []).extend(fqn for fqn, _ in kernel.slots if fqn is not None)
     strange.pop("", None)

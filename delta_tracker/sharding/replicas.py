@@ -32,7 +32,7 @@ from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.sharding.discover import Discovery, LocalShard
 from delta_tracker.sharding.kernel_hooks import UpdateListener, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
-from delta_tracker.sharding.torchrec_api import averages_itself, load_torchrec, sync_groups
+from delta_tracker.sharding.torchrec_api import averages_itself, load_torchrec, sync_groups, tbe_of
 from delta_tracker.sharding.weights import row_chunks
 
 _EXCHANGING = (2, 4)  # numbers of replicas whose average of equal values has the same bits, see the module's docstring
@@ -185,6 +185,7 @@ class SyncHook(Watcher):
         Returns:
             Function of one argument, which is True if the ``sync`` succeeded.
         """
+        self._contained(lambda: self._log.notice_writes(self._tables), otherwise=None)
         ids: dict[str, Tensor | None] = {}
         for group in self._groups:
             for fqn, rows in self._rows_of_all_ranks(group, includes_states=includes_states).items():
@@ -293,7 +294,7 @@ def watch_syncs(
             tables = [
                 fqn
                 for kernel in found.kernels
-                if kernel.is_fused and any(kernel.module.emb_module is module for module in each.modules)
+                if kernel.is_fused and any(tbe_of(kernel.module) is module for module in each.modules)
                 for fqn, _ in kernel.slots
                 if fqn is not None
             ]

@@ -168,9 +168,18 @@ def table_configs(module: nn.Module) -> dict[str, Any]:
     return dict(module._table_name_to_config)  # type: ignore[arg-type]  # noqa: SLF001
 
 
+def tbe_of(kernel: Any) -> Any:  # noqa: ANN401  classes of torchrec and FBGEMM
+    """Return FBGEMM's module (TBE) of a kernel, without a wrapper that ``torch.compile`` has put around it.
+
+    The wrapper has the attributes of the module, but none of its tensors, and is another object.
+    """
+    module = kernel.emb_module
+    return getattr(module, "_orig_mod", module)
+
+
 def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]:  # noqa: ANN401  a torchrec class
     """Return the locations of a fused kernel's weight tensors, as pairs of a mapping and a key in the mapping."""
-    module = kernel.emb_module
+    module = tbe_of(kernel)
     return [
         (owner, name)
         for name in ("weights_dev", "weights_host", "weights_uvm")
@@ -181,7 +190,7 @@ def weight_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]: 
 
 def tensor_slots(kernel: Any) -> list[tuple[Mapping[str, Tensor | None], str]]:  # noqa: ANN401  a torchrec class
     """Return the locations of all tensors of a kernel's TBE module, as pairs of a mapping and a key in the mapping."""
-    module = kernel.emb_module
+    module = tbe_of(kernel)
     return [(owner, name) for owner in (module._parameters, module._buffers) for name in owner]  # noqa: SLF001
 
 

@@ -100,7 +100,7 @@ REVERTS = [
         edits={
             "delta_tracker/sharding/kernel_memory.py": [
                 (
-                    "        with between_prefetches(self._module.emb_module):  # they",
+                    "        with between_prefetches(tbe_of(self._module)):  # they",
                     "        with one_cut():  # they",
                 )
             ]

@@ -107,7 +107,7 @@ def compiled_tables(rank: int, world_size: int) -> dict[str, list[int]]:
             tensor.data.add_(1)
 
     model = replicate(Spec([Table("a", 5, "table:0")]), 1, custom_all_reduce=add_one)
-    (kernel,) = kernels_of(model.module.module.ec)
+    (kernel,) = kernels_of(model.module.ec)
     kernel._emb_module = torch.compile(kernel._emb_module)
     with ModelDeltaTracker(model) as tracker:
         model.sync()

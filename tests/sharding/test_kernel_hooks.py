@@ -74,7 +74,6 @@ def test_a_tracker_sees_lookups_that_were_compiled_with_another(one_rank: RankPo
 
 
 @pytest.mark.promise("lossless")
-@pytest.mark.xfail(strict=True, reason="FBGEMM's module is not found inside the compiled one")
 def test_changes_of_tables_in_a_compiled_module_are_reported(one_rank: RankPool) -> None:
     (found,) = one_rank.run("tests.sharding.compile_cases:compiled_tables")
     assert found == {"synced": list(range(5)), "written": list(range(5))}

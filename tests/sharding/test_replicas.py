@@ -102,13 +102,8 @@ def test_rows_of_one_replica_only_are_reported_on_all(two_ranks: RankPool) -> No
     assert [answer["rows"] for answer in answers] == [20, 20]
 
 
-_LOST = pytest.mark.xfail(strict=True, reason="the sync forgets the write")
-
-
 @pytest.mark.promise("lossless")
-@pytest.mark.parametrize(
-    ("num_replicas", "mode"), [pytest.param(1, "id_only", marks=_LOST), (1, "embedding"), (2, "id_only")]
-)
+@pytest.mark.parametrize(("num_replicas", "mode"), [(1, "id_only"), (1, "embedding"), (2, "id_only")])
 def test_writes_in_place_just_before_a_sync_are_reported(two_ranks: RankPool, num_replicas: int, mode: str) -> None:
     for ids in two_ranks.run(f"{_CASES}:written_before", num_replicas=num_replicas, mode=mode):
         assert 3 in ids
