@@ -24,7 +24,8 @@ from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.profiling import profiler_range
-from delta_tracker.tracker.store.segments import SegmentStore, changed_in_each, num_changed_in_each
+from delta_tracker.tracker.store.segments import SegmentStore
+from delta_tracker.tracker.store.several_stores import changed_in_each, mark_in_each, num_changed_in_each, open_in_each
 from delta_tracker.types import Delta, Memory
 
 _logger = logging.getLogger(__name__)
@@ -295,7 +296,7 @@ class ChangeLog:
             self._notice_before_capture(ids)
             for fqn, table_ids in ids.items():
                 self._count(fqn, table_ids)
-                self._stores[fqn].mark(table_ids)
+            mark_in_each(self._stores, ids)
 
     def opened(self, key: int, ids: Mapping[str, Tensor | None]) -> None:
         """Open a batch of rows that are about to be written, and mark the rows as changed.
@@ -313,7 +314,7 @@ class ChangeLog:
             self._open[key] = tuple(ids)
             for fqn, table_ids in ids.items():
                 self._count(fqn, table_ids)
-                self._stores[fqn].open_batch(key, table_ids)
+            open_in_each(self._stores, key, ids)
 
     def applied(self, key: int, tables: Iterable[str]) -> None:
         """Close batch ``key`` in ``tables``, because the batch's rows in these tables have been written.

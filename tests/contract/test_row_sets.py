@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from bisect import bisect_left
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -104,7 +105,7 @@ class Pair:
     def __init__(self, engine: type[RowSet], num_rows: int, device: torch.device) -> None:
         self.rows = engine(num_rows, device)
         self.reference = SetReference(num_rows)
-        self.most_bytes = num_rows if engine is TorchRows else num_rows / 8 * 1.01 + 128
+        self.most_bytes = num_rows if issubclass(engine, TorchRows) else num_rows / 8 * 1.01 + 128
         self.news: list[list[int]] = []  # every answer whose order the engine chooses
 
     def ids(self, ids: list[int]) -> Tensor:
@@ -307,6 +308,57 @@ def test_ids_with_gaps_are_taken(engine: type[RowSet], device: torch.device) -> 
     assert rows.rank(ids).tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
+class _JointRows(TorchRows):
+    """Sets that share memory, as on a device."""
+
+    @classmethod
+    def create_each(cls, nums_rows: Sequence[int], device: torch.device) -> list[Self]:
+        shared = torch.zeros(sum(nums_rows), dtype=torch.bool, device=device)
+        begins = itertools.accumulate(nums_rows, initial=0)
+        return [cls(rows, device, shared=shared, begin=begin) for rows, begin in zip(nums_rows, begins, strict=False)]
+
+
+@pytest.mark.parametrize(("engine", "device"), [pytest.param(_JointRows, _CPU, id="torch, shared"), *_engines])
+def test_sets_that_are_marked_together_are_as_sets_marked_alone(engine: type[RowSet], device: torch.device) -> None:
+    @settings(
+        max_examples=12 if _INTERPRETS else 60,
+        phases=[Phase.generate] if _INTERPRETS else Phase,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.nested_given],
+    )
+    @given(st.lists(st.sampled_from(_SIZES), min_size=1, max_size=5), st.data())
+    def run(nums_rows: list[int], data: Any) -> None:
+        pairs = [Pair(engine, num_rows, device) for num_rows in nums_rows]
+        together = engine.create_each(nums_rows, device)
+        for pair, rows in zip(pairs, together, strict=True):
+            pair.rows = rows
+        for _ in range(data.draw(st.integers(1, 5))):
+            chosen = data.draw(st.permutations(pairs))[: data.draw(st.integers(1, len(pairs)))]
+            ids = [data.draw(st.lists(st.integers(-2, pair.rows.num_rows + 2), max_size=40)) for pair in chosen]
+            sets, given_ids = (
+                [pair.rows for pair in chosen],
+                [pair.ids(each) for pair, each in zip(chosen, ids, strict=True)],
+            )
+            if data.draw(st.booleans()):
+                engine.mark_each(sets, given_ids)
+                for pair, each in zip(chosen, ids, strict=True):
+                    pair.reference.mark_new(each)
+            else:
+                found = engine.mark_new_padded_each(sets, given_ids)
+                for pair, each, (padded, count) in zip(chosen, ids, found, strict=True):
+                    assert (padded.shape, count.shape) == ((len(each),), (1,))
+                    assert padded[int(count) :].tolist() == [-1] * (len(each) - int(count))
+                    pair.compare_new(padded[: int(count)], pair.reference.mark_new(each))
+            assert [each.tolist() for each in given_ids] == ids
+            for pair in pairs:
+                pair.scan([])
+        pairs[0].run([("clear", []), ("mark", [1])])
+        for pair in pairs:
+            pair.scan([])
+
+    run()
+
+
 @_every_engine
 def test_results_outlive_later_calls(engine: type[RowSet], device: torch.device) -> None:
     rows = engine(100, device)
@@ -423,10 +475,19 @@ def test_triton_compiles_for_a_gpu_that_is_not_here(capability: int, monkeypatch
     backend = pytest.importorskip("triton.backends.compiler")
     programs = import_module("delta_tracker.tracker.row_sets.triton_programs")
     pointers = {"words": "*i32", "summary": "*i32", "ids": "*i64", "fresh": "*i64", "num_fresh": "*i64"}
-    pointers |= {"counts": "*i32", "touched": "*i32", "num_touched": "*i64", "before": "*i64", "out": "*i64"}
+    pointers |= {
+        "sets": "*i64",
+        "counts": "*i32",
+        "touched": "*i32",
+        "num_touched": "*i64",
+        "before": "*i64",
+        "out": "*i64",
+    }
     for name, constants in [
         ("mark", {"size": 1024, "wants_fresh": True}),
         ("mark", {"size": 1024, "wants_fresh": False}),
+        ("mark_each", {"size": 1024, "wants_fresh": True}),
+        ("mark_each", {"size": 1024, "wants_fresh": False}),
         ("count", {"size": 64}),
         ("scan", {}),
         ("rank", {"size": 128}),
@@ -437,7 +498,7 @@ def test_triton_compiles_for_a_gpu_that_is_not_here(capability: int, monkeypatch
             compiler.ASTSource(kernel, signature, constants), target=backend.GPUTarget("cuda", capability, 32)
         )
         is_atomic = any(word in compiled.asm["ptx"] for word in ("atom.global", "red.global", "atom.relaxed"))
-        assert is_atomic == (name in ("mark", "count")), name
+        assert is_atomic == (name in ("mark", "mark_each", "count")), name
         assert compiled.asm["cubin"]
 
 
@@ -459,9 +520,9 @@ def test_triton_compiles_one_variant_for_all_sizes_and_alignments(
     monkeypatch.setattr(runtime.driver, "_active", driver)
     launched: dict[str, set[str]] = {}
 
-    def launch(self: TritonRows, name: str, num_programs: int, *arguments: Any, **constants: int) -> None:
+    def launch(self: TritonRows, name: str, grid: tuple[int, ...], *arguments: Any, **constants: int) -> None:
         kernel = getattr(programs, name)
-        kernel.warmup(*arguments, **constants, grid=(num_programs,))
+        kernel.warmup(*arguments, **constants, grid=grid)
         launched.setdefault(name, set()).update(kernel.device_caches[driver.get_current_device()][0])
 
     monkeypatch.setattr(TritonRows, "_launch", launch)
@@ -473,11 +534,14 @@ def test_triton_compiles_one_variant_for_all_sizes_and_alignments(
             ids = torch.zeros(2000, dtype=torch.int64)[offset : offset + num_ids]
             rows.mark(ids)
             rows.mark_new_padded(ids)
+            TritonRows.mark_each([rows, rows], [ids, ids])
+            TritonRows.mark_new_padded_each([rows, rows], [ids, ids])
             rows.rank(ids)
         rows._launch(
-            "scan", 1, rows._words, *(torch.zeros(9, dtype=t) for t in (torch.int64, torch.int32, torch.int64))
+            "scan", (1,), rows._words, *(torch.zeros(9, dtype=t) for t in (torch.int64, torch.int32, torch.int64))
         )
-    assert {name: len(variants) for name, variants in launched.items()} == {"mark": 2, "count": 1, "rank": 1, "scan": 1}
+    num_variants = {name: len(variants) for name, variants in launched.items()}
+    assert num_variants == {"mark": 2, "mark_each": 2, "count": 1, "rank": 1, "scan": 1}
 
 
 @_needs_triton
@@ -488,9 +552,9 @@ def test_a_scan_of_triton_visits_only_blocks_with_marked_rows(monkeypatch: pytes
     rows.mark(torch.tensor([5, 512 * 700 + 3, 6]))
     launched, launch = [], TritonRows._launch
 
-    def counting(self: TritonRows, name: str, num_programs: int, *arguments: Any, **constants: int) -> None:
-        launched.append((name, num_programs))
-        launch(self, name, num_programs, *arguments, **constants)
+    def counting(self: TritonRows, name: str, grid: tuple[int, ...], *arguments: Any, **constants: int) -> None:
+        launched.append((name, *grid))
+        launch(self, name, grid, *arguments, **constants)
 
     monkeypatch.setattr(TritonRows, "_launch", counting)
     assert rows.scan().tolist() == [5, 6, 512 * 700 + 3]

@@ -100,4 +100,25 @@ REVERTS = [
             "delta_tracker/sharding/torchrec_api.py": [('getattr(module, "_orig_mod", module)', "module")],
         },
     ),
+    Revert(
+        defect="the launches of a batch grow with the number of tables",
+        generator="tests/tracker/test_several_stores.py::test_the_launches_of_a_batch_do_not_grow_with_the_number_of_tables",
+        edits={
+            "delta_tracker/tracker/store/several_stores.py": [
+                ("if own is not None and", "if False and own is not None and")
+            ]
+        },
+    ),
+    Revert(
+        defect="tables that are marked together exchange the rows that are new",
+        generator="tests/tracker/test_several_stores.py::test_each_table_has_the_rows_that_it_has_alone",
+        edits={
+            "delta_tracker/tracker/row_sets/joint_ids.py": [
+                (
+                    "torch.where(is_marked, last_key, self.indices + self.sets)",
+                    "torch.where(is_marked, last_key, self.indices)",
+                )
+            ]
+        },
+    ),
 ]

@@ -73,7 +73,7 @@ class _Padded(SegmentStore):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, max_device_bytes=_LateCopy.draw.choice([0, 30, 1 << 20]))
-        self._pads = True
+        self.pads = True
 
 
 @pytest.mark.parametrize("engine", ["torch", "numba"])

@@ -118,7 +118,7 @@ class _Padded(SegmentStore):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pads = True
+        self.pads = True
 
 
 @pytest.mark.parametrize("engine", ["torch", "numba"])

@@ -156,6 +156,43 @@ class RowSet(ABC):
         return self._num_marked() if self.num_rows else 0
 
     @classmethod
+    def create_each(cls, nums_rows: Sequence[int], device: torch.device) -> list[Self]:
+        """Return empty sets that :meth:`mark_each` and :meth:`mark_new_padded_each` can mark together.
+
+        On a device, an engine may place all sets in one tensor, which is released when no set is left.
+
+        Args:
+            nums_rows: number of rows of each set; 0 is allowed.
+            device: device of the sets.
+        """
+        return [cls(num_rows, device) for num_rows in nums_rows]
+
+    @classmethod
+    def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
+        """Call :meth:`mark` of each set.
+
+        On a device, an engine may take a fixed number of operations for all sets of one :meth:`create_each`.
+
+        Args:
+            sets: different sets of this engine on one device.
+            ids: ``[N]`` int64 local ids of each set.
+        """
+        for each, own in zip(sets, ids, strict=True):
+            each.mark(own)
+
+    @classmethod
+    def mark_new_padded_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the result of :meth:`mark_new_padded` for each set.
+
+        On a device, an engine may take a fixed number of operations for all sets of one :meth:`create_each`.
+
+        Args:
+            sets: different sets of this engine on one device.
+            ids: ``[N]`` int64 local ids of each set.
+        """
+        return [each.mark_new_padded(own) for each, own in zip(sets, ids, strict=True)]
+
+    @classmethod
     def scan_each(cls, sets: Sequence[Self]) -> list[Tensor]:
         """Return :meth:`scan` of each set. On a device, an engine may wait less often than once for each set.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from delta_tracker.tracker.row_sets.joint_ids import JointIds
 from delta_tracker.tracker.row_sets.row_set import RowSet
 
 _JOINED_BYTES = 64 << 20  # temporary memory of a scan of several sets
@@ -28,6 +30,19 @@ class TorchRows(RowSet):
 
     :meth:`mark_new` returns ids in ascending order. :meth:`rank` waits for the device. On a device, :meth:`scan_each`
     joins small sets and waits once for all counts and once for each 64 MiB of sets. :meth:`count_each` waits once.
+    There, :meth:`create_each` places the sets in one tensor, and :meth:`mark_each` and :meth:`mark_new_padded_each`
+    take a fixed number of operations for these sets.
+
+    Args:
+        num_rows: ``R``; 0 is allowed.
+        device: device of the set and of all ids.
+        shared: ``[S]`` bool, memory in which the set has the ``R`` marks from ``begin`` on, all False; None for memory
+            of its own.
+        begin: index of the first mark in ``shared``.
+
+    Attributes:
+        shared: the memory with the marks of this set, and of all sets that were created with it.
+        begin: index of the first mark of this set in ``shared``.
 
     Example:
         >>> rows = TorchRows(8, torch.device("cpu"))
@@ -38,16 +53,48 @@ class TorchRows(RowSet):
         tensor([1, 2, 5, 7])
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, device: torch.device, *, shared: Tensor | None = None, begin: int = 0) -> None:
         super().__init__(num_rows, device)
-        # A tensor created in inference mode cannot be written in place outside it.
-        with torch.inference_mode(mode=False):
-            self._marks = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self.shared = _no_marks(num_rows, device) if shared is None else shared
+        self.begin = begin
+        self._marks = self.shared if shared is None else shared[begin : begin + num_rows]
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:  # noqa: ARG003  torch supports every device
         """Return True, because torch supports every device."""
         return True
+
+    @classmethod
+    def create_each(cls, nums_rows: Sequence[int], device: torch.device) -> list[Self]:
+        """Return empty sets. Except on the CPU, they are in one tensor."""
+        if len(nums_rows) < 2 or device.type == "cpu":  # noqa: PLR2004  one set shares nothing
+            return super().create_each(nums_rows, device)
+        shared = _no_marks(sum(nums_rows), device)
+        places = zip(nums_rows, accumulate(nums_rows, initial=0), strict=False)
+        return [cls(num_rows, device, shared=shared, begin=begin) for num_rows, begin in places]
+
+    @classmethod
+    def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
+        """Call :meth:`mark` of each set, for sets in one tensor together."""
+        for group, own in _sharing(sets, ids):
+            if len(group) == 1:
+                group[0].mark(own[0])
+            else:
+                group[0].shared.index_fill_(0, cls._joint(group, own).indices, True)
+
+    @classmethod
+    def mark_new_padded_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the result of :meth:`mark_new_padded` for each set. Marks sets in one tensor together."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for group, own in _sharing(sets, ids):
+            if len(group) == 1:
+                found[id(group[0])] = group[0].mark_new_padded(own[0])
+                continue
+            shared, joint = group[0].shared, cls._joint(group, own)
+            new = joint.new_padded(shared.index_select(0, joint.indices))
+            shared.index_fill_(0, joint.indices, True)
+            found |= zip(map(id, group), zip(*new, strict=True), strict=True)
+        return [found[id(each)] for each in sets]
 
     @classmethod
     def scan_each(cls, sets: Sequence[Self]) -> list[Tensor]:
@@ -74,6 +121,10 @@ class TorchRows(RowSet):
             return super().count_each(sets)
         counts: list[int] = torch.stack([marks.count_nonzero() for each in sets for marks in each.tensors]).tolist()
         return counts
+
+    @staticmethod
+    def _joint(sets: Sequence[TorchRows], ids: Sequence[Tensor]) -> JointIds:
+        return JointIds(ids, [each.begin for each in sets], [each.num_rows for each in sets])
 
     @property
     def num_bytes(self) -> int:
@@ -124,6 +175,28 @@ class TorchRows(RowSet):
 
     def _rank(self, ids: Tensor) -> Tensor:
         return torch.searchsorted(self._scan(), within(ids, self.num_rows))
+
+
+def _no_marks(num_rows: int, device: torch.device) -> Tensor:
+    # A tensor created in inference mode cannot be written in place outside it.
+    with torch.inference_mode(mode=False):
+        return torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+
+def _sharing(
+    sets: Sequence[TorchRows], ids: Sequence[Tensor]
+) -> Iterator[tuple[Sequence[TorchRows], Sequence[Tensor]]]:
+    """Yield the sets that are in one tensor, in their order in the tensor, and their ids.
+
+    Sets without rows and sets without ids are yielded alone.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, (each, own) in enumerate(zip(sets, ids, strict=True)):
+        is_empty = each.num_rows == 0 or own.numel() == 0
+        groups.setdefault(id(each if is_empty else each.shared), []).append(place)
+    for places in groups.values():
+        places.sort(key=lambda place: sets[place].begin)
+        yield [sets[place] for place in places], [ids[place] for place in places]
 
 
 def _joined(sets: Sequence[TorchRows]) -> Iterator[Sequence[TorchRows]]:

@@ -8,9 +8,11 @@ and 9.0. They have not been run or measured on a GPU yet. Therefore the engine i
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
+from itertools import accumulate
 from types import ModuleType
 from typing import Self
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.errors import MissingExtraError
+from delta_tracker.rows import to_device
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.row_sets.torch import within
 
@@ -67,11 +70,31 @@ class TritonRows(RowSet):
             rows, ids = cls(1, device), torch.zeros(1, dtype=torch.int64, device=device)
             rows.mark(ids)
             rows.mark_new_padded(ids)
+            cls.mark_each([rows, rows], [ids, ids])
+            cls.mark_new_padded_each([rows, rows], [ids, ids])
             rows.rank(ids)
             rows.scan()
         except BaseException:
             _COMPILED.discard(device)
             raise
+
+    @classmethod
+    def mark_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> None:
+        """Call :meth:`mark` of each set. Launches one kernel for all sets."""
+        if len(sets) < 2:  # noqa: PLR2004  one set needs no table of sets
+            super().mark_each(sets, ids)
+        else:
+            cls._launch_mark_each(sets, ids, torch.cat(list(ids)), fresh=None, num_fresh=None)
+
+    @classmethod
+    def mark_new_padded_each(cls, sets: Sequence[Self], ids: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the result of :meth:`mark_new_padded` for each set. Launches one kernel for all sets."""
+        if len(sets) < 2:  # noqa: PLR2004
+            return super().mark_new_padded_each(sets, ids)
+        joined = torch.cat(list(ids))
+        fresh, num_fresh = torch.full_like(joined, -1), joined.new_zeros(len(sets))
+        cls._launch_mark_each(sets, ids, joined, fresh, num_fresh)
+        return list(zip(torch.split(fresh, [len(own) for own in ids]), torch.split(num_fresh, 1), strict=True))
 
     @classmethod
     def serves(cls, device: torch.device) -> bool:
@@ -87,6 +110,11 @@ class TritonRows(RowSet):
     def tensors(self) -> tuple[Tensor, ...]:
         """Tensors of the bits."""
         return self._words, self._summary
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Addresses of the bits of the rows and of the blocks."""
+        return self._words.data_ptr(), self._summary.data_ptr()
 
     def _mark(self, ids: Tensor) -> None:
         self._launch_mark(ids, fresh=None, num_fresh=None)
@@ -118,7 +146,7 @@ class TritonRows(RowSet):
         num_rows, num_blocks = torch.cat([before[-1:] + counts[-1:], num_touched]).tolist()
         rows = torch.empty(num_rows, dtype=torch.int64, device=self.device)
         if num_blocks:
-            self._launch("scan", num_blocks, self._words, before, touched, rows)
+            self._launch("scan", (num_blocks,), self._words, before, touched, rows)
         return rows
 
     def _num_marked(self) -> int:
@@ -129,13 +157,31 @@ class TritonRows(RowSet):
         ranks = torch.empty(ids.numel(), dtype=torch.int64, device=self.device)
         num_programs = -(-ids.numel() // _RANKS_PER_PROGRAM)
         arguments = (self._words, before, self.num_rows, ids.contiguous(), ids.numel(), ranks)
-        self._launch("rank", num_programs, *arguments, size=_RANKS_PER_PROGRAM)
+        self._launch("rank", (num_programs,), *arguments, size=_RANKS_PER_PROGRAM)
         return ranks
 
     def _launch_mark(self, ids: Tensor, fresh: Tensor | None, num_fresh: Tensor | None) -> None:
         num_programs = -(-ids.numel() // _IDS_PER_PROGRAM)
         arguments = (self._words, self._summary, self.num_rows, ids.contiguous(), ids.numel(), fresh, num_fresh)
-        self._launch("mark", num_programs, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None)
+        self._launch("mark", (num_programs,), *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None)
+
+    @classmethod
+    def _launch_mark_each(
+        cls, sets: Sequence[Self], ids: Sequence[Tensor], joined: Tensor, fresh: Tensor | None, num_fresh: Tensor | None
+    ) -> None:
+        begins = accumulate(map(len, ids), initial=0)
+        # A set without rows has no words, so its range of ids is empty.
+        places = [
+            [*each.addresses, each.num_rows, begin, begin + (len(own) if each.num_rows else 0)]
+            for each, own, begin in zip(sets, ids, begins, strict=False)
+        ]
+        longest = max(map(len, ids))
+        if longest:
+            grid = (-(-longest // _IDS_PER_PROGRAM), len(sets))
+            arguments = (to_device(torch.tensor(places), joined.device), joined, fresh, num_fresh)
+            sets[0]._launch(  # noqa: SLF001  needs the programs and the device, which are the same for all sets
+                "mark_each", grid, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None
+            )
 
     def _count(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Count the marked rows of each of the ``B`` blocks of the set.
@@ -149,13 +195,13 @@ class TritonRows(RowSet):
         num_touched = torch.zeros(1, dtype=torch.int64, device=self.device)
         num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
         arguments = (self._words, self._summary, self._num_blocks, counts, touched, num_touched)
-        self._launch("count", num_programs, *arguments, size=_BLOCKS_PER_PROGRAM)
+        self._launch("count", (num_programs,), *arguments, size=_BLOCKS_PER_PROGRAM)
         return counts, counts.cumsum(0) - counts, touched, num_touched
 
-    def _launch(self, name: str, num_programs: int, *arguments: Tensor | int | None, **constants: int) -> None:
+    def _launch(self, name: str, grid: tuple[int, ...], *arguments: Tensor | int | None, **constants: int) -> None:
         # Triton launches on the current device, which may differ from the set's.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            getattr(self._programs, name)[(num_programs,)](*arguments, **constants)
+            getattr(self._programs, name)[grid](*arguments, **constants)
 
 
 @cache

@@ -336,14 +336,33 @@ class DeviceStates(OldStates):
         """
         if self._lowest < self._num_rows:  # otherwise all rows are marked
             new, count = marked.mark_new_padded(ids)
-            self._append(new, count, read)
+            self.append(new, count, read)
+
+    def append(self, ids: Tensor, count: Tensor, read: ReadStates) -> None:
+        """Add rows that were newly marked. Does not wait for the device.
+
+        Args:
+            ids: ``[N]`` int64. The first ``count`` are the ids of the rows; the others are padding.
+            count: ``[1]`` int64, the number of rows.
+            read: function that returns the states ``[M, S]`` to keep for the first ``M`` ids. It is called with these
+                ids, in which 0 replaces -1.
+        """
+        num_ids = min(len(ids), self._num_rows - self._lowest)
+        if num_ids <= 0:
+            return
+        ids = ids[:num_ids]
+        states = read(ids.clamp(min=0))
+        block = self._room(num_ids, ids, states)
+        block.append(ids, states, count)
+        if 2 * block.highest >= block.capacity:
+            block.start_copy()
 
     def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
         """Mark rows, and keep the given states of those that were not marked before."""
         is_new = ~marked.contains(ids)
         marked.mark(ids)
         order = is_new.logical_not().byte().sort(stable=True).indices  # new rows first
-        self._append(ids[order], is_new.sum(0, keepdim=True), lambda kept: states[order[: len(kept)]])
+        self.append(ids[order], is_new.sum(0, keepdim=True), lambda kept: states[order[: len(kept)]])
 
     def poll(self) -> None:
         """Update the bounds with the copies that are complete, and trim and release memory accordingly."""
@@ -426,25 +445,6 @@ class DeviceStates(OldStates):
     def num_bytes(self) -> int:
         """Size in bytes of the memory on the device and of the copies in host memory."""
         return self._settled_bytes + sum(block.num_bytes for block in self._pending)
-
-    def _append(self, ids: Tensor, count: Tensor, read: ReadStates) -> None:
-        """Add rows that were newly marked.
-
-        Args:
-            ids: ``[N]`` int64. The first ``count`` are the ids of the rows; the others are padding.
-            count: ``[1]`` int64, the number of rows.
-            read: function that returns the states ``[M, S]`` to keep for the first ``M`` ids. It is called with these
-                ids, in which 0 replaces -1.
-        """
-        num_ids = min(len(ids), self._num_rows - self._lowest)
-        if num_ids <= 0:
-            return
-        ids = ids[:num_ids]
-        states = read(ids.clamp(min=0))
-        block = self._room(num_ids, ids, states)
-        block.append(ids, states, count)
-        if 2 * block.highest >= block.capacity:
-            block.start_copy()
 
     @property
     def _lowest(self) -> int:

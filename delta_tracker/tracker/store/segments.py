@@ -14,7 +14,7 @@ update is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from delta_tracker.buffers import new_rows
 from delta_tracker.rows import ChangedRows, put_rows
-from delta_tracker.tracker.row_sets.engines import choose_engine, count_each, scan_each
+from delta_tracker.tracker.row_sets.engines import choose_engine
 from delta_tracker.tracker.row_sets.row_set import RowSet
 from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, OldStates, settle
 
@@ -31,7 +31,7 @@ from delta_tracker.tracker.store.old_states import DeviceStates, HostStates, Old
 _MAX_OPEN = 256
 _STUCK = -2  # key of the open batch that _fold_oldest() creates
 _DEVICE_BYTES = 64 << 20
-# Sets of at least this size are cleared and reused, because page faults in new memory take longer than a small read.
+# On the CPU, sets of at least this size are reused, because page faults in new memory take longer than a small read.
 _SPARE_BYTES = 1 << 20
 
 
@@ -60,8 +60,8 @@ class _Segment:
         return sum(each.num_bytes for each in (self.rows, self.states) if each is not None)
 
 
-class _Marked(NamedTuple):
-    """Rows that were marked in some segments.
+class Marked(NamedTuple):
+    """Rows that were marked in some segments of a store.
 
     Args:
         rows: set of the rows; None if no segment has rows.
@@ -97,6 +97,11 @@ class SegmentStore:
             ones, see :class:`~delta_tracker.tracker.store.old_states.DeviceStates`. Older ones are moved to pinned host
             memory. Ignored on the CPU, and without effect on devices other than CUDA.
 
+    Attributes:
+        engine: implementation of the row sets.
+        pads: True if the shard is not on the CPU. Only the device has the number of rows that a batch adds, so that the
+            ids of these rows are padded to a fixed size.
+
     Example:
         >>> store = SegmentStore(num_rows=8)
         >>> store.open_batch(0, torch.tensor([5, 2, 5]))
@@ -118,19 +123,19 @@ class SegmentStore:
     ) -> None:
         self.num_rows = num_rows
         self._device = torch.device(device)
-        self._engine = choose_engine(engine, self._device)
-        self._engine.warm_up(self._device)  # the first set is created in a backward pass
+        self.engine = choose_engine(engine, self._device)
+        self.engine.warm_up(self._device)  # the first set is created in a backward pass
         self._old_states = old_states
         self._was_written = was_written
         self._has_unmarked = False  # the shard was written without a report, and its rows are not marked yet
         self._is_reported = True  # False if writes may happen that neither a hook nor was_written reports
         self._max_device_bytes = max_device_bytes
-        self._pads = self._device.type != "cpu"  # only the device has the number of new rows
+        self.pads = self._device.type != "cpu"
         self._segments = [_Segment(start=0)]
         self._open: dict[int, Tensor | None] = {}
         self._spare: RowSet | None = None
 
-    def open_batch(self, batch: int, ids: Tensor | None) -> None:
+    def open_batch(self, batch: int, ids: Tensor | None, *, is_marked: bool = False) -> None:
         """Mark the rows of a batch whose update is about to be written, and open the batch.
 
         Args:
@@ -138,11 +143,13 @@ class SegmentStore:
             ids: ``[N]`` integer local ids, in any order, duplicates allowed; None for all rows, with unknown old
                 states. An id outside ``[0, R)`` counts as row 0, because FBGEMM's table-batched embedding updates row 0
                 for it.
+            is_marked: True if the caller marks the rows.
         """
         if self.num_rows == 0:
             return
         self._open[batch] = ids
-        self._mark(ids)
+        if not is_marked:
+            self._mark(ids)
         if len(self._open) > _MAX_OPEN:
             self._fold_oldest()
 
@@ -191,6 +198,33 @@ class SegmentStore:
     def keeps_states(self) -> bool:
         """True if the store keeps old states."""
         return self._old_states is not None
+
+    @property
+    def newest_set(self) -> RowSet | None:
+        """Set of the rows that were marked since the last cut; None if there are none.
+
+        Set it to an empty set if it is None, and only then. Rows may be added to it if no old states are kept, or if
+        :meth:`keep_states` is called afterwards.
+        """
+        return self._segments[-1].rows
+
+    @newest_set.setter
+    def newest_set(self, rows: RowSet) -> None:
+        assert self._segments[-1].rows is None, "only a missing set is replaced"
+        self._segments[-1].rows = rows
+
+    def keep_states(self, ids: Tensor, count: Tensor) -> None:
+        """Keep the current states of rows that were added to :attr:`newest_set`. Does not wait for the device.
+
+        Args:
+            ids: first result of :meth:`~delta_tracker.tracker.row_sets.row_set.RowSet.mark_new_padded`.
+            count: its second result.
+        """
+        states = self._last_states()
+        assert self._old_states is not None, "checked by the caller"
+        assert isinstance(states, DeviceStates), "the ids are padded on a device only"
+        states.append(ids, count, self._old_states)
+        self._tend()
 
     @property
     def reads_shard(self) -> bool:
@@ -267,9 +301,9 @@ class SegmentStore:
             start: a pinned position.
             beside: ``[N]`` int64 local ids; None for no ids.
         """
-        marked = self._marked(start, None, beside)
+        marked = self.marked(start, None, beside)
         count = 0 if marked.rows is None else marked.rows.count()
-        self._release(marked)
+        self.release(marked)
         return count
 
     def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
@@ -284,10 +318,10 @@ class SegmentStore:
                 since it was cut.
             with_states: return a copy of the old states too, if the store keeps them.
         """
-        if with_states and self._pads:
+        if with_states and self.pads:
             self._settle()
-        marked = self._marked(start, stop)
-        return self._found(marked, None if marked.rows is None else marked.rows.scan(), with_states=with_states)
+        marked = self.marked(start, stop)
+        return self.found(marked, None if marked.rows is None else marked.rows.scan(), with_states=with_states)
 
     @property
     def compact_waits(self) -> bool:
@@ -295,11 +329,11 @@ class SegmentStore:
 
         This is the case if old states are kept on a device other than the CPU.
         """
-        return self._pads and self.keeps_states
+        return self.pads and self.keeps_states
 
     def compact(self, pinned: Collection[int]) -> None:
         """Merge neighboring segments that no position in ``pinned`` separates."""
-        if len(self._segments) > 1 and self._pads:
+        if len(self._segments) > 1 and self.pads:
             self._settle()
         place = 1
         while place < len(self._segments):
@@ -337,7 +371,7 @@ class SegmentStore:
     def drop_spare(self) -> None:
         """Free the spare set that is kept for reuse, and the memory that is reserved for further old states."""
         self._spare = None
-        for states in self._device_states:
+        for states in self.device_states:
             states.shrink()
 
     @property
@@ -378,7 +412,7 @@ class SegmentStore:
         spare = 0 if self._spare is None else self._spare.num_bytes
         return opened + spare + sum(segment.num_bytes for segment in self._segments)
 
-    def _marked(self, start: int, stop: int | None, beside: Tensor | None = None) -> _Marked:
+    def marked(self, start: int, stop: int | None, beside: Tensor | None = None) -> Marked:
         """Return the rows marked in ``[start, stop)`` and the rows in ``beside``.
 
         Pass the result to :meth:`_release` after use. A ``stop`` of None means no upper bound.
@@ -389,13 +423,13 @@ class SegmentStore:
             if start <= seg.start and (stop is None or seg.start < stop) and seg.rows is not None
         ]
         if len(segments) <= 1 and beside is None:
-            return _Marked(segments[0].rows if segments else None, segments, is_merged=False)
+            return Marked(segments[0].rows if segments else None, segments, is_merged=False)
         merged = self._union(segments)
         if beside is not None:
             merged.mark(beside)
-        return _Marked(merged, segments, is_merged=True)
+        return Marked(merged, segments, is_merged=True)
 
-    def _found(self, marked: _Marked, ids: Tensor | None, *, with_states: bool) -> ChangedRows:
+    def found(self, marked: Marked, ids: Tensor | None, *, with_states: bool) -> ChangedRows:
         """Return the rows of a set that was scanned, each with its oldest state in the set's segments.
 
         Args:
@@ -407,10 +441,11 @@ class SegmentStore:
             ids = torch.empty(0, dtype=torch.int64, device=self._device)
         found = self._with_states(ids, marked.rows, marked.segments) if with_states else ChangedRows(ids)
         if marked.is_merged:
-            self._release(marked)
+            self.release(marked)
         return found
 
-    def _release(self, marked: _Marked) -> None:
+    def release(self, marked: Marked) -> None:
+        """Keep the memory of ``marked`` for reuse, unless it belongs to a segment."""
         if marked.is_merged:
             self._recycle(marked.rows)
 
@@ -433,11 +468,11 @@ class SegmentStore:
         Args:
             ids: ``[N]`` integer local ids.
         """
-        if not self._pads:
+        if not self.pads:
             distinct: Tensor = torch.unique(ids)
             return distinct
         rows = self._take_set()
-        padded, _ = rows.mark_new_padded(_whole_numbers(ids))
+        padded, _ = rows.mark_new_padded(whole_numbers(ids))
         self._recycle(rows)
         padded = padded[: self.num_rows]
         return torch.where(padded < 0, padded[:1], padded)
@@ -451,12 +486,13 @@ class SegmentStore:
         return merged
 
     @property
-    def _device_states(self) -> list[DeviceStates]:
+    def device_states(self) -> list[DeviceStates]:
+        """Old states of the segments, oldest first; empty on the CPU."""
         return [seg.states for seg in self._segments if isinstance(seg.states, DeviceStates)]
 
     def _settle(self) -> None:
         """Read the numbers of old states that only the device has. Waits for the device at most once."""
-        settle(self._device_states)
+        settle(self.device_states)
 
     def _tend(self) -> None:
         """Update the old states on a device with the copies that are complete, and keep them within their limit.
@@ -464,7 +500,7 @@ class SegmentStore:
         Does not wait for the device.
         """
         left = self._max_device_bytes
-        for states in reversed(self._device_states):
+        for states in reversed(self.device_states):
             states.poll()
             left -= states.spill(max(0, left))
 
@@ -477,17 +513,17 @@ class SegmentStore:
     def _last_states(self) -> OldStates:
         last = self._segments[-1]
         if last.states is None:
-            last.states = DeviceStates(self.num_rows) if self._pads else HostStates()
+            last.states = DeviceStates(self.num_rows) if self.pads else HostStates()
         return last.states
 
     def _take_set(self) -> RowSet:
         """Return an empty set. Reuses the spare set if there is one."""
         spare, self._spare = self._spare, None
-        return self._engine(self.num_rows, self._device) if spare is None else spare
+        return self.engine(self.num_rows, self._device) if spare is None else spare
 
     def _recycle(self, rows: RowSet | None) -> None:
-        """If ``rows`` is large and there is no spare set, clear ``rows`` and keep it as the spare set."""
-        if rows is not None and self._spare is None and rows.num_bytes >= _SPARE_BYTES:
+        """On the CPU, if ``rows`` is large and there is no spare set, clear ``rows`` and keep it as the spare set."""
+        if rows is not None and self._spare is None and rows.num_bytes >= _SPARE_BYTES and not self.pads:
             rows.clear()
             self._spare = rows
 
@@ -497,10 +533,10 @@ class SegmentStore:
         elif ids.numel() == 0:
             pass
         elif self._old_states is None or not keep_states:
-            self._last_rows().mark(_whole_numbers(ids))
+            self._last_rows().mark(whole_numbers(ids))
         else:
-            self._last_states().mark_new(self._last_rows(), _whole_numbers(ids), self._old_states)
-            if self._pads:
+            self._last_states().mark_new(self._last_rows(), whole_numbers(ids), self._old_states)
+            if self.pads:
                 self._tend()
 
     def _mark_with(self, ids: Tensor, states: Tensor) -> None:
@@ -509,7 +545,7 @@ class SegmentStore:
             self._last_rows().mark(ids)
         else:
             self._last_states().mark_with(self._last_rows(), ids, states)
-            if self._pads:
+            if self.pads:
                 self._tend()
 
     def _with_states(self, ids: Tensor, merged: RowSet | None, segments: list[_Segment]) -> ChangedRows:
@@ -537,52 +573,6 @@ class SegmentStore:
         return ChangedRows(ids, states, known)
 
 
-def changed_in_each(
-    stores: Mapping[str, SegmentStore], start: int, stop: int, *, with_states: bool
-) -> dict[str, ChangedRows]:
-    """Return the result of :meth:`SegmentStore.changed` for each store. Scans the stores of a device together.
-
-    The number of times that this function waits for a device therefore does not grow with the number of stores.
-
-    Args:
-        stores: stores by name.
-        start: as in :meth:`SegmentStore.changed`.
-        stop: as in :meth:`SegmentStore.changed`.
-        with_states: as in :meth:`SegmentStore.changed`.
-    """
-    together = {name: store for name, store in stores.items() if store._pads}  # noqa: SLF001
-    if not together:
-        return {name: store.changed(start, stop, with_states=with_states) for name, store in stores.items()}
-    if with_states:
-        settle(states for store in together.values() for states in store._device_states)  # noqa: SLF001
-    marked = {name: store._marked(start, stop) for name, store in together.items()}  # noqa: SLF001
-    scanned = scan_each({name: each.rows for name, each in marked.items() if each.rows is not None})
-    return {
-        name: store._found(marked[name], scanned.get(name), with_states=with_states)  # noqa: SLF001
-        if name in marked
-        else store.changed(start, stop, with_states=with_states)
-        for name, store in stores.items()
-    }
-
-
-def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, beside: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the result of :meth:`SegmentStore.num_changed` for each store. Counts the stores of a device together.
-
-    Args:
-        stores: stores by name.
-        start: as in :meth:`SegmentStore.num_changed`.
-        beside: name to the argument of :meth:`SegmentStore.num_changed`; names of stores without ids may be missing.
-    """
-    marked = {name: store._marked(start, None, beside.get(name)) for name, store in stores.items() if store._pads}  # noqa: SLF001
-    counted = count_each({name: each.rows for name, each in marked.items() if each.rows is not None})
-    for name, each in marked.items():
-        stores[name]._release(each)  # noqa: SLF001
-    return {
-        name: counted.get(name, 0) if name in marked else store.num_changed(start, beside.get(name))
-        for name, store in stores.items()
-    }
-
-
-def _whole_numbers(ids: Tensor) -> Tensor:
+def whole_numbers(ids: Tensor) -> Tensor:
     """Return ``ids`` as int64. Skips ``long()`` for int64 ids, because the call is slower than the check."""
     return ids if ids.dtype == torch.int64 else ids.long()

@@ -1,0 +1,124 @@
+"""Operations on several row stores. The stores of a device are marked, scanned and counted together.
+
+On a device, the number of launches that mark the rows of one kernel's lookup does not grow with the number of the
+kernel's tables, unless old states are kept. The number of times that a read waits for a device does not grow with the
+number of tables. On the CPU, each store is marked and read by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from delta_tracker.rows import ChangedRows
+from delta_tracker.tracker.row_sets.engines import count_each, scan_each
+from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.store.old_states import settle
+from delta_tracker.tracker.store.segments import SegmentStore, whole_numbers
+
+
+def open_in_each(stores: Mapping[str, SegmentStore], batch: int, ids: Mapping[str, Tensor | None]) -> None:
+    """Call :meth:`SegmentStore.open_batch` of each store in ``ids``.
+
+    Args:
+        stores: stores by name.
+        batch: key of the batch.
+        ids: name to the argument of :meth:`SegmentStore.open_batch`.
+    """
+    together = _for_devices(stores, ids)
+    for name, own in ids.items():
+        if name in together:
+            stores[name].open_batch(batch, own, is_marked=True)
+        else:
+            stores[name].open_batch(batch, own)
+    _mark(stores, together)
+
+
+def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None]) -> None:
+    """Call :meth:`SegmentStore.mark` of each store in ``ids``.
+
+    Args:
+        stores: stores by name.
+        ids: name to the argument of :meth:`SegmentStore.mark`.
+    """
+    together = _for_devices(stores, ids)
+    for name, own in ids.items():
+        if name not in together:
+            stores[name].mark(own)
+    _mark(stores, together)
+
+
+def changed_in_each(
+    stores: Mapping[str, SegmentStore], start: int, stop: int, *, with_states: bool
+) -> dict[str, ChangedRows]:
+    """Return the result of :meth:`SegmentStore.changed` for each store.
+
+    Args:
+        stores: stores by name.
+        start: as in :meth:`SegmentStore.changed`.
+        stop: as in :meth:`SegmentStore.changed`.
+        with_states: as in :meth:`SegmentStore.changed`.
+    """
+    together = {name: store for name, store in stores.items() if store.pads}
+    if not together:
+        return {name: store.changed(start, stop, with_states=with_states) for name, store in stores.items()}
+    if with_states:
+        settle(states for store in together.values() for states in store.device_states)
+    marked = {name: store.marked(start, stop) for name, store in together.items()}
+    scanned = scan_each({name: each.rows for name, each in marked.items() if each.rows is not None})
+    return {
+        name: store.found(marked[name], scanned.get(name), with_states=with_states)
+        if name in marked
+        else store.changed(start, stop, with_states=with_states)
+        for name, store in stores.items()
+    }
+
+
+def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, beside: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the result of :meth:`SegmentStore.num_changed` for each store.
+
+    Args:
+        stores: stores by name.
+        start: as in :meth:`SegmentStore.num_changed`.
+        beside: name to the argument of :meth:`SegmentStore.num_changed`; names of stores without ids may be missing.
+    """
+    marked = {name: store.marked(start, None, beside.get(name)) for name, store in stores.items() if store.pads}
+    counted = count_each({name: each.rows for name, each in marked.items() if each.rows is not None})
+    for name, each in marked.items():
+        stores[name].release(each)
+    return {
+        name: counted.get(name, 0) if name in marked else store.num_changed(start, beside.get(name))
+        for name, store in stores.items()
+    }
+
+
+def _for_devices(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return those ids whose stores are on a device and have rows."""
+    return {name: own for name, own in ids.items() if own is not None and stores[name].pads and stores[name].num_rows}
+
+
+def _mark(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor]) -> None:
+    groups: dict[tuple[type[RowSet], torch.device, bool], list[str]] = {}
+    for name in ids:
+        store = stores[name]
+        groups.setdefault((store.engine, store.device, store.keeps_states), []).append(name)
+    for (engine, _, keeps_states), names in groups.items():
+        chosen, own = [stores[name] for name in names], [whole_numbers(ids[name]) for name in names]
+        sets = _newest_sets(engine, chosen)
+        if not keeps_states:
+            engine.mark_each(sets, own)
+        else:
+            for store, (new, count) in zip(chosen, engine.mark_new_padded_each(sets, own), strict=True):
+                store.keep_states(new, count)
+
+
+def _newest_sets(engine: type[RowSet], stores: Iterable[SegmentStore]) -> list[RowSet]:
+    """Return the set of each store for the rows marked since the last cut. Creates the missing ones together."""
+    missing = [store for store in stores if store.newest_set is None]
+    if missing:
+        created = engine.create_each([store.num_rows for store in missing], missing[0].device)
+        for store, empty in zip(missing, created, strict=True):
+            store.newest_set = empty
+    return [rows for store in stores if (rows := store.newest_set) is not None]
