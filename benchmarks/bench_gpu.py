@@ -123,6 +123,26 @@ def row_sets(bench: Bench) -> None:
             moved = rows.num_bytes + 8 * num_marked
             bench.add(f"scan: {name}", bench.seconds(rows.scan), moved / bench.copy_bytes, "bytes")
             assert torch.equal(rows.scan(), _unique(ids))
+    _several_row_sets(bench)
+
+
+def _several_row_sets(bench: Bench) -> None:
+    """Row sets of 26 tables that are marked together, against the same sets marked one after the other."""
+    num_rows, num_ids = bench.size(1_000_000), bench.size(65_536)
+    ids = [_ids(num_rows, num_ids, bench.device, seed) for seed in range(26)]
+    for engine in bench.engines:
+        kind = choose_engine(engine, bench.device)
+        sets = kind.create_each([num_rows] * len(ids), bench.device)
+
+        def one_by_one() -> None:
+            for rows, own in zip(sets, ids, strict=True):  # noqa: B023
+                rows.mark(own)
+
+        alone = bench.seconds(one_by_one)
+        bench.add(f"mark 26 sets one by one: {engine}", alone)
+        together = bench.seconds(lambda: kind.mark_each(sets, ids))  # noqa: B023
+        bench.add(f"mark 26 sets together: {engine}", together, alone.median, "one by one")
+        assert [rows.count() for rows in sets] == [len(_unique(own)) for own in ids]
 
 
 def steps(bench: Bench) -> None:
