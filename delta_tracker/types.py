@@ -282,8 +282,13 @@ class Delta(Mapping[str, DeltaRows]):
 class Memory:
     """Memory usage of a tracker on this rank, in bytes.
 
+    The buffers that all trackers of a process share are not included (up to 1 GiB). Neither is what 2D parallelism
+    takes: for 2 or 4 replicas, (replicas + 1) / 8 bytes for each row of the shards with a fused optimizer, and 8 bytes
+    for each row whose average with equal rows is another row.
+
     Args:
-        log_bytes: size of the sets of changed rows, the old states, and the ids of updates in progress.
+        log_bytes: size of the sets of changed rows, the old states on the device and in pinned host memory, and the ids
+            of updates in progress.
         copy_bytes: size of the copies of the shards whose optimizer is not fused.
         carried_bytes: size of the pending rows that the log does not hold: rows that top-k left out, rows that were
             loaded with a state, and rows that were made pending for one consumer only.

@@ -56,7 +56,8 @@ class SyncListener(UpdateListener, Protocol):
 class ReplicaGroup:
     """Tables of this rank that are averaged over one process group, and the exchange of their changed rows.
 
-    The buffers of the exchange are allocated once, so that a rank without memory can still take part in it.
+    The buffers of the exchange are allocated once, so that a rank without memory can still take part in it. They take
+    (replicas + 1) / 8 bytes for each row of the shards.
 
     Args:
         ranks: the process group.

@@ -106,7 +106,8 @@ class ModelDeltaTracker:
             looked up, as TorchRec's tracker does.
         max_bytes: maximum size of the log on this rank, in bytes, including rows that top-k left out. If the log is
             larger, the consumer that lags furthest is dropped, and its next read raises
-            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit.
+            :class:`~delta_tracker.errors.NeedsSnapshotError`. None for no limit. The log includes old states in pinned
+            host memory: a CUDA device keeps 64 MiB of old states per table, and the newest ones; older ones are moved.
         engine: implementation of the row sets, see :func:`~delta_tracker.tracker.row_sets.engines.choose_engine`.
         monitor: records this tracker's metrics; None for ``delta_tracker.monitor.MONITOR``.
         name: value of the label ``tracker`` of these metrics, by default ``"tracker"``. If another tracker of this
