@@ -5,7 +5,7 @@ Notation: ``N`` is the number of rows, ``S`` the number of values in the old sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -153,6 +153,37 @@ def take_rows(memory: Tensor, places: Tensor, new_rows: NewRows = plain_rows) ->
         ``[N, ...]``.
     """
     return torch.index_select(memory.detach(), 0, places, out=new_rows(len(places), memory))
+
+
+def split_places(masks: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the positions at which each mask is True, and those at which it is False.
+
+    Waits once for each device, except the CPU, for any number of masks.
+
+    Args:
+        masks: name to ``[N]`` bool.
+
+    Returns:
+        Name to two ascending int64 tensors.
+
+    Example:
+        >>> split_places({"t": torch.tensor([True, False, True])})
+        {'t': (tensor([0, 2]), tensor([1]))}
+    """
+    places = {}
+    on_device: dict[torch.device, list[str]] = {}
+    for name, mask in masks.items():
+        if mask.device.type == "cpu":
+            places[name] = mask.nonzero().flatten(), (~mask).nonzero().flatten()
+        else:
+            on_device.setdefault(mask.device, []).append(name)
+    for names in on_device.values():
+        counts: list[int] = torch.stack([masks[name].sum() for name in names]).tolist()
+        for name, count in zip(names, counts, strict=True):
+            # A stable sort puts the True elements first. Unlike nonzero(), it does not wait for the device.
+            order = masks[name].logical_not().byte().sort(stable=True).indices
+            places[name] = order[:count], order[count:]
+    return places
 
 
 def put_rows(memory: Tensor, places: Tensor, values: Tensor) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from delta_tracker.rows import ChangedRows, first_per_id, last_per_id, merge_first
+from delta_tracker.monitor.device.syncs import find_syncs, held, on_device
+from delta_tracker.rows import ChangedRows, first_per_id, last_per_id, merge_first, split_places
 
 
 def test_first_last_and_merge() -> None:
@@ -16,3 +17,16 @@ def test_first_last_and_merge() -> None:
     assert merge_first(none, some) is some
     merged = merge_first(some.aged(), ChangedRows(torch.tensor([2, 3])))
     assert (merged.ids.tolist(), merged.ages.tolist()) == ([1, 2, 3], [1, 1, 0])
+
+
+def test_masks_on_a_device_are_split_with_one_wait() -> None:
+    """A top-k read once waited twice for each table."""
+    generator = torch.Generator().manual_seed(0)
+    masks = {str(size): torch.rand(size, generator=generator) < 0.3 for size in (0, 1, 5, 100)}
+    with find_syncs() as found:
+        split = split_places({name: on_device(mask) for name, mask in masks.items()})
+    assert len(found) == 1
+    for name, mask in masks.items():
+        chosen, others = split[name]
+        assert torch.equal(held(chosen), mask.nonzero().flatten())
+        assert torch.equal(held(others), (~mask).nonzero().flatten())

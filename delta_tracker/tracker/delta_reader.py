@@ -12,7 +12,7 @@ from torch import Tensor
 
 from delta_tracker.buffers import new_rows
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
-from delta_tracker.rows import ChangedRows
+from delta_tracker.rows import ChangedRows, split_places
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.weights import num_optimizer_states, read_optimizer, read_rows, row_chunks
@@ -126,12 +126,12 @@ class DeltaReader:
             with_optimizer: as in :meth:`read`.
         """
         rows, left_out = {}, {}
+        places = split_places(chosen)
         for fqn, changed in reading.rows.items():
-            if fqn in chosen:
-                left_out[fqn] = changed.take(~chosen[fqn], new_rows)
             sent = changed if with_states else changed.without_states()
-            if fqn in chosen:
-                sent = sent.take(chosen[fqn], new_rows)
+            if fqn in places:
+                kept, other = places[fqn]
+                sent, left_out[fqn] = sent.take(kept, new_rows), changed.take(other, new_rows)
             elif fqn in reading.shared:
                 sent = sent.copy(new_rows)
             rows[fqn] = self._rows(

@@ -350,8 +350,9 @@ def test_sets_that_are_marked_together_are_as_sets_marked_alone(engine: type[Row
                     assert padded[int(count) :].tolist() == [-1] * (len(each) - int(count))
                     pair.compare_new(padded[: int(count)], pair.reference.mark_new(each))
             assert [each.tolist() for each in given_ids] == ids
-            for pair in pairs:
-                pair.scan([])
+            listed, counts = engine.scan_each(together), engine.count_each(together)
+            assert [rows.tolist() for rows in listed] == [sorted(pair.reference.rows) for pair in pairs]
+            assert counts == [len(pair.reference.rows) for pair in pairs]
         pairs[0].run([("clear", []), ("mark", [1])])
         for pair in pairs:
             pair.scan([])

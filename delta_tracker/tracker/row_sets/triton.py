@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -32,6 +32,20 @@ _BLOCKS_PER_PROGRAM = 64
 
 _COMPILED: set[torch.device] = set()
 """Devices for which the kernels are compiled."""
+
+
+class BlockCounts(NamedTuple):
+    """Marked rows of the ``B`` blocks of a set.
+
+    Args:
+        before: ``[B]`` int64, number of marked rows in all earlier blocks.
+        touched: ``[B]`` int32, the blocks with marked rows in random order, and undefined values after them.
+        sizes: ``[2]`` int64, the number of marked rows and the number of blocks with marked rows.
+    """
+
+    before: Tensor
+    touched: Tensor
+    sizes: Tensor
 
 
 class TritonRows(RowSet):
@@ -97,6 +111,19 @@ class TritonRows(RowSet):
         return list(zip(torch.split(fresh, [len(own) for own in ids]), torch.split(num_fresh, 1), strict=True))
 
     @classmethod
+    def scan_each(cls, sets: Sequence[Self]) -> list[Tensor]:
+        """Return :meth:`scan` of each set. Waits for the device once for all sets."""
+        counted = [each.count_blocks() for each in sets]
+        sizes = torch.stack([each.sizes for each in counted]).tolist() if counted else []
+        return [each.list_rows(blocks, *size) for each, blocks, size in zip(sets, counted, sizes, strict=True)]
+
+    @classmethod
+    def count_each(cls, sets: Sequence[Self]) -> list[int]:
+        """Return :meth:`count` of each set. Waits for the device once for all sets."""
+        sizes = torch.stack([each.count_blocks().sizes for each in sets]).tolist() if sets else []
+        return [num_rows for num_rows, _ in sizes]
+
+    @classmethod
     def serves(cls, device: torch.device) -> bool:
         """Return True for CUDA devices and, if Triton's interpreter is enabled, for all devices."""
         return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
@@ -142,18 +169,14 @@ class TritonRows(RowSet):
         self._summary |= other._summary
 
     def _scan(self) -> Tensor:
-        counts, before, touched, num_touched = self._count()
-        num_rows, num_blocks = torch.cat([before[-1:] + counts[-1:], num_touched]).tolist()
-        rows = torch.empty(num_rows, dtype=torch.int64, device=self.device)
-        if num_blocks:
-            self._launch("scan", (num_blocks,), self._words, before, touched, rows)
-        return rows
+        blocks = self.count_blocks()
+        return self.list_rows(blocks, *blocks.sizes.tolist())
 
     def _num_marked(self) -> int:
-        return int(self._count()[0].sum())
+        return int(self.count_blocks().sizes[0])
 
     def _rank(self, ids: Tensor) -> Tensor:
-        before = self._count()[1]
+        before = self.count_blocks().before
         ranks = torch.empty(ids.numel(), dtype=torch.int64, device=self.device)
         num_programs = -(-ids.numel() // _RANKS_PER_PROGRAM)
         arguments = (self._words, before, self.num_rows, ids.contiguous(), ids.numel(), ranks)
@@ -183,20 +206,30 @@ class TritonRows(RowSet):
                 "mark_each", grid, *arguments, size=_IDS_PER_PROGRAM, wants_fresh=fresh is not None
             )
 
-    def _count(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Count the marked rows of each of the ``B`` blocks of the set.
-
-        Returns:
-            ``[B]`` int32, the number of marked rows in each block; ``[B]`` int64, the number of marked rows in all
-            earlier blocks; ``[B]`` int32, the ``T`` blocks with marked rows in random order, and undefined values after
-            them; and ``[1]`` int64, ``T``.
-        """
+    def count_blocks(self) -> BlockCounts:
+        """Count the marked rows of each block of the set. Does not wait for the device."""
         counts, touched = (torch.empty(self._num_blocks, dtype=torch.int32, device=self.device) for _ in range(2))
         num_touched = torch.zeros(1, dtype=torch.int64, device=self.device)
-        num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
-        arguments = (self._words, self._summary, self._num_blocks, counts, touched, num_touched)
-        self._launch("count", (num_programs,), *arguments, size=_BLOCKS_PER_PROGRAM)
-        return counts, counts.cumsum(0) - counts, touched, num_touched
+        if self._num_blocks:
+            num_programs = -(-self._num_blocks // _BLOCKS_PER_PROGRAM)
+            arguments = (self._words, self._summary, self._num_blocks, counts, touched, num_touched)
+            self._launch("count", (num_programs,), *arguments, size=_BLOCKS_PER_PROGRAM)
+        until = counts.cumsum(0)
+        sizes = torch.cat([counts.sum(0, keepdim=True, dtype=torch.int64), num_touched])
+        return BlockCounts(until - counts, touched, sizes)
+
+    def list_rows(self, blocks: BlockCounts, num_rows: int, num_blocks: int) -> Tensor:
+        """Return the ids of all marked rows, ``[K]`` int64, ascending. Does not wait for the device.
+
+        Args:
+            blocks: result of :meth:`count_blocks`.
+            num_rows: first number of ``blocks.sizes``.
+            num_blocks: second number of ``blocks.sizes``.
+        """
+        rows = torch.empty(num_rows, dtype=torch.int64, device=self.device)
+        if num_blocks:
+            self._launch("scan", (num_blocks,), self._words, blocks.before, blocks.touched, rows)
+        return rows
 
     def _launch(self, name: str, grid: tuple[int, ...], *arguments: Tensor | int | None, **constants: int) -> None:
         # Triton launches on the current device, which may differ from the set's.
