@@ -32,6 +32,7 @@ test: $(VENV)/.installed  ## run the tests
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(INSTALLED)  ## run the tests on a GPU, or everywhere with DEVICE=simulated; PYTHON is the interpreter
+	@$(PYTHON) -m benchmarks.gpu_needs pytest pytest_timeout hypothesis
 	@DELTA_TRACKER_DEVICE=$(DEVICE) $(PYTHON) -W ignore -m tests.gpu $(ARGS)
 
 test-triton: $(VENV)/triton/.installed  ## run the Triton engine in its interpreter, and compile it for two GPUs
@@ -57,6 +58,7 @@ bench: $(VENV)/.installed  ## run all benchmarks and fill the table in benchmark
 	@$(BIN)/python -W ignore -m benchmarks
 
 bench-gpu: $(INSTALLED)  ## run the benchmark on a GPU, or a tiny one everywhere with DEVICE=simulated
+	@$(PYTHON) -m benchmarks.gpu_needs
 	@$(PYTHON) -W ignore -m benchmarks.bench_gpu --device $(DEVICE) $(ARGS)
 
 docs: $(VENV)/.installed  ## write the API reference to docs-output/

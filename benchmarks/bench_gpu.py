@@ -1,9 +1,9 @@
 """Speed on a GPU: ``python -m benchmarks.bench_gpu``, as ``make bench-gpu`` does.
 
 The parts without FBGEMM use tables of plain torch (:mod:`benchmarks.plain_torchrec`), whose lookups and updates take
-another time than FBGEMM's, so that only differences between two lines mean something. The parts with FBGEMM run if
-torchrec and fbgemm are installed. With ``--device simulated`` all parts run with few rows on the CPU, to test the
-program; their times mean nothing. Every part checks its result.
+another time than FBGEMM's, so that only differences between two lines mean something. The parts with FBGEMM run only
+if FBGEMM's kernels do. With ``--device simulated`` all parts run with few rows on the CPU, to test the
+program; their times mean nothing. Every part checks its result. If a part fails, the others still run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_needs import fbgemm_obstacle
 from benchmarks.harness import Report, Sample, parser
 from benchmarks.plain_torchrec import PlainModel, installed
 from delta_tracker import Cadence, ModelDeltaTracker, Predictor, Publisher, TrackingMode
@@ -33,16 +35,18 @@ from delta_tracker.tracker.row_sets.engines import choose_engine
 
 _MODES = (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING)
 _DIM = 64
+_REPEATS = 20
 _FQN = "ec.embeddings.t"
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What the parts of the benchmark share.
+    """Device, sizes and results of a run, which all parts use.
 
     Args:
         device: device of the tables.
         is_tiny: True for few rows and one repeat.
+        repeats: number of timed calls of each case.
         report: takes the results.
         directory: directory for streams.
         copy_bytes: bytes per second of a copy on the device, reads and writes counted.
@@ -51,6 +55,7 @@ class Bench:
 
     device: torch.device
     is_tiny: bool
+    repeats: int
     report: Report
     directory: Path
     copy_bytes: float
@@ -65,10 +70,10 @@ class Bench:
         """Return a number of rows or ids: ``full``, or a small part of it."""
         return max(full // 10_000, 64) if self.is_tiny else full
 
-    def seconds(self, work: Callable[[], object], repeats: int = 20) -> Sample:
+    def seconds(self, work: Callable[[], object]) -> Sample:
         """Return the times of ``work``, each with a wait for the device at its end, after two uncounted calls."""
         found = []
-        for repeat in range(-1 if self.is_tiny else -2, 1 if self.is_tiny else repeats):
+        for repeat in range(-1 if self.is_tiny else -2, 1 if self.is_tiny else self.repeats):
             wait(self.device)
             begin = time.perf_counter()
             work()
@@ -426,10 +431,6 @@ def _bandwidths(device: torch.device, num_bytes: int) -> tuple[float, float]:
     return on_device, num_bytes / fastest(lambda: pinned.copy_(source, non_blocking=True))
 
 
-def _has_fbgemm() -> bool:
-    return find_spec("torchrec") is not None and find_spec("fbgemm_gpu") is not None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, check every result, and write the results."""
     made = parser("bench_gpu", __doc__ or "")
@@ -453,22 +454,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     for package in ("triton", "fbgemm-gpu"):
         with suppress(PackageNotFoundError):
             report.environment[package] = version(package)
-    skipped = [name for name in settings.parts if PARTS[name][1] and not _has_fbgemm()]
-    if skipped:
-        report.notes.append(f"Not run, because torchrec or fbgemm is not installed: {', '.join(skipped)}.")
+    skipped = [name for name in settings.parts if PARTS[name][1]]
+    obstacle = fbgemm_obstacle(settings.device) if skipped else ""
+    if obstacle:
+        report.notes.append(f"Not run: {', '.join(skipped)} ({obstacle.strip().splitlines()[-1]}).")
+    failed: list[str] = []
     with tempfile.TemporaryDirectory(dir=settings.work) as directory:
-        bench = Bench(device, settings.tiny or not is_cuda, report, Path(directory), copy_bytes, pinned_bytes)
+        bench = Bench(
+            device,
+            settings.tiny or not is_cuda,
+            settings.repeats or _REPEATS,
+            report,
+            Path(directory),
+            copy_bytes,
+            pinned_bytes,
+        )
         for name in settings.parts:
             part, needs_fbgemm = PARTS[name]
-            if name in skipped:
+            if needs_fbgemm and obstacle:
                 continue
-            if needs_fbgemm:
-                part(bench)
-            else:
-                with installed():
+            try:
+                with nullcontext() if needs_fbgemm else installed():
                     part(bench)
+            except Exception:  # noqa: BLE001  the times of the other parts are not lost
+                traceback.print_exc()
+                failed.append(name)
+    if failed:
+        report.notes.append(f"FAILED: {', '.join(failed)}.")
     report.finish(settings.out if is_cuda else None)
-    return 0
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

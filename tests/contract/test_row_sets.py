@@ -546,7 +546,7 @@ def test_triton_compiles_one_variant_for_all_sizes_and_alignments(
 
 
 @_needs_triton
-@pytest.mark.skipif(not _INTERPRETS, reason="runs in Triton's interpreter")
+@pytest.mark.skipif(not _INTERPRETS, reason="runs only in Triton's interpreter: `make test-triton`")
 def test_a_scan_of_triton_visits_only_blocks_with_marked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scan of 100 M rows once started 195,000 programs, one for each block of 512 rows."""
     rows = TritonRows(512 * 1000, _CPU)
@@ -563,7 +563,7 @@ def test_a_scan_of_triton_visits_only_blocks_with_marked_rows(monkeypatch: pytes
 
 
 @_needs_triton
-@pytest.mark.skipif(not _INTERPRETS, reason="runs in Triton's interpreter")
+@pytest.mark.skipif(not _INTERPRETS, reason="runs only in Triton's interpreter: `make test-triton`")
 def test_mark_new_of_triton_sorts_no_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = TritonRows(1000, _CPU)
     monkeypatch.setattr(Tensor, "sort", None)

@@ -14,38 +14,24 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_needs import fbgemm_obstacle
 from tests.gpu.devices import ENGINES, IS_CUDA, KIND, MISSING
 from tests.gpu.parts import PARTS, Part
 
 _ROOT = Path(__file__).parent.parent.parent
-_NEEDED = ("msgspec", "numpy", "obstore", "xxhash", "pytest", "pytest_timeout", "hypothesis")
 _SHOWN = ("torch", "triton", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
-
-# Adds two bags of one row; it fails if fbgemm was built without CUDA or for another GPU.
-_PROBE_FBGEMM = """
-import sys, torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
-import torchrec
-on_gpu = sys.argv[1] == "cuda"
-place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
-tables = SplitTableBatchedEmbeddingBagsCodegen([(10, 8, *place)], device=torch.device("cuda" if on_gpu else "cpu"))
-device = tables.current_device
-ids, offsets = torch.tensor([3, 4], device=device), torch.tensor([0, 1, 2], device=device)
-tables(ids, offsets).sum().backward()
-print(tables.split_embedding_weights()[0].sum().item())
-"""
 
 
 def probe(*, wants_fbgemm: bool) -> bool:
-    """Print device, versions and missing packages. Return True if the parts with FBGEMM are wanted and can run."""
+    """Print the device and versions. Return True if the parts with FBGEMM are wanted and can run."""
     print(f"device: {KIND}")
     if IS_CUDA:
+        if not torch.cuda.is_available():
+            sys.exit(f"torch {torch.__version__} of {sys.executable} finds no CUDA device: pass DEVICE=simulated")
         properties = torch.cuda.get_device_properties(0)
         print(
             f"  {properties.name}, {properties.total_memory >> 30} GiB, capability {torch.cuda.get_device_capability()}"
@@ -58,20 +44,11 @@ def probe(*, wants_fbgemm: bool) -> bool:
             print(f"  without {name}: {description}")
     print(f"versions: python {sys.version.split()[0]}, " + ", ".join(filter(None, map(_version, _SHOWN))))
     print(f"engines of row sets: {', '.join(ENGINES)}")
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        sys.exit(f"missing packages: {', '.join(missing)}. Install them into {sys.executable}")
     if not wants_fbgemm:
         return False
-    has_fbgemm = find_spec("torchrec") is not None and find_spec("fbgemm_gpu") is not None
-    if has_fbgemm:
-        command = [sys.executable, "-W", "ignore", "-c", _PROBE_FBGEMM, KIND]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-        has_fbgemm = done.returncode == 0
-        if not has_fbgemm:
-            print(f"fbgemm does not run here:\n{done.stderr[-2000:]}")
-    print(f"FBGEMM's kernels: {'yes' if has_fbgemm else 'no, only the parts that need torch alone run'}")
-    return has_fbgemm
+    obstacle = fbgemm_obstacle(KIND)
+    print(f"FBGEMM's kernels: {f'no, only the parts that need torch alone run: {obstacle}' if obstacle else 'yes'}")
+    return not obstacle
 
 
 def _driver() -> str:
@@ -94,7 +71,8 @@ def _run(part: Part) -> str:
     # A newer torch than the pinned one warns about other things, which is no error here.
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
     command += ["--no-header", "--tb=short", "-o", "minversion=7", *part.paths]
-    env = os.environ | {"DELTA_TRACKER_DEVICE": KIND, "PYTHONPATH": str(_ROOT)}
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"DELTA_TRACKER_DEVICE": KIND, "PYTHONPATH": path}
     begin = time.perf_counter()
     try:
         code = subprocess.run(command, check=False, cwd=_ROOT, env=env, timeout=part.seconds * 4).returncode
@@ -110,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="run only the parts whose titles have one of these")
     words = parser.parse_args(argv).words
     chosen = [part for part in PARTS if not words or any(word in part.title for word in words)]
+    if not chosen:
+        parser.error(f"no part has one of {words} in its title: {[part.title for part in PARTS]}")
     has_fbgemm = probe(wants_fbgemm=any(part.needs_fbgemm for part in chosen))
     outcomes = {part.title: "not run: needs FBGEMM" for part in chosen if part.needs_fbgemm and not has_fbgemm}
     chosen = [part for part in chosen if part.title not in outcomes]

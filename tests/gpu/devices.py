@@ -21,7 +21,8 @@ from torch import Tensor
 from delta_tracker.monitor.device.syncs import SIMULATED, assert_no_sync, find_syncs, held, on_device
 
 KIND = os.environ.get("DELTA_TRACKER_DEVICE") or ("cuda" if torch.cuda.is_available() else "simulated")
-assert KIND in ("cuda", "simulated", "cpu"), KIND
+if KIND not in ("cuda", "simulated", "cpu"):
+    raise ValueError(f"unknown device: DELTA_TRACKER_DEVICE={KIND}. Pass DEVICE=cuda or DEVICE=simulated")
 
 IS_CUDA = KIND == "cuda"
 IS_TINY = not IS_CUDA

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import bench_gpu, gpu_needs
 from benchmarks.harness import Report, Sample, interleaved
 from benchmarks.summary import markdown
 from benchmarks.targets import Target
@@ -66,19 +67,58 @@ def test_the_benchmark_for_gpus_runs_tiny_without_one() -> None:
 def test_the_tests_for_gpus_run_in_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     runner = importlib.import_module("tests.gpu.__main__")
     commands: list[list[str]] = []
+    paths: list[str] = []
 
-    def run(command: list[str], **_: object) -> SimpleNamespace:
+    def run(command: list[str], env: dict[str, str] | None = None, **_: object) -> SimpleNamespace:
         commands.append(command)
+        paths.append((env or {}).get("PYTHONPATH", ""))
         return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("PYTHONPATH", "/packages")
     assert runner.main(["captured", "pipelines"]) == 0
+    assert paths[-1] == f"{_ROOT}:/packages", "the packages may be there"
     probe, tests = commands
     assert probe[-1] == "simulated"
     assert tests[-2:] == ["tests/gpu/fbgemm/test_pipelines.py", "tests/gpu/test_graphs.py"]
     printed = capsys.readouterr().out
     assert "without graphs: CUDA graphs\n" in printed
     assert re.search(r"^2 parts in one process +passed", printed, re.MULTILINE)
+    with pytest.raises(SystemExit, match="2"):
+        runner.main(["captureds"])
+    assert "no part has one of ['captureds'] in its title: ['tracking, " in capsys.readouterr().err
+
+
+def test_the_tests_for_gpus_name_missing_packages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_needs.main(["pytest"]) == 0
+    monkeypatch.setattr(gpu_needs, "find_spec", lambda name: None if name in ("obstore", "torchrec") else name)
+    assert gpu_needs.main(["pytest"]) == 1
+    assert capsys.readouterr().err.startswith(f"missing packages: obstore. Install them for {sys.executable}, ")
+    assert gpu_needs.fbgemm_obstacle("cuda") == "not installed: torchrec"
+    monkeypatch.setattr(sys, "version_info", (3, 10))
+    assert gpu_needs.main([]) == 1
+
+
+def test_a_part_of_the_benchmark_for_gpus_that_fails_loses_no_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: bench_gpu.Bench) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    def succeed(bench: bench_gpu.Bench) -> None:
+        bench.add("a case", Sample((0.5,)))
+
+    monkeypatch.setattr(
+        bench_gpu, "PARTS", {"first": (fail, False), "second": (succeed, False), "flushes": (fail, True)}
+    )
+    monkeypatch.setattr(bench_gpu, "fbgemm_obstacle", lambda _: "fbgemm does not run here")
+    assert bench_gpu.main(["--device", "simulated"]) == 1
+    printed = capsys.readouterr()
+    assert "| a case | 500.000 (500.000-500.000) |" in printed.out
+    assert "- Not run: flushes (fbgemm does not run here).\n- FAILED: first.\n" in printed.out
+    assert "OutOfMemoryError: no memory" in printed.err
 
 
 @pytest.mark.parametrize("name", ["bench_freshness", "bench_predict", "bench_publish", "bench_quality"])
