@@ -674,22 +674,25 @@ class ChangeLog:
         with self.lock, profiler_range("delta_tracker: compact"):
             self._num_compacted = self._num_batches
             self._fence.enter()
-            oldest = self._consumers.oldest
-            for fqn, store in self._stores.items():
-                if self._delete_on_read:
-                    # Before compact(), so that dropped segments are not merged.
-                    synced = self._synced.get(fqn)
-                    if synced is None:
-                        store.delete(oldest)
-                    else:
-                        store.drop_states(oldest)
-                        store.delete(synced if oldest is None else min(oldest, synced))
-            crowded = {fqn: store for fqn, store in self._stores.items() if store.num_segments > 1}
+            if self._delete_on_read:
+                self._delete_committed()  # before the stores are compacted, so that dropped segments are not merged
+            crowded = [(fqn, store) for fqn, store in self._stores.items() if store.num_segments > 1]
             pinned = self._consumers.pinned if crowded else set()
-            for fqn, store in crowded.items():
+            for fqn, store in crowded:
                 store.compact({*pinned, self._synced[fqn]} if fqn in self._synced else pinned)
             self._lag.compact(pinned, forgets=self._delete_on_read)
             self._is_compact = True
+
+    def _delete_committed(self) -> None:
+        """Drop the rows that every consumer has committed, except those marked since the last :meth:`synced`."""
+        oldest = self._consumers.oldest
+        for fqn, store in self._stores.items():
+            synced = self._synced.get(fqn) if self._synced else None
+            if synced is None:
+                store.delete(oldest)
+            else:
+                store.drop_states(oldest)
+                store.delete(synced if oldest is None else min(oldest, synced))
 
     def _changed_since(
         self, start: int, carried: Mapping[str, ChangedRows], stop: int | None = None, *, with_states: bool = True

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,20 +57,6 @@ class _Segment:
     @property
     def num_bytes(self) -> int:
         return sum(each.num_bytes for each in (self.rows, self.states) if each is not None)
-
-
-class Marked(NamedTuple):
-    """Rows that were marked in some segments of a store.
-
-    Args:
-        rows: set of the rows; None if no segment has rows.
-        segments: the segments.
-        is_merged: True if ``rows`` is a set of its own, False if it belongs to a segment.
-    """
-
-    rows: RowSet | None
-    segments: list[_Segment]
-    is_merged: bool
 
 
 class SegmentStore:
@@ -301,9 +286,9 @@ class SegmentStore:
             start: a pinned position.
             beside: ``[N]`` int64 local ids; None for no ids.
         """
-        marked = self.marked(start, None, beside)
-        count = 0 if marked.rows is None else marked.rows.count()
-        self.release(marked)
+        rows, segments = self.marked(start, None, beside)
+        count = 0 if rows is None else rows.count()
+        self.release(rows, segments)
         return count
 
     def changed(self, start: int, stop: int, *, with_states: bool = True) -> ChangedRows:
@@ -320,8 +305,8 @@ class SegmentStore:
         """
         if with_states and self.pads:
             self._settle()
-        marked = self.marked(start, stop)
-        return self.found(marked, None if marked.rows is None else marked.rows.scan(), with_states=with_states)
+        rows, segments = self.marked(start, stop)
+        return self.found(rows, segments, None if rows is None else rows.scan(), with_states=with_states)
 
     @property
     def compact_waits(self) -> bool:
@@ -412,10 +397,21 @@ class SegmentStore:
         spare = 0 if self._spare is None else self._spare.num_bytes
         return opened + spare + sum(segment.num_bytes for segment in self._segments)
 
-    def marked(self, start: int, stop: int | None, beside: Tensor | None = None) -> Marked:
-        """Return the rows marked in ``[start, stop)`` and the rows in ``beside``.
+    def marked(
+        self, start: int, stop: int | None, beside: Tensor | None = None
+    ) -> tuple[RowSet | None, list[_Segment]]:
+        """Return a set of the rows marked in ``[start, stop)`` and of the rows with the ids ``beside``.
 
-        Pass the result to :meth:`_release` after use. A ``stop`` of None means no upper bound.
+        Pass the result to :meth:`release` or :meth:`found` after use.
+
+        Args:
+            start: as in :meth:`changed`.
+            stop: as in :meth:`changed`; None for no upper bound.
+            beside: ``[N]`` int64 local ids; None for no ids.
+
+        Returns:
+            The set, which belongs to the segment if there is one segment and ``beside`` is None; None if there are no
+            rows. And the segments with rows that were marked in ``[start, stop)``.
         """
         segments = [
             seg
@@ -423,31 +419,34 @@ class SegmentStore:
             if start <= seg.start and (stop is None or seg.start < stop) and seg.rows is not None
         ]
         if len(segments) <= 1 and beside is None:
-            return Marked(segments[0].rows if segments else None, segments, is_merged=False)
+            return segments[0].rows if segments else None, segments
         merged = self._union(segments)
         if beside is not None:
             merged.mark(beside)
-        return Marked(merged, segments, is_merged=True)
+        return merged, segments
 
-    def found(self, marked: Marked, ids: Tensor | None, *, with_states: bool) -> ChangedRows:
+    def found(
+        self, rows: RowSet | None, segments: list[_Segment], ids: Tensor | None, *, with_states: bool
+    ) -> ChangedRows:
         """Return the rows of a set that was scanned, each with its oldest state in the set's segments.
 
         Args:
-            marked: result of :meth:`_marked`, which is released.
-            ids: result of the scan; None if no segment has rows.
+            rows: first result of :meth:`marked` without ``beside``, which is released.
+            segments: second result of :meth:`marked`.
+            ids: result of the scan of ``rows``; None if there are no rows.
             with_states: as in :meth:`changed`.
         """
         if ids is None:
             ids = torch.empty(0, dtype=torch.int64, device=self._device)
-        found = self._with_states(ids, marked.rows, marked.segments) if with_states else ChangedRows(ids)
-        if marked.is_merged:
-            self.release(marked)
+        found = self._with_states(ids, rows, segments) if with_states else ChangedRows(ids)
+        if len(segments) > 1:
+            self.release(rows, segments)
         return found
 
-    def release(self, marked: Marked) -> None:
-        """Keep the memory of ``marked`` for reuse, unless it belongs to a segment."""
-        if marked.is_merged:
-            self._recycle(marked.rows)
+    def release(self, rows: RowSet | None, segments: list[_Segment]) -> None:
+        """Keep the memory of a result of :meth:`marked` for reuse, unless it belongs to a segment."""
+        if rows is not None and not (segments and rows is segments[0].rows):
+            self._recycle(rows)
 
     def _fold_oldest(self) -> None:
         """Merge the oldest half of the open batches into one batch, which stays open. Does not wait for the device.

@@ -33,7 +33,8 @@ def open_in_each(stores: Mapping[str, SegmentStore], batch: int, ids: Mapping[st
             stores[name].open_batch(batch, own, is_marked=True)
         else:
             stores[name].open_batch(batch, own)
-    _mark(stores, together)
+    if together:
+        _mark(stores, together)
 
 
 def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | None]) -> None:
@@ -47,7 +48,8 @@ def mark_in_each(stores: Mapping[str, SegmentStore], ids: Mapping[str, Tensor | 
     for name, own in ids.items():
         if name not in together:
             stores[name].mark(own)
-    _mark(stores, together)
+    if together:
+        _mark(stores, together)
 
 
 def changed_in_each(
@@ -67,9 +69,9 @@ def changed_in_each(
     if with_states:
         settle(states for store in together.values() for states in store.device_states)
     marked = {name: store.marked(start, stop) for name, store in together.items()}
-    scanned = scan_each({name: each.rows for name, each in marked.items() if each.rows is not None})
+    scanned = scan_each({name: rows for name, (rows, _) in marked.items() if rows is not None})
     return {
-        name: store.found(marked[name], scanned.get(name), with_states=with_states)
+        name: store.found(*marked[name], scanned.get(name), with_states=with_states)
         if name in marked
         else store.changed(start, stop, with_states=with_states)
         for name, store in stores.items()
@@ -85,9 +87,9 @@ def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, beside: 
         beside: name to the argument of :meth:`SegmentStore.num_changed`; names of stores without ids may be missing.
     """
     marked = {name: store.marked(start, None, beside.get(name)) for name, store in stores.items() if store.pads}
-    counted = count_each({name: each.rows for name, each in marked.items() if each.rows is not None})
-    for name, each in marked.items():
-        stores[name].release(each)
+    counted = count_each({name: rows for name, (rows, _) in marked.items() if rows is not None})
+    for name, (rows, segments) in marked.items():
+        stores[name].release(rows, segments)
     return {
         name: counted.get(name, 0) if name in marked else store.num_changed(start, beside.get(name))
         for name, store in stores.items()
