@@ -126,7 +126,7 @@ class DeltaReader:
             with_optimizer: as in :meth:`read`.
         """
         rows, left_out = {}, {}
-        places = split_places(chosen)
+        places = split_places(chosen) if chosen else {}
         for fqn, changed in reading.rows.items():
             sent = changed if with_states else changed.without_states()
             if fqn in places:

@@ -63,19 +63,22 @@ def changed_in_each(
         stop: as in :meth:`SegmentStore.changed`.
         with_states: as in :meth:`SegmentStore.changed`.
     """
-    together = {name: store for name, store in stores.items() if store.pads}
+    found: dict[str, ChangedRows] = {}
+    together: dict[str, SegmentStore] = {}
+    for name, store in stores.items():
+        if store.pads:
+            together[name] = store
+        else:
+            found[name] = store.changed(start, stop, with_states=with_states)
     if not together:
-        return {name: store.changed(start, stop, with_states=with_states) for name, store in stores.items()}
+        return found
     if with_states:
         settle(states for store in together.values() for states in store.device_states)
     marked = {name: store.marked(start, stop) for name, store in together.items()}
     scanned = scan_each({name: rows for name, (rows, _) in marked.items() if rows is not None})
-    return {
-        name: store.found(*marked[name], scanned.get(name), with_states=with_states)
-        if name in marked
-        else store.changed(start, stop, with_states=with_states)
-        for name, store in stores.items()
-    }
+    for name, store in together.items():
+        found[name] = store.found(*marked[name], scanned.get(name), with_states=with_states)
+    return {name: found[name] for name in stores}
 
 
 def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, beside: Mapping[str, Tensor]) -> dict[str, int]:
