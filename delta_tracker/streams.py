@@ -62,6 +62,13 @@ class StreamFence:
             if key is not None:
                 self._open.setdefault(key, {})[device] = stream
 
+    def last_stream(self, device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
+        """Return the stream of the newest use on ``device``; None if there was no use, or if no fence is needed.
+
+        Work that is queued on this stream is ordered after this use and before the next one, and makes no stream wait.
+        """
+        return next(iter(self._used.get(device, ())), None)
+
     def leave(self, key: int) -> None:
         """End the use ``key``. Does nothing if there is no such use."""
         self._open.pop(key, None)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from delta_tracker.buffers import BufferPool
+from delta_tracker.host_copy import HostCopy, side_stream
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES
 
 MAX_BUFFER_BYTES = 256 << 20
@@ -129,7 +130,7 @@ class HostCopier:
                 for place, copied in zip(places, copies, strict=True):
                     sources[place].copy_chunks(copied)
             elif device.type == "cuda" and layout.num_bytes:
-                waits.append(self._start(layout, host, device).synchronize)
+                waits.append(self._start(layout, host, device).result)
             else:
                 waits += [_copy_later(chunk, host, device) for chunk in layout.chunks(layout.num_bytes)]
             for place, copied in zip(places, copies, strict=True):
@@ -150,37 +151,26 @@ class HostCopier:
         def read(tensor: Tensor) -> Tensor:
             with torch.cuda.stream(stream):
                 stream.wait_event(ready)
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-                copied = _event()
-                copied.record(stream)
-            copied.synchronize()
-            return host
+                return HostCopy(tensor).result()
 
         return read
 
-    def _start(self, layout: _Layout, host: Tensor, device: torch.device) -> Any:  # noqa: ANN401  torch's stubs lack it
-        """Start the copies on a CUDA device. Return the event after which all of them are complete."""
+    def _start(self, layout: _Layout, host: Tensor, device: torch.device) -> HostCopy:
+        """Start the copies on a CUDA device. Return the last one, before which the others are complete."""
         chunks, buffers = _buffers(layout, device)
-        stream = self._stream(device)
-        events = [_event() for _ in buffers]
-        with torch.cuda.device(device):
-            current = torch.cuda.current_stream(device)
-            for number, chunk in enumerate(chunks):
-                buffer, copied = buffers[number % len(buffers)], events[number % len(buffers)]
-                if number >= len(buffers):
-                    current.wait_event(copied)
-                chunk.copy(buffer, chunk.base)
-                stream.wait_stream(current)
-                with torch.cuda.stream(stream):
-                    host[chunk.begin : chunk.end].copy_(chunk.bytes_in(buffer), non_blocking=True)
-                    copied.record(stream)
-            for buffer in buffers:
-                buffer.record_stream(stream)
-        return copied  # the last one: the copies of one stream complete in order
+        copies: list[HostCopy] = []
+        for number, chunk in enumerate(chunks):
+            buffer = buffers[number % len(buffers)]
+            if number >= len(buffers):
+                torch.cuda.current_stream(device).wait_event(copies[-len(buffers)].copied)
+            chunk.copy(buffer, chunk.base)
+            memory = host[chunk.begin : chunk.end]
+            copies.append(HostCopy(chunk.bytes_in(buffer), stream=self._stream(device), into=memory))
+        return copies[-1]
 
     def _stream(self, device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = side_stream(device)
         return self._streams[device]
 
     def _memory(self, num_bytes: int, device: torch.device) -> Tensor:
@@ -312,9 +302,4 @@ def _copy_later(chunk: _Chunk, host: Tensor, device: torch.device) -> Callable[[
     """Copy a chunk to a buffer on ``device``, and return a function that copies it to ``host`` and waits for it."""
     buffer = torch.empty(chunk.end - chunk.base, dtype=torch.uint8, device=device)
     chunk.copy(buffer, chunk.base)
-    return partial(host[chunk.begin : chunk.end].copy_, chunk.bytes_in(buffer))
-
-
-def _event() -> Any:  # noqa: ANN401  torch's stubs do not type the class
-    """Return a CUDA event on which a thread can wait without a busy loop."""
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    return HostCopy(chunk.bytes_in(buffer), into=host[chunk.begin : chunk.end]).result

@@ -7,6 +7,9 @@ from tests.reverts.revert import Revert
 _IN_TRAINING = "tests/monitor/test_device.py::test_a_metric_starts_no_collective_in_the_collector"
 _SCHEDULES = "tests/system/test_monitor_schedules.py::test_random_schedules"
 _METRIC = "delta_tracker/monitor/device/torchmetric.py"
+_STATE = "delta_tracker/monitor/device/state.py"
+_ANY_STREAM = "tests/monitor/test_device.py::test_a_metric_is_read_after_the_updates_of_any_stream"
+_SUMS = "tests/monitor/test_device.py::test_sums_are_read_after_the_updates_of_any_stream"
 _FORKS = "tests/system/test_monitor_forks.py::test_no_child_hangs_or_writes_its_parents_data"
 
 REVERTS = [
@@ -117,8 +120,8 @@ REVERTS = [
         edits={
             "delta_tracker/monitor/device/torchmetric.py": [
                 (
-                    "            states, event = self._start_copies()\n",
-                    "            self._num_read, (states, event) = self._num_updates, self._start_copies()\n",
+                    "            copies = self._start_copies()\n",
+                    "            self._num_read, copies = self._num_updates, self._start_copies()\n",
                 ),
             ],
         },
@@ -210,5 +213,41 @@ REVERTS = [
         edits={
             "delta_tracker/monitor/device/syncs.py": [('frozenset({"where", "index_put",', 'frozenset({"index_put",')]
         },
+    ),
+    Revert(
+        defect="a metric whose first update moves it to a device is read before this update",
+        generator=_ANY_STREAM,
+        edits={
+            _METRIC: [("            self._enter()  # the first update", "            pass  # the first update")],
+        },
+    ),
+    Revert(
+        defect="a metric on a device is updated on several streams at once",
+        generator=_ANY_STREAM,
+        edits={
+            _METRIC: [
+                ("            self._enter()\n            self.metric.update", "            self.metric.update"),
+            ]
+        },
+    ),
+    Revert(
+        defect="a metric is copied on the current stream of the collector",
+        generator=_ANY_STREAM,
+        edits={_METRIC: [("torch.cuda.stream(self._fence.last_stream(state.device))", "torch.cuda.stream(None)")]},
+    ),
+    Revert(
+        defect="sums are copied on the current stream of the collector",
+        generator=_SUMS,
+        edits={_STATE: [("with torch.cuda.stream(stream):", "with torch.cuda.stream(None):")]},
+    ),
+    Revert(
+        defect="sums are updated on several streams at once",
+        generator=_SUMS,
+        edits={_STATE: [("            self._fence.enter()\n", "            pass\n")]},
+    ),
+    Revert(
+        defect="sums are recorded before they are on the host",
+        generator=_SUMS,
+        edits={"delta_tracker/host_copy.py": [("            self.copied.synchronize()\n", "            pass\n")]},
     ),
 ]

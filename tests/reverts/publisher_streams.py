@@ -6,6 +6,7 @@ from tests.reverts.revert import Revert
 
 _ANY_ORDER = "tests/publisher/test_host_copies.py::test_versions_are_exact_in_any_order_of_streams"
 _COPIES = "delta_tracker/publisher/host_copies.py"
+_COPY = "delta_tracker/host_copy.py"
 _FENCE = "delta_tracker/streams.py"
 _LOG = "delta_tracker/tracker/change_log.py"
 
@@ -17,30 +18,31 @@ def _in_any_order(defect: str, file: str, now: str, before: str) -> Revert:
 REVERTS = [
     _in_any_order(
         "rows are copied to the host before they are gathered",
-        _COPIES,
-        "                stream.wait_stream(current)\n",
+        _COPY,
+        "            stream.wait_stream(current)\n",
         "",
     ),
     _in_any_order(
         "rows are gathered into a buffer that is still copied",
         _COPIES,
-        "                    current.wait_event(copied)",
-        "                    pass",
+        "                torch.cuda.current_stream(device).wait_event(copies[-len(buffers)].copied)",
+        "                pass",
     ),
-    _in_any_order(
-        "a buffer is reused before it was copied", _COPIES, "buffer.record_stream(stream)", "buffer.detach()"
-    ),
+    _in_any_order("a buffer is reused before it was copied", _COPY, "source.record_stream(stream)", "source.detach()"),
     _in_any_order(
         "a version is written before its rows are on the host",
         _COPIES,
-        "waits.append(self._start(layout, host, device).synchronize)",
+        "waits.append(self._start(layout, host, device).result)",
         "self._start(layout, host, device)",
     ),
     _in_any_order(
         "a snapshot reads rows before earlier updates", _COPIES, "                stream.wait_event(ready)\n", ""
     ),
     _in_any_order(
-        "a snapshot's rows are written before they are on the host", _COPIES, "            copied.synchronize()\n", ""
+        "a snapshot's rows are written before they are on the host",
+        _COPY,
+        "            self.copied.synchronize()\n",
+        "            pass\n",
     ),
     _in_any_order(
         "a read does not wait for the stream of training", _FENCE, "stream.wait_stream(other)", "other.query()"

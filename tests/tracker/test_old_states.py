@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from delta_tracker.host_copy import HostCopy
 from delta_tracker.monitor.device.syncs import SIMULATED, SyncError, find_syncs, held, on_device
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.store import old_states
-from delta_tracker.tracker.store.host_copy import HostCopy
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.types import Delta
 from tests.fake_streams.simulation import fake_streams
@@ -34,8 +34,9 @@ class _LateCopy(HostCopy):
     num_aside = 0
     late = 3
 
-    def __init__(self, source: Tensor, *, aside: bool = False) -> None:
+    def __init__(self, source: Tensor, *, stream: str | None = None) -> None:
         super().__init__(source)
+        aside = stream is not None
         _LateCopy.num_aside += aside
         self._polls = self.draw.randrange(self.late + 1)
         self._kept: Tensor | None = None if aside and self.draw.random() < 0.5 else held(source).clone()
@@ -63,6 +64,7 @@ class _LateCopy(HostCopy):
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies to the host that complete later."""
     monkeypatch.setattr(old_states, "HostCopy", _LateCopy)
+    monkeypatch.setattr(old_states, "side_stream", lambda _: "side stream")
     monkeypatch.setattr(_LateCopy, "num_aside", 0)
     monkeypatch.setattr(_LateCopy, "late", 3)
     monkeypatch.setattr(_LateCopy, "draw", random.Random(0))
@@ -210,21 +212,6 @@ def test_states_given_with_ids_are_kept_without_waiting() -> None:
         changed = store.changed(0, 1)
         assert held(changed.ids).tolist() == [0, 3, 5, 7, 19]
         assert held(changed.states).flatten().tolist() == [0, -1, -1, 7, 19]
-
-
-def test_a_copy_on_other_devices_than_cuda_is_made_when_it_is_needed() -> None:
-    with find_syncs():
-        source = on_device(torch.arange(3))
-        with find_syncs() as found:
-            copy = HostCopy(source, aside=True)
-            assert not copy.is_done
-            assert copy.num_bytes == 0
-        assert not found
-        with find_syncs() as found:
-            assert copy.result().tolist() == [0, 1, 2]
-            assert copy.is_done
-            assert copy.result() is copy.result()
-        assert len(found) == 1
 
 
 def _trained(seed: int) -> None:

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from delta_tracker.host_copy import HostCopy
 from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.polled_stats import Source
+from delta_tracker.streams import StreamFence
 
 EpochEnd = tuple[int | None, int | None]
 """Step and epoch number at the end of an epoch. Each is None if it was never set."""
@@ -47,7 +49,7 @@ class DeviceState(ABC):
         self.num_sums = num_sums
         self._reader = reader
         self._vectors: dict[torch.device, Tensor] = {}
-        self._streams: dict[torch.device, Any] = {}
+        self._fence = StreamFence(self._vectors.values)
         self._merged: Tensor | None = None
         self._seen: dict[torch.device, list[float]] = {}  # sums that were recorded
         reader.add(self)
@@ -74,8 +76,8 @@ class DeviceState(ABC):
         with self._reader.lock:
             total = torch.zeros(self.num_sums, dtype=sum_dtype(device), device=device)
             for own, vector in self._vectors.items():
-                if own.type == "cuda":
-                    self._streams[own].synchronize()
+                if (stream := self._fence.last_stream(own)) is not None:
+                    stream.synchronize()
                 total += vector.to(device)
             return total
 
@@ -89,7 +91,8 @@ class DeviceState(ABC):
 
     def forget(self) -> None:
         """Drop the sums of every device. Called in a forked child."""
-        self._vectors, self._streams, self._merged, self._seen = {}, {}, None, {}
+        self._vectors, self._merged, self._seen = {}, None, {}
+        self._fence = StreamFence(self._vectors.values)
 
     def _add(self, device: torch.device, growth: Tensor, places: Tensor | None = None) -> None:
         """Add numbers to the sums on ``device``. Does not wait for the device.
@@ -108,17 +111,14 @@ class DeviceState(ABC):
 
     def _vector(self, device: torch.device) -> Tensor:
         vector = self._vectors.get(device)
-        if device.type == "cuda":
-            # Order the work of different streams on one vector.
-            stream, last = torch.cuda.current_stream(device), self._streams.get(device)
-            if last is not None and last != stream:
-                stream.wait_stream(last)
-            self._streams[device] = stream
         if vector is None:
             # A tensor created in inference mode cannot be written outside of it.
             with torch.inference_mode(mode=False):
                 vector = torch.zeros(self.num_sums, dtype=sum_dtype(device), device=device)
             self._vectors[device] = vector
+            self._fence.guard(self._vectors)
+        if device.type == "cuda":
+            self._fence.enter()
         return vector
 
 
@@ -132,15 +132,13 @@ class _Copy:
     """Copy of the sums of several states on one device.
 
     Args:
-        numbers: the concatenated sums of ``parts``, valid once ``event`` has completed.
-        event: CUDA event; None for other devices, where ``numbers`` is valid at once.
+        numbers: copy of the concatenated sums of ``parts``.
         device: device of the sums.
         parts: states whose sums are copied.
         epoch_end: step and epoch if the copy was started at the end of an epoch, otherwise None.
     """
 
-    numbers: Tensor
-    event: Any
+    numbers: HostCopy
     device: torch.device
     parts: list[DeviceState]
     epoch_end: EpochEnd | None
@@ -199,11 +197,10 @@ class DeviceReader(Source):
             groups: dict[tuple[torch.device, Any], list[DeviceState]] = {}
             for state in self._alive() + deleted:
                 for device in state._vectors:  # noqa: SLF001  reader and state share their fields
-                    groups.setdefault((device, state._streams.get(device)), []).append(state)  # noqa: SLF001
+                    groups.setdefault((device, state._fence.last_stream(device)), []).append(state)  # noqa: SLF001
             for (device, stream), states in groups.items():
                 vectors = [state._vectors[device] for state in states]  # noqa: SLF001
-                numbers, event = _start_copy(vectors, device, stream)
-                self._copies.append(_Copy(numbers, event, device, states, epoch_end))
+                self._copies.append(_Copy(_start_copy(vectors, stream), device, states, epoch_end))
             for _ in deleted:
                 self.deleted.popleft()
 
@@ -218,13 +215,10 @@ class DeviceReader(Source):
         """
         with self._finishing:
             while self._copies:
-                copy = self._copies[0]
-                if copy.event is not None:
-                    if wait:
-                        copy.event.synchronize()
-                    elif not copy.event.query():
-                        return False
-                self._absorb(self._copies.pop(0))
+                if not wait and self._copies[0].numbers.is_running:
+                    return False
+                numbers: list[float] = self._copies[0].numbers.result().tolist()
+                self._absorb(self._copies.pop(0), numbers)
             return True
 
     def after_fork(self) -> None:
@@ -241,8 +235,7 @@ class DeviceReader(Source):
         self._states = [weakref.ref(state) for state in found]
         return found
 
-    def _absorb(self, copy: _Copy) -> None:
-        numbers: list[float] = copy.numbers.tolist()
+    def _absorb(self, copy: _Copy, numbers: list[float]) -> None:
         begin = 0
         for state in copy.parts:
             now = numbers[begin : begin + state.num_sums]
@@ -253,20 +246,10 @@ class DeviceReader(Source):
             state.absorb(growth, copy.epoch_end)
 
 
-def _start_copy(vectors: Sequence[Tensor], device: torch.device, stream: Any) -> tuple[Tensor, Any]:  # noqa: ANN401
-    """Concatenate vectors and, on CUDA, start to copy the result to the host.
+def _start_copy(vectors: Sequence[Tensor], stream: Any) -> HostCopy:  # noqa: ANN401  torch's stubs lack it
+    """Concatenate vectors and start to copy the result to the host, on a CUDA stream (None on other devices).
 
-    Returns:
-        On CUDA, the copy on the host and the event after which the copy is valid. On other devices, the concatenated
-        vectors on the device, and None.
+    On other devices the thread of the library that reads the copy makes it, because it may block.
     """
-    if device.type != "cuda":
-        # The copy stays on the device. The thread of the library that reads it may block.
-        return torch.cat([*vectors, vectors[0][:0]]), None
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        gathered = torch.cat(list(vectors))
-        host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-        host.copy_(gathered, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-    return host, event
+    with torch.cuda.stream(stream):
+        return HostCopy(torch.cat([*vectors, vectors[0][:0]]))  # never one of the vectors themselves

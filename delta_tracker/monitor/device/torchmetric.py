@@ -10,10 +10,10 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -22,9 +22,11 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
+from delta_tracker.host_copy import HostCopy
 from delta_tracker.monitor.default import MONITOR
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.polled_stats import Source
+from delta_tracker.streams import StreamFence
 
 _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(dim=0),
@@ -32,7 +34,8 @@ _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda stacked: stacked.amin(dim=0),
 }
 
-_Copies = dict[str, Tensor | list[Tensor]]
+_States = dict[str, Tensor | list[Tensor]]
+_Copies = dict[str, HostCopy | list[HostCopy]]
 
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 """All dtypes, in the same order on all ranks that run the same version of torch."""
@@ -120,7 +123,8 @@ class TorchMetric(Source):
         self._gauge = monitor.gauge(name, f"{type(metric).__name__} of torchmetrics.", labels=("figure",))
         self._num_updates = 0
         self._num_read = 0
-        self._pending: tuple[_Copies, Any] | None = None
+        self._pending: _Copies | None = None
+        self._fence = StreamFence(partial(_tensors, metric, self._reductions))
         self._reader = _Reader(self)
         monitor.registry.add_source(self._reader)
 
@@ -140,7 +144,9 @@ class TorchMetric(Source):
         (args, kwargs), passed = _detached((args, kwargs))
         with self._lock:
             outside, lengths = _outside(self.metric), self._lengths()
+            self._enter()
             self.metric.update(*args, **kwargs)
+            self._enter()  # the first update may have moved the states to the device of its arguments
             _check_unchanged(self.name, outside, _outside(self.metric))
             self._copy_kept(passed, lengths)
             self._num_updates += 1
@@ -148,6 +154,7 @@ class TorchMetric(Source):
     def reset(self) -> None:
         """Reset the metric and drop the pending copy, for example at the end of an epoch."""
         with self._lock:
+            self._enter()
             self.metric.reset()
             self._num_updates = self._num_read = 0
             self._pending = None
@@ -165,12 +172,10 @@ class TorchMetric(Source):
                 pending = self._start_copies()
             if pending is None:
                 return
-            states, event = pending
-            if event is not None and is_last:
-                event.synchronize()
-            elif event is not None and not event.query():
+            if not is_last and _are_running(pending):
                 self._pending = pending
                 return
+            states = _results(pending)
         self._record(self.value_of(states))
 
     def value_of(self, states: Mapping[str, Tensor | list[Tensor]]) -> Tensor | Mapping[str, Tensor]:
@@ -201,9 +206,8 @@ class TorchMetric(Source):
                 ranks, or if a state has more than 8 dimensions.
         """
         with self._lock:
-            states, event = self._start_copies()
-        if event is not None:
-            event.synchronize()
+            copies = self._start_copies()
+        states = _results(copies)
         device = torch.device("cpu")
         if dist.get_backend(group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -249,13 +253,13 @@ class TorchMetric(Source):
                 remedy = "Build the metric with the same arguments on every rank"
                 raise InvalidArgumentError("metric", f"{self.name}: {name} has shapes {shapes}", remedy)
 
-    def _reduced(self, parts: Sequence[Sequence[Tensor]]) -> _Copies:
+    def _reduced(self, parts: Sequence[Sequence[Tensor]]) -> _States:
         """Reduce each state over the ranks, and return the results by name.
 
         Args:
             parts: the states of each rank, in the order of ``_reductions``.
         """
-        result: _Copies = {}
+        result: _States = {}
         for place, (name, reduction) in enumerate(self._reductions.items()):
             of_ranks = [part[place] for part in parts]
             if reduction == "cat":
@@ -290,18 +294,23 @@ class TorchMetric(Source):
             elif state.untyped_storage().data_ptr() in memory:
                 setattr(self.metric, name, state.clone())
 
-    def _start_copies(self) -> tuple[_Copies, Any]:
+    def _start_copies(self) -> _Copies:
         copies: _Copies = {}
-        devices = set()
         for name in self._reductions:
             state = getattr(self.metric, name)
-            devices |= {each.device for each in (state if isinstance(state, list) else [state])}
-            copies[name] = [_to_host(each) for each in state] if isinstance(state, list) else _to_host(state)
-        if not any(device.type == "cuda" for device in devices):
-            return copies, None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return copies, event
+            copies[name] = list(map(self._to_host, state)) if isinstance(state, list) else self._to_host(state)
+        return copies
+
+    def _to_host(self, state: Tensor) -> HostCopy:
+        """Start to copy a state to the host. On CUDA, the copy runs on the stream that last updated the metric."""
+        with torch.cuda.stream(self._fence.last_stream(state.device)):
+            return HostCopy(state.detach() if state.device.type == "cuda" else state.detach().clone())
+
+    def _enter(self) -> None:
+        """Order the next work of the current streams on the states after the work of earlier updates."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # saves 5 us if no state can be on a GPU
+            self._fence.guard(each.device for each in _tensors(self.metric, self._reductions, newest=True))
+            self._fence.enter()
 
     def _record(self, value: Tensor | float | Mapping[str, Tensor | float]) -> None:
         figures = value if isinstance(value, Mapping) else {"value": value}
@@ -499,9 +508,27 @@ def _joined(state: Tensor | list[Tensor]) -> Tensor:
     return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in state]) if state else torch.empty(0)
 
 
-def _to_host(state: Tensor) -> Tensor:
-    """Return a copy of a state on the host. For a CUDA state, the copy is asynchronous, on the current stream."""
-    if state.device.type != "cuda":
-        return state.detach().to("cpu", copy=True)
-    host = torch.empty(state.shape, dtype=state.dtype, pin_memory=True)
-    return host.copy_(state.detach(), non_blocking=True)
+def _tensors(metric: Any, names: Iterable[str], *, newest: bool = False) -> Iterator[Tensor]:  # noqa: ANN401
+    """Yield the tensors of a metric's states; only the newest one of each state that is a list if ``newest`` is True.
+
+    Args:
+        metric: a metric of torchmetrics.
+        names: names of its states.
+        newest: yield the last tensor only of a list.
+    """
+    for name in names:
+        state = getattr(metric, name)
+        yield from (state[-1:] if newest else state) if isinstance(state, list) else [state]
+
+
+def _are_running(copies: _Copies) -> bool:
+    """Return True if a copy is not complete. Does not wait."""
+    return any(each.is_running for found in copies.values() for each in (found if isinstance(found, list) else [found]))
+
+
+def _results(copies: _Copies) -> _States:
+    """Return the copied states by name. Waits for the copies."""
+    return {
+        name: [each.result() for each in found] if isinstance(found, list) else found.result()
+        for name, found in copies.items()
+    }

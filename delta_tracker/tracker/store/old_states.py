@@ -19,8 +19,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from delta_tracker.host_copy import HostCopy, side_stream
 from delta_tracker.tracker.row_sets.row_set import RowSet
-from delta_tracker.tracker.store.host_copy import HostCopy
 
 # Blocks have at least the first size, in bytes, so that a read takes few operations. If the ids of two batches need no
 # more, they have at most the second one, which bounds the memory that is reserved on the device.
@@ -253,7 +253,7 @@ class Block:
         Does not wait for the device. :meth:`poll` releases the memory on the device once the copy is complete.
         """
         assert self.is_resident, "selected by the caller"
-        self._spilled = HostCopy(self.states, aside=True)
+        self._spilled = HostCopy(self.states, stream=side_stream(self._ids.device))
 
     @property
     def ids(self) -> Tensor:
