@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
-from delta_tracker import ModelDeltaTracker
+from delta_tracker import ModelDeltaTracker, Predictor, Publisher
 from tests.models import Spec, Table, batch, kernels_of, lookups_of, shard
 from tests.sharding.replicated import replicate
 
@@ -116,3 +116,22 @@ def compiled_tables(rank: int, world_size: int) -> dict[str, list[int]]:
             kernel.split_embedding_weights()[0][3] += 1
         (written,) = tracker.get_delta_ids().values()
     return {"synced": synced.tolist(), "written": written.tolist()}
+
+
+def compiled_names(rank: int, world_size: int, what: str, directory: str) -> list[str]:
+    """Follow a model whose collection, or everything, was wrapped by torch.compile; return the names in the stream."""
+    model = shard(Spec([Table("a", 5, "table:0")]))
+    tracked: nn.Module = model
+    if what == "collection":
+        model.module.ec = torch.compile(model.module.ec)
+    else:
+        tracked = torch.compile(model)
+    with ModelDeltaTracker(tracked) as tracker:
+        publisher = Publisher(tracker, f"file://{directory}", dense=tracked)
+        manifest = publisher.snapshot()
+        served = {"ec.embeddings.a": torch.zeros(5, 8), "dense.weight": torch.zeros(1, 8), "dense.bias": torch.zeros(1)}
+        Predictor(served, f"file://{directory}").sync()
+        publisher.close()
+        (rows,) = tracker.read_tables().values()
+        assert torch.equal(served["ec.embeddings.a"], rows)
+    return [*manifest.tables, *manifest.dense]

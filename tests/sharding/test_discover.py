@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.ranks import RankPool
 
 _CASES = "tests.tracker.tracking_cases"
@@ -31,6 +35,13 @@ def test_wrappers_have_no_component_in_names(one_rank: RankPool) -> None:
         assert found[0] == ["model.ec.embeddings.t", "model.ec.embeddings.u"]
         assert part == ["model.dense.bias", "model.dense.weight"], name
         assert is_tracked, name
+
+
+@pytest.mark.xfail(strict=True, reason="the names contain _orig_mod")
+@pytest.mark.parametrize("what", ["collection", "model"])
+def test_the_wrapper_of_torch_compile_has_no_component_in_names(one_rank: RankPool, what: str, tmp_path: Path) -> None:
+    (names,) = one_rank.run("tests.sharding.compile_cases:compiled_names", what=what, directory=str(tmp_path))
+    assert names == ["ec.embeddings.a", "dense.weight", "dense.bias"]
 
 
 def test_parameters_that_fsdp_shards_are_not_taken_as_whole(two_ranks: RankPool) -> None:
