@@ -29,8 +29,8 @@ class Torchrec:
 
     Args:
         collections: sharded module class to the name of the attribute that holds its tables; also used for subclasses.
-        wrappers: class of each wrapper without a component in the names of ``state_dict``, to the name of the attribute
-            that holds the wrapped module.
+        wrappers: class of each wrapper without a component in FQNs, to the name of the attribute that holds the wrapped
+            module.
         fsdp: ``FullyShardedDataParallel``.
         sharded: the base class of all sharded modules.
         towers: classes of sharded modules that exist only on the ranks of one host.
@@ -80,6 +80,7 @@ def load_torchrec() -> Torchrec:
     except ModuleNotFoundError as missing:
         raise MissingExtraError(missing.name or "torchrec", "torchrec") from missing
     fsdp = _imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+    compiled = _imported("torch._dynamo.eval_frame", "OptimizedModule")
     activations = _imported("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper")
     return Torchrec(
         collections={
@@ -91,6 +92,7 @@ def load_torchrec() -> Torchrec:
             DistributedDataParallel: "module",
             **dict.fromkeys(activations, "_checkpoint_wrapped_module"),
             **dict.fromkeys(fsdp, "_fsdp_wrapped_module"),
+            **dict.fromkeys(compiled, "_orig_mod"),
         },
         fsdp=fsdp,
         sharded=types.ShardedModule,

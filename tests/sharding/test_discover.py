@@ -37,7 +37,6 @@ def test_wrappers_have_no_component_in_names(one_rank: RankPool) -> None:
         assert is_tracked, name
 
 
-@pytest.mark.xfail(strict=True, reason="the names contain _orig_mod")
 @pytest.mark.parametrize("what", ["collection", "model"])
 def test_the_wrapper_of_torch_compile_has_no_component_in_names(one_rank: RankPool, what: str, tmp_path: Path) -> None:
     (names,) = one_rank.run("tests.sharding.compile_cases:compiled_names", what=what, directory=str(tmp_path))
