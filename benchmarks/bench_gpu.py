@@ -83,7 +83,14 @@ class Bench:
         return Sample(tuple(found))
 
     def add(self, name: str, sample: Sample, bound: float | None = None, of: str = "") -> None:
-        """Add a line: the case, its median and range in milliseconds, and a bound in seconds of which kind."""
+        """Add a line with the median and the range of a case.
+
+        Args:
+            name: the case.
+            sample: its times in seconds.
+            bound: time in seconds with which the median is compared; None for none.
+            of: description of ``bound``.
+        """
         self.report.add(name, {"seconds": sample})
         share = "" if not bound else f"{sample.median / bound:.2f}"
         limit = "" if bound is None else f"{bound * 1e3:.3f} {of}"
@@ -387,7 +394,7 @@ def flushes(bench: Bench) -> None:
     with workloads.one_rank():
         num_rows = bench.size(10_000_000)
         trainer = workloads.Trainer(workloads.tables(1, num_rows), bench.device, kernel="fused_uvm_caching")
-        (lookup,) = trainer.model.module["ebc"]._lookups  # noqa: SLF001  TorchRec names no way
+        (lookup,) = trainer.model.module["ebc"]._lookups  # noqa: SLF001  no public attribute has it
         kernel = getattr(lookup, "module", lookup)._emb_modules[0]  # noqa: SLF001
         with ModelDeltaTracker(trainer.model) as tracker:
             ids = _ids(num_rows, bench.size(1_000_000), bench.device)

@@ -46,7 +46,7 @@ class Features:
 
 
 class SplitLookupFunction_plain_Op(torch.autograd.Function):  # noqa: N801  named like FBGEMM's nodes
-    """Lookup of one row for each id. Its backward pass updates these rows and has no use for the gradient."""
+    """Lookup of one row for each id. Its backward pass updates these rows and ignores the gradient."""
 
     @staticmethod
     def forward(ctx: Any, trigger: Tensor, tables: list[Tensor], ids: list[Tensor]) -> Tensor:  # noqa: ANN401
@@ -173,15 +173,15 @@ class _ShardedEmbeddingCollection(_ShardedModule):
 
 
 class _ShardedEmbeddingBagCollection(_ShardedModule):
-    """Class of which there is no instance."""
+    """Class without instances."""
 
 
 class _DistributedModelParallel(nn.Module):
-    """Class of which there is no instance."""
+    """Class without instances."""
 
 
 class _ShardedTensor(Tensor):
-    """Class of which there is no instance."""
+    """Class without instances."""
 
 
 class PlainModel(nn.Module):

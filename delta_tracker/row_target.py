@@ -100,7 +100,7 @@ class RowCopies(Protocol):
     """Interface to copies of some rows of a region, for example in a cache, that lookups read instead of the rows."""
 
     def write(self, ids: Tensor, values: Tensor, columns: tuple[int, int]) -> None:
-        """Write those of the rows of which there is a copy.
+        """Write the rows that have a copy; ignore the others.
 
         Args:
             ids: ``[N]`` int64 row numbers in the region, unique, on the region's device; at least one.

@@ -185,7 +185,7 @@ def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
 
 
 def lookups_of(collection: Any) -> list[Any]:
-    """Return the lookups of a sharded collection on this rank, without a wrapper around them; TorchRec names no way."""
+    """Return the lookups of a sharded collection on this rank, without a wrapper around them."""
     return [getattr(lookup, "module", lookup) for lookup in collection._lookups]
 
 

@@ -85,12 +85,13 @@ class Schedule:
     def __init__(self, seed: int, world_size: int) -> None:
         chance = random.Random(seed)
         self.top_k = chance.choice([None, TopK(rows=6)])
-        self.cadence = Cadence(batches=chance.choice([1, 3]), snapshot_every=chance.choice([None, 3]))
+        bounds = {"batches": chance.choice([1, 3]), "snapshot_every": chance.choice([None, 3])}
         style = chance.choice(list(_CALLS))
         self.calls = [chance.choice(_CALLS[style]) for _ in range(40 if style == "step" else 14)]
         self.victim = chance.randrange(world_size)
         self.begin = chance.randrange(len(self.calls) - 2)
         self.fault = Fault(chance.choice([KeyboardInterrupt, MemoryError]), int(10 ** chance.uniform(0, 3.3)))
+        self.cadence = Cadence(**bounds, vote_every=chance.choice([1, 2, 3]))
 
 
 @dataclass(slots=True)

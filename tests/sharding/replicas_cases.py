@@ -304,7 +304,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 
 def dense(rank: int, world_size: int) -> list[int]:
-    """Tables without a fused optimizer are not averaged; their replicas are published once, as those of others."""
+    """Tables without a fused optimizer are not averaged. Only the first of their replicas is published."""
     spec = Spec([Table("copy", 12, "data"), Table("dense", 13, "row", kernel="dense"), Table("t", 9, "row")], bag=True)
     model = replicate(spec, world_size)
     with ModelDeltaTracker(model) as tracker:

@@ -28,7 +28,7 @@ def _look_up(model: Any, ids: torch.Tensor, *, bag: bool) -> torch.Tensor:
 
 
 def follow(rank: int, world_size: int, kind: str, bag: bool, placement: str) -> int:
-    """Apply a snapshot and deltas between lookups; each lookup equals that of a model quantized anew."""
+    """Apply a snapshot and deltas between lookups; each lookup equals that of a newly quantized model."""
     storage = Storage("memory://")
     writer = Writer(storage, _NUM_ROWS, _DIM)
     model = _model(writer.table, kind, bag=bag, placement=placement)

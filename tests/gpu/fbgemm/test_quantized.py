@@ -1,4 +1,4 @@
-"""Quantized tables of every width and placement serve what quantizing the trainer's tables anew gives."""
+"""Lookups in quantized tables, of every width and placement, equal those in newly quantized tables of the trainer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _CASES = [
 
 
 @pytest.mark.parametrize(("kind", "bag", "placement"), _CASES)
-def test_lookups_equal_those_of_tables_quantized_anew(one_rank: RankPool, kind: str, bag: bool, placement: str) -> None:
+def test_lookups_equal_those_in_newly_quantized_tables(
+    one_rank: RankPool, kind: str, bag: bool, placement: str
+) -> None:
     arguments = {"kind": kind, "bag": bag, "placement": placement}
     assert one_rank.run("tests.gpu.fbgemm.serving:follow", **arguments) == [4]
