@@ -162,8 +162,8 @@ def _warn_of_unused(skips: Sequence[str], known: Sequence[str]) -> None:
 def walk(module: nn.Module, fqn: str, torchrec: Torchrec, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield ``(FQN, module)`` for ``module`` and each module below it, each module once.
 
-    FQNs are those of ``state_dict``, in which wrappers have no component. That of ``torch.compile`` has one there, which
-    is omitted too. The wrappers themselves are not yielded. Does not descend into sharded collections or into modules
+    FQNs are those of ``state_dict``, in which wrappers have no component. That of ``torch.compile`` has one, which is
+    omitted here. The wrappers themselves are not yielded. Does not descend into sharded collections or into modules
     for which :func:`has_unknown_rows` returns True.
 
     Args:
