@@ -118,7 +118,7 @@ REVERTS = [
         hangs=True,
     ),
     Revert(
-        defect="a thread whose stop() was interrupted runs beside the next one",
+        defect="a thread whose stop() was interrupted runs at the same time as the next one",
         generator="tests/predictor/test_stopping.py::test_an_interrupted_stop_leaves_one_thread_at_most",
         edits={"delta_tracker/predictor/follower.py": [("        self._over.wait()", "        self._thread = None")]},
     ),

@@ -277,16 +277,16 @@ class SegmentStore:
         self._recycle(rows)
         return found
 
-    def num_changed(self, start: int, beside: Tensor | None = None) -> int:
-        """Return the number of distinct rows that were marked at or after position ``start`` or are in ``beside``.
+    def num_changed(self, start: int, extra: Tensor | None = None) -> int:
+        """Return the number of distinct rows that were marked at or after position ``start`` or are in ``extra``.
 
         Waits for the device.
 
         Args:
             start: a pinned position.
-            beside: ``[N]`` int64 local ids; None for no ids.
+            extra: ``[N]`` int64 local ids; None for no ids.
         """
-        rows, segments = self.marked(start, None, beside)
+        rows, segments = self.marked(start, None, extra)
         count = 0 if rows is None else rows.count()
         self.release(rows, segments)
         return count
@@ -397,32 +397,30 @@ class SegmentStore:
         spare = 0 if self._spare is None else self._spare.num_bytes
         return opened + spare + sum(segment.num_bytes for segment in self._segments)
 
-    def marked(
-        self, start: int, stop: int | None, beside: Tensor | None = None
-    ) -> tuple[RowSet | None, list[_Segment]]:
-        """Return a set of the rows marked in ``[start, stop)`` and of the rows with the ids ``beside``.
+    def marked(self, start: int, stop: int | None, extra: Tensor | None = None) -> tuple[RowSet | None, list[_Segment]]:
+        """Return a set of the rows marked in ``[start, stop)`` and of the rows with the ids ``extra``.
 
         Pass the result to :meth:`release` or :meth:`found` after use.
 
         Args:
             start: as in :meth:`changed`.
             stop: as in :meth:`changed`; None for no upper bound.
-            beside: ``[N]`` int64 local ids; None for no ids.
+            extra: ``[N]`` int64 local ids; None for no ids.
 
         Returns:
-            The set, which belongs to the segment if there is one segment and ``beside`` is None; None if there are no
-            rows. And the segments with rows that were marked in ``[start, stop)``.
+            The set, or None if there are no rows, and the segments with rows that were marked in ``[start, stop)``. The
+            set belongs to the segment if there is one segment and ``extra`` is None.
         """
         segments = [
             seg
             for seg in self._segments
             if start <= seg.start and (stop is None or seg.start < stop) and seg.rows is not None
         ]
-        if len(segments) <= 1 and beside is None:
+        if len(segments) <= 1 and extra is None:
             return segments[0].rows if segments else None, segments
         merged = self._union(segments)
-        if beside is not None:
-            merged.mark(beside)
+        if extra is not None:
+            merged.mark(extra)
         return merged, segments
 
     def found(
@@ -431,7 +429,7 @@ class SegmentStore:
         """Return the rows of a set that was scanned, each with its oldest state in the set's segments.
 
         Args:
-            rows: first result of :meth:`marked` without ``beside``, which is released.
+            rows: first result of :meth:`marked` without ``extra``, which is released.
             segments: second result of :meth:`marked`.
             ids: result of the scan of ``rows``; None if there are no rows.
             with_states: as in :meth:`changed`.

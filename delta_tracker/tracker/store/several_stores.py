@@ -81,20 +81,20 @@ def changed_in_each(
     return {name: found[name] for name in stores}
 
 
-def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, beside: Mapping[str, Tensor]) -> dict[str, int]:
+def num_changed_in_each(stores: Mapping[str, SegmentStore], start: int, extra: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the result of :meth:`SegmentStore.num_changed` for each store.
 
     Args:
         stores: stores by name.
         start: as in :meth:`SegmentStore.num_changed`.
-        beside: name to the argument of :meth:`SegmentStore.num_changed`; names of stores without ids may be missing.
+        extra: name to the argument of :meth:`SegmentStore.num_changed`; names of stores without ids may be missing.
     """
-    marked = {name: store.marked(start, None, beside.get(name)) for name, store in stores.items() if store.pads}
+    marked = {name: store.marked(start, None, extra.get(name)) for name, store in stores.items() if store.pads}
     counted = count_each({name: rows for name, (rows, _) in marked.items() if rows is not None})
     for name, (rows, segments) in marked.items():
         stores[name].release(rows, segments)
     return {
-        name: counted.get(name, 0) if name in marked else store.num_changed(start, beside.get(name))
+        name: counted.get(name, 0) if name in marked else store.num_changed(start, extra.get(name))
         for name, store in stores.items()
     }
 
