@@ -485,13 +485,97 @@ class RankLostError(StreamError, RuntimeError):
 class MalformedError(StreamError, ValueError):
     """A manifest, a part or another object of a stream is malformed; see ``path`` and ``reason``."""
 
+    _remedy = "Check for other writers to this stream; if it is an entry of the log, start a new stream at another url"
+
     def __init__(self, path: str, reason: str) -> None:
-        super().__init__(
-            f"{path} is malformed: {reason}",
-            "Check for other writers to this stream; if it is an entry of the log, start a new stream at another url",
-        )
+        super().__init__(f"{path} is malformed: {reason}", self._remedy)
         self.path = path
         self.reason = reason
+
+
+class NewerFormatError(MalformedError):
+    """The object ``path`` of a stream has the format ``found``, which only newer releases of the library can read.
+
+    ``known`` describes the formats that this release reads.
+    """
+
+    _remedy = "Upgrade delta_tracker on this host"
+
+    def __init__(self, path: str, found: str, known: str) -> None:
+        super().__init__(path, f"its format is {found}; this release reads {known}")
+        self.found = found
+        self.known = known
+
+
+class UpdateInProgressError(StreamError, RuntimeError):
+    """A version was not cut, because the update ``what`` was still in progress after ``seconds``; rows stay pending."""
+
+    def __init__(self, what: str, seconds: float) -> None:
+        super().__init__(
+            f"the rows cannot be read consistently: {what} did not end within {seconds:g} s",
+            "Call publisher.step() as the last line of the training loop, after the optimizer step",
+        )
+        self.what = what
+        self.seconds = seconds
+
+
+class RestoreMismatchError(StreamError, ValueError):
+    """The saved training state does not fit this job, so nothing was restored.
+
+    ``what`` differs: the version has ``saved``, and this job has ``found``.
+    """
+
+    def __init__(self, what: str, saved: object, found: object) -> None:
+        super().__init__(
+            f"{what} is {saved} in the version but {found} in this job; nothing was restored",
+            "Build the job like the one that published the version",
+        )
+        self.what = what
+        self.saved = str(saved)
+        self.found = str(found)
+
+
+class NotRecoverableError(StreamError, LookupError):
+    """Version ``version`` of the stream at ``url`` has no complete training state, so nothing was restored.
+
+    ``reason`` describes what is missing. ``version`` is None if the stream has no version to restore.
+    """
+
+    def __init__(self, url: str, version: int | None, reason: str) -> None:
+        which = "the newest version" if version is None else f"version {version}"
+        super().__init__(
+            f"{which} of {url} cannot be restored: {reason}",
+            'Choose another version; publish with Publisher(..., states="optimizer") to write such versions',
+        )
+        self.url = url
+        self.version = version
+        self.reason = reason
+
+
+class RestoreFailedError(StreamError, RuntimeError):
+    """A restore failed because rank ``rank`` failed with ``reason``. The model may be partly written.
+
+    If it is, calling the model raises :class:`InterruptedRestoreError`.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(
+            f"the restore failed: rank {rank} failed with {reason}",
+            "Fix the problem on that rank and restore again on all ranks",
+        )
+        self.rank = rank
+        self.reason = reason
+
+
+class InterruptedRestoreError(StreamError, RuntimeError):
+    """A restore of version ``version`` did not end, so the model has rows of different times."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"the model is incomplete: a restore of version {version} was interrupted",
+            "Call restore() again on all ranks",
+        )
+        self.version = version
 
 
 class CorruptPartError(StreamError, ValueError):

@@ -10,12 +10,15 @@ from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.rows import ChangedRows
+
+StateWidth = Literal["columns", "range"]
 
 
 class TrackingMode(Enum):
@@ -91,6 +94,37 @@ class TableSpec:
 
     def __str__(self) -> str:
         return f"{self.num_rows} x {self.dim} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Name, dtype and width of one state that an optimizer keeps for each row of a table.
+
+    Args:
+        name: name of the state, unique in its table.
+        dtype: float32, float16 or bfloat16.
+        width: ``columns`` if the state has one number per column, ``range`` if it has one number for each of the
+            table's column ranges.
+    """
+
+    name: str
+    dtype: torch.dtype
+    width: StateWidth
+
+
+@dataclass(frozen=True, slots=True)
+class TableStates:
+    """States that a fused optimizer keeps for each row of a whole table, the same on every rank.
+
+    Args:
+        optimizer: FBGEMM's name of the optimizer, such as ``EXACT_ROWWISE_ADAGRAD``.
+        columns: half-open column ranges of the table's shards, ascending, from 0 to the number of columns without gaps.
+        states: states in the optimizer's order; empty if the optimizer keeps none.
+    """
+
+    optimizer: str
+    columns: tuple[tuple[int, int], ...]
+    states: tuple[StateSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,21 @@ from delta_tracker.errors import (
     FencedError,
     FollowEndedError,
     HeldVersionError,
+    InterruptedRestoreError,
     MalformedError,
     MissingExtraError,
     MissingVersionError,
     NameConflictError,
+    NewerFormatError,
+    NotRecoverableError,
     PanicError,
+    RestoreFailedError,
+    RestoreMismatchError,
     StorageError,
     StreamError,
     TableMismatchError,
     UnsupportedModuleError,
+    UpdateInProgressError,
     unraised,
 )
 
@@ -41,12 +47,18 @@ def test_every_error_of_a_stream_is_a_stream_error() -> None:
         FencedError(1, 2, 3),
         FollowEndedError(SystemExit("enough")),
         HeldVersionError(7, "NaN"),
+        InterruptedRestoreError(7),
         MissingExtraError("redis", "redis"),
         NameConflictError("memory://", "log/1", 5),
+        NewerFormatError("log/3", "3", "formats 1 and 2"),
+        NotRecoverableError("memory://", 3, "its format is 1"),
         PanicError(FollowEndedError(KeyError("inner"))),
+        RestoreFailedError(1, "no space"),
+        RestoreMismatchError("the optimizer of table t", "EXACT_SGD", "ADAM"),
         StorageError("memory://", "No space left on device"),
         TableMismatchError("t", "F32", "F16", ["a", "b"]),
         UnsupportedModuleError({"m": "DMPCollection"}, "Use another"),
+        UpdateInProgressError("an update of table t", 5),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -62,6 +74,14 @@ def test_errors_can_be_sent_to_another_process(
             break
         received, sent = received.__cause__, sent.__cause__
     assert received.__cause__ is None
+
+
+def test_a_newer_format_is_handled_like_a_malformed_object_with_another_remedy() -> None:
+    error = NewerFormatError("log/3", "3", "formats 1 and 2")
+    assert isinstance(error, MalformedError)
+    assert (error.path, error.found, error.known) == ("log/3", "3", "formats 1 and 2")
+    assert str(error).endswith("Upgrade delta_tracker on this host.")
+    assert str(MalformedError("log/3", "its kind is 3")).endswith("start a new stream at another url.")
 
 
 class _Unsendable(BaseException):

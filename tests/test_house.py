@@ -27,12 +27,13 @@ _PACKAGE = _ROOT / "delta_tracker"
 
 # A package may import itself and packages of earlier lines: ``tracker`` does not import ``predictor``.
 _LAYERS = [
-    ["errors", "types", "rows", "row_target"],
+    ["errors", "types", "rows", "row_target", "state_tree"],
     ["buffers", "distributed", "forking", "host_copy", "streams"],
     ["monitor"],
     ["sharding", "stream"],
     ["tracker", "predictor"],
     ["publisher"],
+    ["recovery"],
     ["integrations", "cli"],
 ]
 

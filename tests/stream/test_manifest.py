@@ -11,7 +11,7 @@ import xxhash
 from delta_tracker.errors import (
     MalformedError,
 )
-from delta_tracker.stream.format.manifest import Link, Manifest
+from delta_tracker.stream.format.manifest import Link, Manifest, Stored
 from delta_tracker.stream.format.parse import parse_manifest
 from tests.stream.manifests import HASH, parsed, some_entry, some_manifest
 
@@ -23,6 +23,27 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
     assert read.xxh3 == xxhash.xxh3_128_hexdigest(manifest.to_json())
     assert read.link == Link(3, read.xxh3)
     assert (manifest.num_rows, manifest.num_bytes) == (8, 1000)
+
+
+def test_an_entry_names_its_parts_their_states_and_the_training_states() -> None:
+    manifest = some_manifest()
+    (part,) = manifest.parts
+    states, training = Stored("parts/s.safetensors", 200, 184, HASH), Stored("parts/t.safetensors", 30, 14, HASH)
+    parts = (replace(part, states=states), part)
+    assert manifest.objects == (part,)
+    assert replace(manifest, parts=parts, training=(training,)).objects == (*parts, states, training)
+    assert replace(manifest, parts=parts, training=(training,)).total_bytes == 2230
+    assert replace(manifest, parts=parts, training=(training,)).num_bytes == 2000
+
+
+def test_format_1_has_the_fields_of_format_1() -> None:
+    """The fields of format 2 are not written, so that older releases and frozen bytes agree."""
+    assert list(some_entry()) == [
+        "format", "stream", "generation", "writer", "version", "kind", "snapshot", "batches", "cut", "created",
+        "pending_rows", "parent", "merges", "tables", "dense", "parts",
+    ]  # fmt: skip
+    assert list(some_entry()["parts"][0]) == ["name", "num_bytes", "xxh3", "blocks", "dense"]
+    assert list(some_entry()["tables"]["t"]) == ["num_rows", "dim", "dtype"]
 
 
 def test_a_merged_manifest_links_to_the_last_version_that_it_stands_for() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from delta_tracker.stream.format.encoding import Encoding, decode_rows
 from delta_tracker.stream.format.manifest import Block
 
+RowReader = Callable[[int, int], Tensor]
 CHUNK_BYTES = 4 << 20
 _VALUE_BYTES = 4  # encoding and decoding work in float32
 _ID_BYTES = 8
@@ -29,11 +30,14 @@ class BlockRows:
         read: function that returns the rows ``begin`` to ``end`` (exclusive) as they are stored,
             ``[end - begin, width]`` in ``block.encoding.dtype``. The result may be a view of shared memory: do not
             write to it.
+        states: one function for each of the table's states, in their declared order. Each returns the state of the rows
+            ``begin`` to ``end`` in its declared dtype: ``[end - begin, block.num_columns]`` or ``[end - begin, 1]``.
     """
 
     block: Block
     ids: Tensor | None
-    read: Callable[[int, int], Tensor]
+    read: RowReader
+    states: tuple[RowReader, ...] = ()
 
     @classmethod
     def of(cls, block: Block, ids: Tensor | None, stored: Tensor) -> BlockRows:

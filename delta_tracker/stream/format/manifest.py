@@ -6,16 +6,19 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta, to_builtins
 
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import Count, Hex, Range
-from delta_tracker.types import TableSpec
+from delta_tracker.types import TableSpec, TableStates
 
-FORMAT = 1
+FORMAT = 1  # values only
+STATES_FORMAT = 2  # values, the optimizer's states of the same rows, and the training state
+DRAFT = 1  # revision of format 2, which is not final
+PIECE_BYTES = 8 << 20  # size of the pieces whose digests are at the end of each object of format 2
 Kind = Literal["claim", "snapshot", "delta"]
 # Storage of a block's row ids: all rows of its range, a list of ids, or compressed gaps between ids.
 IdForm = Literal["all", "list", "gaps"]
@@ -72,15 +75,34 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """Record of an object of format 2 that is not a part: row states of a part, or training state of a rank.
+
+    Args:
+        name: name of the object in the store.
+        num_bytes: size of the object in bytes.
+        body: number of bytes before the digests of the pieces, at least 1.
+        xxh3: 128-bit xxh3 of the bytes from ``body`` on, in hex.
+    """
+
+    name: PartName
+    num_bytes: Count
+    body: Count
+    xxh3: Hex
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Record of a part: an object with rows and dense tensors, written by one rank or by a compaction.
 
     Args:
         name: name of the object in the store.
         num_bytes: size of the object in bytes.
-        xxh3: 128-bit xxh3 of the object's bytes, in hex.
+        xxh3: 128-bit xxh3 of the object's bytes from ``body`` on, in hex.
         blocks: blocks of rows in the part.
         dense: names of the dense tensors in the part.
+        body: number of bytes before the digests of the pieces; 0 in format 1, which has no such digests.
+        states: record of the object with the optimizer's states of the same rows; None if no table has states.
     """
 
     name: PartName
@@ -88,6 +110,8 @@ class Part:
     xxh3: Hex
     blocks: tuple[Block, ...]
     dense: tuple[str, ...]
+    body: Count = 0
+    states: Stored | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +161,10 @@ class Manifest:
             that list rows.
         merges: for a merged entry, link to the log entry of ``version``; None for an entry of the log. A merged entry
             replaces the versions after ``parent`` up to and including ``version``.
+        format: 1, or 2 for a version with the optimizer's states.
+        states: FQN to the states of the table's rows, for each table with a fused optimizer; empty in format 1.
+        training: records of the training states of all ranks, in the order of the ranks; empty in format 1.
+        event_time: smallest event time of the batch that any rank trained last, in seconds; None if it is unknown.
         xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty before the entry is parsed from its bytes.
         modified: Unix time of the commit by the store's clock, in seconds: the modification time of the entry. None if
             the entry was not read from a store.
@@ -157,6 +185,10 @@ class Manifest:
     dense: Mapping[str, DenseSpec] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     merges: Link | None = None
+    format: int = FORMAT
+    states: Mapping[str, TableStates] = field(default_factory=dict)
+    training: tuple[Stored, ...] = ()
+    event_time: float | None = None
     xxh3: str = field(default="", compare=False)
     modified: float | None = field(default=None, compare=False)
 
@@ -195,26 +227,61 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of all parts."""
+        """Size in bytes of all parts, without the states of their rows."""
         return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def objects(self) -> tuple[Part | Stored, ...]:
+        """All objects that the entry names: its parts, the states of their rows, and the training states."""
+        states = tuple(part.states for part in self.parts if part.states is not None)
+        return (*self.parts, *states, *self.training)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size in bytes of all objects."""
+        return sum(each.num_bytes for each in self.objects)
+
+    @property
+    def schema(self) -> tuple[int, Mapping[str, TableSpec], Mapping[str, TableStates]]:
+        """Format, tables and states. Only versions with equal ones may be merged or applied to one another."""
+        return self.format, self.tables, self.states
 
     def to_json(self) -> bytes:
         """Return the bytes of the entry as they are stored in the log."""
-        tables = {
-            fqn: {"num_rows": table.num_rows, "dim": table.dim, "dtype": DTYPE_NAMES[table.dtype]}
-            for fqn, table in self.tables.items()
-        }
-        dense = {name: {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape} for name, spec in self.dense.items()}
+        has_states = self.format == STATES_FORMAT
         entry = {
-            "format": FORMAT,
+            "format": self.format,
+            **({"draft": DRAFT} if has_states else {}),
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            **({"event_time": self.event_time} if has_states else {}),
             "parent": to_builtins(self.parent),
             "merges": to_builtins(self.merges),
-            "tables": tables,
-            "dense": dense,
+            "tables": {fqn: self._table(table) for fqn, table in self.tables.items()},
+            "dense": {
+                name: {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape} for name, spec in self.dense.items()
+            },
             "parts": to_builtins(self.parts),
+            **({"training": to_builtins(self.training)} if has_states else {}),
         }
+        if not has_states:
+            for part in entry["parts"]:
+                del part["body"], part["states"]
         return json.dumps(entry, separators=(",", ":")).encode()
+
+    def _table(self, table: TableSpec) -> dict[str, Any]:
+        """Return the JSON object of a table."""
+        record = {"num_rows": table.num_rows, "dim": table.dim, "dtype": DTYPE_NAMES[table.dtype]}
+        if self.format != STATES_FORMAT:
+            return record
+        found = self.states.get(table.fqn)
+        states = () if found is None else found.states
+        return {
+            **record,
+            "columns": ((0, table.dim),) if found is None else found.columns,
+            "optimizer": None if found is None else found.optimizer,
+            "states": [{"name": each.name, "dtype": DTYPE_NAMES[each.dtype], "width": each.width} for each in states],
+            "identity": None,
+        }
 
 
 _PLAIN_FIELDS = (
