@@ -79,5 +79,5 @@ class HostCopy:
 
 
 def side_stream(device: torch.device) -> Any:  # noqa: ANN401  torch's stubs have no common type
-    """Return another CUDA stream of a device than the current one, for :class:`HostCopy`; None for other devices."""
+    """Return a CUDA stream of a device, other than the current one, for :class:`HostCopy`; None for other devices."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

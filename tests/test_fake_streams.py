@@ -157,7 +157,7 @@ def test_a_wait_runs_what_it_must_and_nothing_else() -> None:
                 first.synchronize()
             assert first.query()
             assert event.query()
-            assert not second.query(), "nobody waited for it"
+            assert not second.query(), "no wait for it"
             assert other.held.tolist() == [0, 0]
             assert late.held.tolist() != [1, 1]
             assert table.held.tolist() == [1, 1]

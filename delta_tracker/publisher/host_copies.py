@@ -1,4 +1,4 @@
-"""Copy tensors from any device to host memory, without a wait of the calling thread for a device.
+"""Copy tensors from any device to host memory. The calling thread does not wait for the device.
 
 Notation: ``N`` is the number of rows to copy, ``R`` the number of rows of the tensor from which they are copied.
 """
@@ -202,7 +202,7 @@ class _Chunk:
 
     @property
     def base(self) -> int:
-        """Byte of the buffer with which memory for only this chunk begins. Aligned for every dtype."""
+        """Byte of the buffer at which memory for this chunk alone begins. Aligned for every dtype."""
         return self.begin // _ALIGNMENT * _ALIGNMENT
 
     def copy(self, memory: Tensor, base: int) -> None:

@@ -93,7 +93,7 @@ class PinnedMemory:
 
 
 class FakeDevices:
-    """Simulated CUDA devices: their streams, and what each thread of the host has chosen.
+    """Simulated CUDA devices: their streams, and the current device and streams of each thread.
 
     Args:
         scheduler: order of the operations.
@@ -114,7 +114,7 @@ class FakeDevices:
         self._all = [[FakeStream.of(self, index, 0)] for index in range(count)]  # default stream first
         self._chosen = threading.local()
 
-    # What ``torch.cuda`` has
+    # Functions of ``torch.cuda``
 
     def stream(self, device: Any = None, priority: int = 0) -> FakeStream:
         """Return a new stream."""

@@ -42,7 +42,7 @@ class Queue:
     """Operations of one stream that have not run.
 
     Args:
-        weight: how often the scheduler prefers this queue to others.
+        weight: relative probability with which the scheduler chooses this queue.
     """
 
     def __init__(self, weight: float) -> None:
@@ -79,7 +79,7 @@ class Scheduler:
             return queue
 
     def append(self, queue: Queue, run: Callable[[], None] | None, after: Iterable[Operation] = ()) -> Operation:
-        """Append an operation to a queue, then run some operations if the seed says so."""
+        """Append an operation to a queue, then run a random number of operations."""
         with self.lock:
             operation = Operation(queue, next(self._numbers), run, after)
             queue.pending.append(operation)
@@ -89,7 +89,7 @@ class Scheduler:
             return operation
 
     def wait(self, operation: Operation | None) -> None:
-        """Run an operation and all operations before it, as a host does that waits for it; and some others."""
+        """Run an operation, all operations that it needs, and a random number of others."""
         with self.lock:
             if operation is not None and not operation.is_done:
                 needed = self._needed(operation)

@@ -131,7 +131,7 @@ class _Run:
     def _expected(
         self, pending: set[tuple[str, int]], is_open: Collection[tuple[str, int]] = ()
     ) -> Callable[[Found], None]:
-        """Return a check that exactly the pending rows are found, with the present weights unless they are open."""
+        """Return a check that only the pending rows are found, with the current weights unless they are open."""
         weights = {fqn: each.clone() for fqn, each in self._weights.items()}
         dense, rows = self._dense.clone(), set(pending)
 
