@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from delta_tracker.monitor.device.syncs import SIMULATED, SyncError, find_syncs,
 from delta_tracker.rows import ChangedRows
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.row_sets.row_set import RowSet
+from delta_tracker.tracker.row_sets.torch import TorchRows
 from delta_tracker.tracker.store import segments
 from delta_tracker.tracker.store.segments import SegmentStore, _Segment
 from delta_tracker.types import Delta
@@ -382,6 +384,35 @@ def test_memory_is_one_row_set_per_segment() -> None:
     assert (store.num_segments, store.log_bytes) == (2, 2000)
     store.compact({0})
     assert (store.num_segments, store.log_bytes) == (1, 1000)
+
+
+@pytest.mark.parametrize("fails", ["rows", "states"])
+def test_a_merge_that_runs_out_of_memory_is_repeated(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states that the failed merge had moved were once moved again."""
+    weights = torch.arange(10.0).unsqueeze(1)
+    store = SegmentStore(10, engine="torch", old_states=lambda ids: weights.index_select(0, ids))
+    store.mark(torch.tensor([1, 2]))
+    store.cut(1)
+    store.mark(torch.tensor([3]))
+    store.mark(torch.tensor([2, 4]))
+    num_calls = itertools.count()
+    name, last = ("absorb", 0) if fails == "rows" else ("contains", 1)
+    method = getattr(TorchRows, name)
+
+    def failing(self: TorchRows, argument: Any) -> Any:
+        if next(num_calls) == last:
+            raise MemoryError
+        return method(self, argument)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchRows, name, failing)
+        with pytest.raises(MemoryError):
+            store.compact(())
+    store.compact(())
+    num_bytes = store.log_bytes
+    changed = store.changed(0, 2)
+    assert (changed.ids.tolist(), changed.states.flatten().tolist()) == ([1, 2, 3, 4], [1, 2, 3, 4])
+    assert num_bytes == 10 + 4 * (8 + 4), "a byte per row, and an id and a state per marked row"
 
 
 def _recorded_on_a_device(num_batches: int, num_ids: int, num_rows: int) -> tuple[SegmentStore, list[SyncError]]:

@@ -109,13 +109,12 @@ class HostStates(OldStates):
 
     def mark_with(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
         """Mark rows, and keep the given states of those that were not marked before."""
-        self._add_new(marked, ids, states)
+        self.pieces += self._new(marked, [(ids, states)])
         marked.mark(ids)
 
     def absorb(self, newer: HostStates, marked: RowSet) -> None:
         """Move the states of a newer segment to this one, except those of the rows in ``marked``."""
-        for ids, states in newer.pieces:
-            self._add_new(marked, ids, states)
+        self.pieces += self._new(marked, newer.pieces)  # all or none, because this may run out of memory
 
     def ids(self) -> list[Tensor]:
         """Return the ids of the rows, one tensor for each tensor of :meth:`states`."""
@@ -135,10 +134,15 @@ class HostStates(OldStates):
         """Size of the ids and states in bytes."""
         return sum(ids.nbytes + states.nbytes for ids, states in self.pieces)
 
-    def _add_new(self, marked: RowSet, ids: Tensor, states: Tensor) -> None:
-        is_new = ~marked.contains(ids)
-        if bool(is_new.any()):
-            self.pieces.append((ids[is_new], states[is_new]))
+    @staticmethod
+    def _new(marked: RowSet, pieces: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return the ids and states of the rows that are not in ``marked``."""
+        found = []
+        for ids, states in pieces:
+            is_new = ~marked.contains(ids)
+            if bool(is_new.any()):
+                found.append((ids[is_new], states[is_new]))
+        return found
 
 
 class Block:

@@ -52,6 +52,7 @@ class _Segment:
             if self.states is None:
                 self.states = newer.states.empty()
             self.states.absorb(newer.states, self.rows)
+            newer.states = None  # if the next line runs out of memory, the next call moves the rows alone
         self.rows.absorb(newer.rows)
 
     @property
