@@ -28,7 +28,7 @@ _PACKAGE = _ROOT / "delta_tracker"
 # A package may import itself and packages of earlier lines: ``tracker`` does not import ``predictor``.
 _LAYERS = [
     ["errors", "types", "rows", "row_target", "state_tree"],
-    ["buffers", "distributed", "forking", "host_copy", "streams"],
+    ["buffers", "cuda_fence", "distributed", "forking", "host_copy"],
     ["monitor"],
     ["sharding", "stream"],
     ["tracker", "predictor"],

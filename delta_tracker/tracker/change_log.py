@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from delta_tracker.cuda_fence import StreamFence
 from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_hooks import is_capturing
 from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
-from delta_tracker.streams import StreamFence
 from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.tracker.log_state import LogState, PendingState

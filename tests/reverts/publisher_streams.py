@@ -7,7 +7,7 @@ from tests.reverts.revert import Revert
 _ANY_ORDER = "tests/publisher/test_host_copies.py::test_versions_are_exact_in_any_order_of_streams"
 _COPIES = "delta_tracker/publisher/host_copies.py"
 _COPY = "delta_tracker/host_copy.py"
-_FENCE = "delta_tracker/streams.py"
+_FENCE = "delta_tracker/cuda_fence.py"
 _LOG = "delta_tracker/tracker/change_log.py"
 
 
@@ -55,12 +55,12 @@ REVERTS = [
     ),
     Revert(
         defect="a read in an open batch hides the batch's write from the next read",
-        generator="tests/test_streams.py::test_a_use_that_continues_is_waited_for_when_it_has_ended",
+        generator="tests/test_cuda_fence.py::test_a_use_that_continues_is_waited_for_when_it_has_ended",
         edits={_FENCE: [("for streams in self._open.values() if device in streams]", "for streams in ()]")]},
     ),
     Revert(
         defect="memory of the log is reused while another stream reads it",
-        generator="tests/test_streams.py::test_memory_that_another_stream_uses_is_not_reused",
+        generator="tests/test_cuda_fence.py::test_memory_that_another_stream_uses_is_not_reused",
         edits={_FENCE: [("tensor.record_stream(stream)", "tensor.detach()")]},
     ),
     Revert(

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from delta_tracker.cuda_fence import StreamFence
 from delta_tracker.host_copy import HostCopy
 from delta_tracker.monitor.clock import Progress
 from delta_tracker.monitor.polled_stats import Source
-from delta_tracker.streams import StreamFence
 
 EpochEnd = tuple[int | None, int | None]
 """Step and epoch number at the end of an epoch. Each is None if it was never set."""

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from delta_tracker.cuda_fence import StreamFence
 from delta_tracker.errors import InvalidArgumentError, MissingExtraError
 from delta_tracker.host_copy import HostCopy
 from delta_tracker.monitor.default import MONITOR
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.polled_stats import Source
-from delta_tracker.streams import StreamFence
 
 _REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(dim=0),
