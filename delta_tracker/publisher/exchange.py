@@ -1,4 +1,4 @@
-"""Communication between the ranks of a publisher: votes of a fixed size and small JSON messages."""
+"""Communication between the ranks of a publisher or a restore: votes of a fixed size and small JSON messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from delta_tracker.distributed import Gathering, RankGroup
-from delta_tracker.errors import FencedError, PublishError, RankLostError
+from delta_tracker.errors import FencedError, PublishError, RankLostError, RestoreFailedError
 
-_CALL = "Publisher(...)"
+_Failed = type[PublishError] | type[RestoreFailedError]
 
 
 class Phase(IntEnum):
-    """State of a rank's publisher.
+    """State of a rank's publisher or restore.
 
     All ranks must vote in the same phase. Their phases differ if they called different methods or if a rank failed.
     """
@@ -48,6 +48,14 @@ class Phase(IntEnum):
     """The worker of rank 0 creates the manifest."""
     FAILED = auto()
     """The version failed on this rank. It may not have failed on the other ranks."""
+    RESOLVING = auto()
+    """The ranks of a restore validate their arguments, and rank 0 chooses the version."""
+    FITTING = auto()
+    """The ranks of a restore compare the version with the model. Nothing is written."""
+    RESTORING = auto()
+    """The ranks of a restore write the model."""
+    LOADING = auto()
+    """The ranks of a restore load the other states."""
 
 
 class Vote(NamedTuple):
@@ -120,13 +128,24 @@ class Exchange:
 
     Args:
         timeout: maximum time that a call waits for other ranks before it raises RankLostError.
+        name: name of the process group, the same on every rank.
+        call: text of the call that every rank must make, for error messages.
+        failed: class of the error for a failure of another rank. Where the methods below raise PublishError, they raise
+            this error.
 
     Raises:
         RankLostError: if a rank dies, or does not build its exchange in time.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
-        self.group = RankGroup("publisher", _CALL, timeout)
+    def __init__(
+        self,
+        timeout: timedelta,
+        name: str = "publisher",
+        call: str = "Publisher(...)",
+        failed: _Failed = PublishError,
+    ) -> None:
+        self.group = RankGroup(name, call, timeout)
+        self._failed = failed
         self.rank = self.group.rank
         self._exchanged: Gathering | None = None  # votes of exchange(), not counted yet
         self._num_owed_bytes = 0  # length of the message that the other ranks wait for
@@ -158,7 +177,11 @@ class Exchange:
         votes = torch.stack(gathered)
         least, most = (Vote(*bound.tolist()) for bound in votes.aminmax(dim=0))
         if least.phase != most.phase:
-            check_alike([{"phase": f"the phase {Phase(int(phase)).name.lower()}"} for phase in votes[:, 0]], "phase")
+            check_alike(
+                [{"phase": f"the phase {Phase(int(phase)).name.lower()}"} for phase in votes[:, 0]],
+                "phase",
+                failed=self._failed,
+            )
         self._num_owed_bytes = 0 if most.is_working else most.num_bytes
         return Count(most, is_alike=least[:3] == most[:3])
 
@@ -186,12 +209,12 @@ class Exchange:
         for rank, each in enumerate(tensors):
             text = each.numpy().tobytes()
             if text.isspace():
-                raise PublishError(rank, "an interrupt")
+                raise self._failed(rank, "an interrupt")
             message = json.loads(text)
             if "fenced" in message:
                 raise FencedError(*message["fenced"])
             if "error" in message:
-                raise PublishError(rank, message["error"])
+                raise self._failed(rank, message["error"])
             messages.append(message)
         return messages
 
@@ -211,7 +234,7 @@ class Exchange:
         self._exchanged = self.start_votes(Vote(phase, num_bytes=len(own.data)))
         try:
             count = self.count(self._exchanged)
-        except (PublishError, RankLostError):
+        except (self._failed, RankLostError):
             self._exchanged = None
             raise
         self._exchanged = None
@@ -229,7 +252,7 @@ class Exchange:
         try:
             if self._exchanged is not None:
                 self.count(self._exchanged)
-        except (PublishError, RankLostError):  # in this case no rank sends a message
+        except (self._failed, RankLostError):  # in this case no rank sends a message
             self._num_owed_bytes = 0
         self._exchanged = None
         if self._num_owed_bytes:
@@ -238,17 +261,18 @@ class Exchange:
             self._num_owed_bytes = 0
 
 
-def check_alike(messages: Sequence[Mapping[str, Any]], *names: str) -> None:
+def check_alike(messages: Sequence[Mapping[str, Any]], *names: str, failed: _Failed = PublishError) -> None:
     """Check that the ranks' messages have equal values for the keys ``names``.
 
     Args:
         messages: messages of all ranks, in rank order.
         names: keys to compare.
+        failed: class of the error.
 
     Raises:
-        PublishError: if a rank's message differs from that of rank 0.
+        PublishError: or another ``failed``, if a rank's message differs from that of rank 0.
     """
     for rank, each in enumerate(messages):
         for name in names:
             if each[name] != messages[0][name]:
-                raise PublishError(rank, f"{each[name]} where rank 0 has {messages[0][name]}")
+                raise failed(rank, f"{each[name]} where rank 0 has {messages[0][name]}")

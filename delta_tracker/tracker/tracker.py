@@ -586,7 +586,7 @@ class ModelDeltaTracker:
 
     @property
     def restored(self) -> Restored | None:
-        """Outcome of the last :meth:`load_state_dict`; None before the first."""
+        """Outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before the first."""
         return self._checkpoint.restored
 
     @property
@@ -669,6 +669,27 @@ class ModelDeltaTracker:
                 call.
         """
         self._checkpoint.load_state_dict(state)
+
+    def restore_from_stream(
+        self, num_batches: int, pending: Mapping[str, Mapping[str, Tensor | None]], notes: Mapping[str, object]
+    ) -> None:
+        """Replace all pending rows after the model was restored from a stream. :func:`~delta_tracker.restore` calls it.
+
+        All writes to the weights up to this call are ignored. Uncommitted reads are aborted. Registered counters are
+        unchanged. A call that raises changes nothing.
+
+        Args:
+            num_batches: new value of :attr:`num_batches`.
+            pending: consumer to table FQN to ``[N]`` integer local ids of the rows that are pending, with unknown old
+                states; None for all rows. Nothing is pending for other consumers and tables.
+            notes: consumer to its note. Other consumers have no note.
+
+        Raises:
+            InvalidArgumentError: if there is no such consumer or table, or an id is outside the shard.
+            ReservedConsumerError: if a consumer is reserved. Create publishers, which reserve consumers, after this
+                call.
+        """
+        self._checkpoint.restore_from_stream(num_batches, pending, notes)
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
         """Return the plan of a load: the tensors of each part that :meth:`load_state_dict` needs.

@@ -374,4 +374,19 @@ REVERTS = [
         "test_backward_passes_that_raised_on_a_device_do_not_make_training_wait",
         edits={"delta_tracker/tracker/store/segments.py": [("        padded = padded[: self.num_rows]\n", "")]},
     ),
+    Revert(
+        defect="the writes of a restore from a stream mark all rows",
+        generator="tests/tracker/test_checkpoint.py::test_rows_that_a_stream_restored_are_not_pending",
+        edits={
+            "delta_tracker/tracker/store/segments.py": [
+                ("        self.acknowledge_writes()\n        self._has_unmarked = False\n", ""),
+            ],
+            "delta_tracker/tracker/change_log.py": [
+                (
+                    "            self._cut()\n            origin = state.history\n",
+                    "            origin = state.history\n",
+                ),
+            ],
+        },
+    ),
 ]

@@ -539,3 +539,47 @@ def read_before_publishing(rank: int, world_size: int, path: str) -> list[str]:
         kinds.append(publisher.publish().kind)
         publisher.close()
     return kinds
+
+
+def from_stream(rank: int, world_size: int) -> list[str]:
+    """Pending rows, notes and the count of batches are replaced, and earlier writes to the weights are ignored."""
+    spec = Spec([Table("t", 17, "row"), Table("d", 6, "data")], bag=True)
+    model = shard(spec)
+    tracker = ModelDeltaTracker(model, ["a", "b", "c"])
+    generator = torch.Generator().manual_seed(0)
+    tables = {fqn.rpartition(".")[2]: fqn for fqn in tracker.tables}
+    fqn = tables["t"]
+    train(spec, model, generator, 2)
+    refused = tracker.get_delta("a", commit=False)
+    messages = [
+        attempt(partial(tracker.restore_from_stream, 7, pending, notes))
+        for pending, notes in (
+            ({"x": {}}, {}),
+            ({"b": {}}, {"x": 1}),
+            ({"b": {"nothing": None}}, {}),
+            ({"b": {fqn: torch.tensor([99])}}, {}),
+        )
+    ]
+    with tracker.reserve("c", holder="a test"):
+        messages.append(attempt(partial(tracker.restore_from_stream, 7, {}, {})))
+    tracker.commit(refused)  # these calls aborted nothing
+    assert (tracker.num_batches, tracker.restored) == (0, None)
+
+    with torch.no_grad():
+        for name in tracker.tables:
+            for view in tracker.column_views(name):
+                view.add_(1.0)
+    tracker.restore_from_stream(7, {"b": {fqn: torch.tensor([2, 0], dtype=torch.int32)}, "c": {fqn: None}}, {"a": [1]})
+    assert (tracker.num_batches, tracker.restored) == (7, Restored.STATE)
+    assert dict(tracker.annotations) == {"a": [1]}
+    num_rows = tracker.shards[fqn].num_rows
+    expected = {"a": [], "b": [0, 2], "c": list(range(num_rows))}
+    for name, ids in expected.items():
+        read = tracker.get_delta(name, commit=False)
+        assert {each: rows.ids.tolist() for each, rows in read.items()} == {fqn: ids, tables["d"]: []}, name
+        assert read.batches == (7, 7)
+    with tracker.reserve("a", holder="a test") as handle:
+        assert handle.is_as_restored
+    train(spec, model, generator, 1)
+    assert any(len(rows) for rows in tracker.get_delta("a").values())
+    return messages

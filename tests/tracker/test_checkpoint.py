@@ -205,3 +205,14 @@ def test_a_name_that_none_of_several_trackers_has_is_refused(one_rank: RankPool,
 
 def test_a_publisher_that_resumes_misses_no_row_that_was_read_before_it(one_rank: RankPool, tmp_path: Path) -> None:
     assert one_rank.run(f"{_CASES}:read_before_publishing", path=str(tmp_path)) == [["delta", "snapshot", "snapshot"]]
+
+
+def test_rows_that_a_stream_restored_are_not_pending(two_ranks: RankPool) -> None:
+    for messages in two_ranks.run(f"{_CASES}:from_stream"):
+        assert [message.partition(":")[0] for message in messages] == [
+            "InvalidArgumentError",
+            "InvalidArgumentError",
+            "InvalidArgumentError",
+            "InvalidArgumentError",
+            "ReservedConsumerError",
+        ]

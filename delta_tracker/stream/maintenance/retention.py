@@ -1,14 +1,15 @@
 """Retention: deletion of versions and objects that no reader needs.
 
 The entries that readers use always form a contiguous range: versions are deleted oldest first, all entries before the
-first part. Retention keeps the head and the head's parent. It also keeps the newest snapshot that is older than the
-grace period, and all later versions. A reader that started at the preceding snapshot therefore has the grace period to
-finish. A reader that lags further finds its next version missing and resyncs.
+first object that they name. These objects are parts and, in format 2, the states of their rows and the training states;
+all are below ``parts/``. Retention keeps the head and the head's parent. It also keeps the newest snapshot that is
+older than the grace period, and all later versions. A reader that started at the preceding snapshot therefore has the
+grace period to finish. A reader that lags further finds its next version missing and resyncs.
 
 In a local store, the kept entries are synced before anything is deleted, and the deletions of entries are synced before
-their parts are deleted. After a power loss, every entry therefore has its parts.
+their objects are deleted. After a power loss, every entry therefore has its objects.
 
-Each claim and the entry before it are kept forever, without their parts: at most two entries per generation. A
+Each claim and the entry before it are kept forever, without their objects: at most two entries per generation. A
 publisher that was fenced by a claim and has not detected this yet tries to create one of these two entries. The attempt
 must fail, so the names must stay taken.
 
@@ -18,9 +19,9 @@ passes. Retention and compactions delete only objects that no reader will need.
 All ages use the store's clock: they are the modification time of the newest object minus that of the object, so a wrong
 clock of a publisher has no effect. Only objects whose names this library creates count. A modification time after this
 host's time counts as this host's time: an object that is dated in the future expires nothing early, and a clock of this
-host that is behind only delays deletions. An *orphan* is an object that no process needs any more: a part that no entry
-names, the draft of an interrupted write, the object of an interrupted probe, or the heartbeat of a predictor that has
-ended.
+host that is behind only delays deletions. An *orphan* is an object that no process needs any more: an object below
+``parts/`` that no entry names, the draft of an interrupted write, the object of an interrupted probe, or the heartbeat
+of a predictor that has ended.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Retention:
     Args:
         versions: maximum number of versions; None for no bound.
         seconds: maximum age of a version; None for no bound.
-        num_bytes: maximum size in bytes of all parts, summed from the newest version down; None for no bound.
+        num_bytes: maximum size in bytes of all objects, summed from the newest version down; None for no bound.
         grace_seconds: time for which a superseded snapshot and the versions after it are kept, for readers that
             started at the snapshot.
         orphan_seconds: time for which a part that no entry names, a draft and the object of a probe are kept; at least
@@ -145,27 +146,27 @@ def retain(stream: Storage | StreamLog, retention: Retention, now: Callable[[], 
     expired = _expired(held, retention, clock)
     old = [version for version in takewhile(expired.__contains__, sorted(held.entries)) if version < floor]
     stale = _superseded(held, start, clock - retention.grace_seconds)
-    kept = {part.name for manifest in held.without(old, stale) for part in manifest.parts}
+    kept = {each.name for manifest in held.without(old, stale) for each in manifest.objects}
 
     removed = [*sorted(version for version in held.below if version not in guards)]
     removed += [version for version in old if version not in guards]
     emptied = sorted(version for version in (*held.below, *old) if version in guards)
-    gone = [(entry_name(version), held[version].parts) for version in removed]
-    gone += [(merged.name, held.merged[merged].parts) for merged in stale]
-    named = kept | {part.name for _, parts in gone for part in parts}
-    unused = {part.name: part.num_bytes for _, parts in gone for part in parts if part.name not in kept}
-    for version in emptied:  # an earlier pass deleted the parts of most of them
-        named |= {part.name for part in held[version].parts}
+    gone = [(entry_name(version), held[version].objects) for version in removed]
+    gone += [(merged.name, held.merged[merged].objects) for merged in stale]
+    named = kept | {each.name for _, objects in gone for each in objects}
+    unused = {each.name: each.num_bytes for _, objects in gone for each in objects if each.name not in kept}
+    for version in emptied:  # an earlier pass deleted the objects of most of them
+        named |= {each.name for each in held[version].objects}
         unused |= {
-            part.name: part.num_bytes
-            for part in held[version].parts
-            if part.name not in kept and part.name in leftovers.names
+            each.name: each.num_bytes
+            for each in held[version].objects
+            if each.name not in kept and each.name in leftovers.names
         }
     orphans = list(leftovers.orphans(named, held.head.version, retention, newest))
     if not gone and not unused and not orphans:
         return Retained()
     # The entries that were read make these objects unnecessary, so they must be on disk first. An entry whose deletion
-    # is not on disk may be there again after a power loss, and must find its parts then.
+    # is not on disk may be there again after a power loss, and must find its objects then.
     _sync_entries(log.storage)
     for name, _ in gone:
         log.storage.delete(name)
@@ -281,7 +282,7 @@ class _Leftovers:
     """Listing of the parts, drafts, probes and heartbeats in the store, some of which may be orphans.
 
     Attributes:
-        parts: objects below ``parts/``.
+        parts: objects below ``parts/``, which are not only parts in format 2.
         drafts: objects below ``drafts/``: temporary files from writes to a store in a local directory.
         probes: objects below ``probe/``.
         beats: objects below ``predictors/``.
@@ -297,7 +298,7 @@ class _Leftovers:
 
     @property
     def names(self) -> set[str]:
-        """Names of the parts."""
+        """Names of the objects below ``parts/``."""
         return {part.name for part in self.parts}
 
     @classmethod
@@ -318,7 +319,7 @@ class _Leftovers:
         """Yield the objects that ``retention`` does not keep. They include drafts that are still being written.
 
         Args:
-            named: names of the parts that entries list.
+            named: names of the objects that entries name.
             head: newest version. Parts with a higher version in their name are not orphans.
             retention: ages in seconds up to which objects are kept.
             now: the store's Unix time in seconds.
@@ -358,7 +359,7 @@ def _expired(held: _Held, retention: Retention, now: float) -> set[int]:
     """Return the versions that exceed a bound of ``retention`` at the Unix time ``now``."""
     expired, num_bytes = set(), 0
     for number, (version, manifest) in enumerate(sorted(held.entries.items(), reverse=True)):
-        num_bytes += manifest.num_bytes
+        num_bytes += manifest.total_bytes
         if (
             (retention.versions is not None and number >= retention.versions)
             or (retention.seconds is not None and now - manifest.committed > retention.seconds)

@@ -36,6 +36,7 @@ from delta_tracker.tracker.checkpoint.gather import gather_parts
 from delta_tracker.tracker.checkpoint.pack import pack
 from delta_tracker.tracker.checkpoint.rank_header import HEADER, RankHeader, check_alike, check_tables, parse
 from delta_tracker.tracker.checkpoint.reshard import Resharding
+from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.modes import Capture
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import TrackingMode
@@ -49,7 +50,7 @@ class Restored(Enum):
     """Outcome of a successful :meth:`TrackerCheckpoint.load_state_dict`."""
 
     STATE = "state"
-    """A state was loaded: every consumer has the pending rows that were saved."""
+    """A state was loaded, or restored from a stream: every consumer has the pending rows of that state."""
     NOTHING = "nothing"
     """The checkpoint had no state: all rows are pending for every consumer."""
 
@@ -84,7 +85,7 @@ class TrackerCheckpoint:
 
     @property
     def restored(self) -> Restored | None:
-        """Outcome of the last :meth:`load_state_dict`; None before the first."""
+        """Outcome of the last :meth:`load_state_dict` or :meth:`restore_from_stream`; None before the first."""
         return self._restored
 
     @property
@@ -98,7 +99,7 @@ class TrackerCheckpoint:
         return self._annotations
 
     def is_as_restored(self, consumer: str) -> bool:
-        """Return True if a state was loaded and the consumer's cursor has not moved since then."""
+        """Return True if a state was loaded or restored and the consumer's cursor has not moved since then."""
         return self._positions.get(consumer) == self._log.position(consumer)
 
     def annotate(self, consumer: str, note: object) -> None:
@@ -192,6 +193,33 @@ class TrackerCheckpoint:
             self._log.restore(log_state)
             self._positions = {name: self._log.position(name) for name in self._log.consumers}
         self._annotations, self._restored = dict(plan.annotations), Restored.STATE
+
+    def restore_from_stream(
+        self, num_batches: int, pending: Mapping[str, Mapping[str, Tensor | None]], notes: Mapping[str, object]
+    ) -> None:
+        """Replace all pending rows after the model was restored from a stream.
+
+        See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.restore_from_stream`.
+        """
+        for name in self._log.consumers:
+            self._log.resolve(name)  # raises if the consumer is reserved
+        names = self._log.consumers
+        for name in (*pending, *notes):
+            if name not in names:
+                raise InvalidArgumentError("consumer", name, f"Pass some of {list(names)}")
+        for tables in pending.values():
+            for fqn, ids in tables.items():
+                spec = self._model.shard(fqn).spec
+                if ids is not None:
+                    spec.check_ids(ids)
+        with self._log.lock:
+            self._log.restore(LogState(num_batches, {name: PendingState(num_batches, {}) for name in names}))
+            for name, tables in pending.items():
+                for fqn, ids in tables.items():
+                    num_rows = self._model.shard(fqn).spec.num_rows
+                    self._log.distrust(name, fqn, torch.arange(num_rows) if ids is None else ids.long())
+            self._positions = {name: self._log.position(name) for name in names}
+        self._annotations, self._restored = dict(notes), Restored.STATE
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
         """Return a plan to load saved parts. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""

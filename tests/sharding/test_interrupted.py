@@ -1,0 +1,36 @@
+"""Models that a restore has written in part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from delta_tracker.errors import InterruptedRestoreError
+from delta_tracker.sharding.interrupted import check_complete, mark, unmark
+
+
+def test_an_incomplete_model_says_so_before_any_other_hook_runs() -> None:
+    model, seen = nn.Linear(2, 2), []
+    model.register_forward_pre_hook(lambda *_: seen.append("another hook"))
+    model.register_forward_pre_hook(lambda *_, **__: seen.append("with keywords"), with_kwargs=True)
+    check_complete(model)
+    mark(model, 5)
+    for call in (lambda: model(torch.ones(1, 2)), lambda: check_complete(model)):
+        with pytest.raises(InterruptedRestoreError, match=r"a restore of version 5 was interrupted\. Call restore\(\)"):
+            call()
+    assert seen == []
+
+
+def test_a_later_restore_removes_the_marks_of_earlier_ones() -> None:
+    model, seen = nn.Linear(2, 2), []
+    model.register_forward_pre_hook(lambda *_: seen.append("another hook"))
+    mark(model, 5)
+    mark(model, 7).remove()
+    with pytest.raises(InterruptedRestoreError, match="version 5"):
+        check_complete(model)
+    mark(model, 7)
+    unmark(model)
+    check_complete(model)
+    model(torch.ones(1, 2))
+    assert seen == ["another hook"]
