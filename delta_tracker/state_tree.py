@@ -1,0 +1,512 @@
+"""Encode the states of training objects as bytes, without pickle. ``stream/FORMAT.md`` specifies the encoding.
+
+A state is a tree of ``None``, bool, int, float, str, bytes, list, tuple, dict with str or int keys, tensors and numpy
+arrays. Its structure is JSON text. The bytes of its tensors, arrays and bytes objects follow the text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, Never, TypeGuard, cast
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from delta_tracker.errors import InvalidArgumentError
+
+MAX_TEXT_BYTES = 64 << 20
+MAX_LEVELS = 64
+"""Largest number of values from the root to a value, both included."""
+MAX_DIMS = 16
+
+_SIZE_BYTES = 8
+_ALIGNMENT = 64
+_CHUNK_BYTES = 8 << 20
+_MAX_BYTES = 2**63 - 1
+_MAX_SHOWN = 200
+# The JSON text of a value, with the comma after it, has at least this many bytes.
+_MIN_VALUE_BYTES = 3
+
+_TENSOR_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "C128": torch.complex128,
+}
+_TENSOR_NAMES = {dtype: name for name, dtype in _TENSOR_DTYPES.items()}
+_ARRAY_DTYPES = {
+    descr: np.dtype(descr)
+    for descr in (
+        *("|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8"),
+        *("<f2", "<f4", "<f8", "<c8", "<c16"),
+    )
+}
+_INT = re.compile(r"0|-?[1-9a-f][0-9a-f]*")
+_FLOAT = re.compile(r"[0-9a-f]{16}")
+_TOO_LONG = "Keep long lists in tensors: the structure exceeds 64 MiB"
+_NO_TENSOR = (
+    "Pass plain dense tensors. Of the optimizers, pass those of the dense parameters and of the tables whose optimizer "
+    "is not fused"
+)
+_PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict, tensors and numpy arrays"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateTree:
+    """State whose structure is encoded, and whose tensors are not copied yet.
+
+    Args:
+        text: JSON text of the structure.
+        leaves: tensors, and bytes of other leaves, in the order of their data. The tensors share the memory of those of
+            the state.
+        num_bytes: size of the encoded state in bytes.
+    """
+
+    text: bytes
+    leaves: tuple[Tensor | bytes, ...]
+    num_bytes: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors among the leaves, in their order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def buffers(self, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+        """Yield buffers whose concatenation is the encoded state.
+
+        Args:
+            tensors: a copy of each of :attr:`tensors` on the CPU. A copy may have another shape with the same number of
+                values, in the same order.
+        """
+        copies = iter(tensors)
+        head = len(self.text).to_bytes(_SIZE_BYTES, "little") + self.text
+        yield memoryview(head + bytes(_padding(len(head))))
+        end = 0
+        for leaf in self.leaves:
+            if padding := _padding(end):
+                yield memoryview(bytes(padding))
+            data = memoryview(leaf) if isinstance(leaf, bytes) else _bytes_of(leaf, next(copies))
+            end += padding + len(data)
+            if len(data):
+                yield data
+        assert next(copies, None) is None, "one copy for each tensor"
+
+
+def flatten(value: object, path: str, *, paths: Mapping[str, str] | None = None) -> StateTree:
+    """Encode the structure of a state. Tensors are not copied; numpy arrays are.
+
+    Dicts of the types ``OrderedDict`` and ``defaultdict`` become dicts, and parameters become tensors. Subclasses of
+    other types are rejected, because their type would be lost.
+
+    Args:
+        value: the state.
+        path: name of the state, for errors.
+        paths: name of the value of a key of the root, which must be a dict, instead of ``path[key]``.
+
+    Raises:
+        InvalidArgumentError: if a value cannot be encoded. The error has the path of the value, such as
+            ``training_state['optimizer']['state'][3]['step']``.
+    """
+    flattener = _Flattener(path, paths or {})
+    text = msgspec.json.encode(flattener.node(value))
+    if len(text) > MAX_TEXT_BYTES:
+        raise InvalidArgumentError(path, type(value), _TOO_LONG)
+    num_bytes = _aligned(_SIZE_BYTES + len(text)) + flattener.end
+    return StateTree(text, tuple(flattener.leaves), num_bytes)
+
+
+def pack(value: object, path: str) -> bytes:
+    """Return the encoded state ``value``, whose tensors must be on the CPU. See :func:`flatten`."""
+    tree = flatten(value, path)
+    for tensor in tree.tensors:
+        if tensor.device.type != "cpu":
+            raise InvalidArgumentError(path, tensor.device, "Keep the tensors of this state on the CPU")
+    return b"".join(tree.buffers(tree.tensors))
+
+
+def unpack(data: bytes | bytearray | memoryview | NDArray[np.uint8]) -> object:
+    """Return the state that is encoded in ``data``.
+
+    Raises:
+        ValueError: if the data are not an encoded state.
+    """
+    found = np.frombuffer(data, dtype=np.uint8)
+    return StateReader(lambda begin, end: found[begin:end], len(found)).load()
+
+
+class StateReader:
+    """Reader of an encoded state, which may be untrusted. Only the data of the values that are loaded are read.
+
+    The text is decoded and checked completely: each type, size and span, and the number of levels. While this takes
+    place, memory of up to about 20 times the size of the text is needed.
+
+    Args:
+        read: function that returns the bytes from its first to its second argument (exclusive) of the encoded state.
+        num_bytes: size of the encoded state in bytes.
+
+    Raises:
+        ValueError: if the bytes are not an encoded state, and whatever ``read`` raises.
+    """
+
+    def __init__(self, read: Callable[[int, int], NDArray[np.uint8]], num_bytes: int) -> None:
+        if num_bytes < _ALIGNMENT:
+            raise ValueError(f"a state of {num_bytes} bytes")
+        self._read = read
+        length = int.from_bytes(read(0, _SIZE_BYTES).tobytes(), "little")
+        if length > MAX_TEXT_BYTES:
+            raise ValueError(f"a text of {length} bytes; the largest has {MAX_TEXT_BYTES}")
+        self._start = _aligned(_SIZE_BYTES + length)
+        if self._start > num_bytes:
+            raise ValueError(f"a text of {length} bytes in a state of {num_bytes} bytes")
+        head = read(_SIZE_BYTES, self._start).tobytes()
+        if any(head[length:]):
+            raise ValueError("bytes other than zeros after the text")
+        self._root = _decoded(head[:length])
+        end = _Checker().check(self._root)
+        if self._start + end != num_bytes:
+            raise ValueError(f"its data end at byte {self._start + end} of {num_bytes}")
+
+    def keys(self, *path: str) -> list[str]:
+        """Return the keys of a dict, in their order.
+
+        Args:
+            path: keys that lead from the root to the dict; none for the root.
+
+        Raises:
+            KeyError: if a key of the path is missing.
+            ValueError: if the value is not a dict with only string keys.
+        """
+        keys = [key for key, _ in self._pairs(self._find(path), path)]
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError(f"keys other than strings at {list(path)}")
+        return cast("list[str]", keys)
+
+    def load(self, *path: str) -> object:
+        """Return a value, with all values below it. Tensors are new, on the CPU.
+
+        Args:
+            path: keys that lead from the root to the value; none for the root.
+
+        Raises:
+            KeyError: if a key of the path is missing.
+            ValueError: if a value above it is not a dict, or a bool tensor has bytes other than 0 and 1.
+        """
+        return self._value(self._find(path))
+
+    def _find(self, path: Sequence[str]) -> object:
+        node = self._root
+        for number, key in enumerate(path):
+            found = [value for each, value in self._pairs(node, path[:number]) if each == key]
+            if not found:
+                raise KeyError(".".join(path[: number + 1]))
+            node = found[0]
+        return node
+
+    def _pairs(self, node: object, path: Sequence[str]) -> list[Any]:
+        if not _is_array(node) or node[0] != "d":
+            raise ValueError(f"no dict at {list(path)}")
+        return cast("list[Any]", node[1])
+
+    def _value(self, node: Any) -> object:  # noqa: ANN401  checked JSON
+        if not _is_array(node):
+            return node
+        match node[0]:
+            case "i":
+                return int(node[1], 16)
+            case "f":
+                return struct.unpack(">d", bytes.fromhex(node[1]))[0]
+            case "d":
+                return {self._value(key): self._value(each) for key, each in node[1]}
+            case "l" | "u":
+                items = map(self._value, node[1])
+                return list(items) if node[0] == "l" else tuple(items)
+        return self._leaf(node)
+
+    def _leaf(self, node: list[Any]) -> object:
+        data = self._data(*node[-2:])
+        if node[0] == "b":
+            return data.numpy().tobytes()
+        if node[1] in ("BOOL", "|b1") and bool((data > 1).any()):
+            raise ValueError("a bool tensor has bytes other than 0 and 1")
+        if node[0] == "n":
+            return data.numpy().view(_ARRAY_DTYPES[node[1]]).reshape(node[2])
+        return data.view(_TENSOR_DTYPES[node[1]]).reshape(node[2])
+
+    def _data(self, begin: int, end: int) -> Tensor:
+        """Return a copy of bytes of the data. Other than what ``read`` returns, it is aligned for every dtype."""
+        data = torch.empty(end - begin, dtype=torch.uint8)
+        for first in range(begin, end, _CHUNK_BYTES):
+            last = min(first + _CHUNK_BYTES, end)
+            data.numpy()[first - begin : last - begin] = self._read(self._start + first, self._start + last)
+        return data
+
+
+class _Flattener:
+    """Encoder of one state.
+
+    Args:
+        path: name of the state, for errors.
+        paths: name of the value of a key of the root, for errors.
+
+    Attributes:
+        leaves: tensors, and bytes of other leaves.
+        end: number of bytes of the data.
+    """
+
+    def __init__(self, path: str, paths: Mapping[str, str]) -> None:
+        self._path = path
+        self._paths = paths
+        self._keys: list[object] = []  # from the root to the current value
+        self._num_values = 0
+        self.leaves: list[Tensor | bytes] = []
+        self.end = 0
+        # By exact type: subclasses such as numpy.float64, IntEnum and torch.Size would lose their type.
+        self._encoders: dict[type, Callable[[Any], object]] = {
+            NoneType: _same,
+            bool: _same,
+            str: self._text,
+            int: _int,
+            float: _float,
+            bytes: self._bytes,
+            list: self._items,
+            tuple: self._items,
+            dict: self._dict,
+            OrderedDict: self._dict,
+            defaultdict: self._dict,
+            Tensor: self._tensor,
+            nn.Parameter: self._tensor,
+            np.ndarray: self._array,
+        }
+
+    def node(self, value: object) -> object:
+        """Return the JSON value for ``value``."""
+        self._num_values += 1
+        if len(self._keys) >= MAX_LEVELS:
+            self._refuse(value, f"Nest at most {MAX_LEVELS} values, without cycles")
+        if self._num_values > MAX_TEXT_BYTES // _MIN_VALUE_BYTES:
+            self._refuse(value, _TOO_LONG)
+        encode = self._encoders.get(type(value))
+        if encode is None:
+            self._refuse(value, _NO_TENSOR if isinstance(value, Tensor) else f"Convert it: a state has {_PLAIN}")
+        return encode(value)
+
+    def _below(self, key: object, value: object) -> object:
+        self._keys.append(key)
+        node = self.node(value)
+        self._keys.pop()
+        return node
+
+    def _items(self, value: list[object] | tuple[object, ...]) -> list[object]:
+        items = [self._below(key, each) for key, each in enumerate(value)]
+        return ["l" if type(value) is list else "u", items]
+
+    def _dict(self, value: dict[object, object]) -> list[object]:
+        return ["d", [[self._key(value, key), self._below(key, each)] for key, each in value.items()]]
+
+    def _key(self, holder: object, key: object) -> object:
+        if type(key) is str:
+            return self._text(key)
+        if type(key) is not int:
+            self._refuse(holder, f"Use keys of the types str and int, not {type(key).__name__}")
+        return _int(key)
+
+    def _text(self, value: str) -> str:
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                self._refuse(value, "Remove surrogates from the string, which UTF-8 cannot encode")
+        return value
+
+    def _bytes(self, value: bytes) -> list[object]:
+        return ["b", *self._span(value, len(value))]
+
+    def _tensor(self, value: Tensor) -> list[object]:
+        if value.layout != torch.strided or value.is_nested or value.is_meta:
+            self._refuse(value, _NO_TENSOR)
+        if value.dtype not in _TENSOR_NAMES or not _fits(value.shape, value.itemsize):
+            self._refuse(value, f"Convert it: tensors {list(value.shape)} of {value.dtype} are not encoded")
+        # Conjugate and negative views have the memory of other values.
+        live = value.detach().resolve_conj().resolve_neg()
+        return ["t", _TENSOR_NAMES[value.dtype], list(value.shape), *self._span(live, live.nbytes)]
+
+    def _array(self, value: NDArray[Any]) -> list[object]:
+        dtype = value.dtype.newbyteorder("<")
+        if dtype.str not in _ARRAY_DTYPES or not _fits(value.shape, dtype.itemsize):
+            self._refuse(value, f"Convert it: arrays {list(value.shape)} of {value.dtype} are not encoded")
+        copied = np.asarray(value, dtype=dtype, order="C").tobytes()
+        return ["n", dtype.str, list(value.shape), *self._span(copied, len(copied))]
+
+    def _span(self, leaf: Tensor | bytes, num_bytes: int) -> tuple[int, int]:
+        begin = _aligned(self.end)
+        self.end = begin + num_bytes
+        self.leaves.append(leaf)
+        return begin, self.end
+
+    def _refuse(self, value: object, remedy: str) -> Never:
+        keys, path = self._keys, self._path
+        if keys and keys[0] in self._paths:
+            keys, path = keys[1:], self._paths[cast("str", keys[0])]
+        path += "".join(f"[{_shown(key)}]" for key in keys)
+        raise InvalidArgumentError(path, type(value), remedy)
+
+
+class _Checker:
+    """Check of the decoded text of an untrusted state."""
+
+    def __init__(self) -> None:
+        self._end = 0
+
+    def check(self, node: object) -> int:
+        """Check all values. Return the number of bytes of the data.
+
+        Raises:
+            ValueError: if a value, a span or the number of levels is invalid.
+        """
+        self._check(node, 1)
+        return self._end
+
+    def _check(self, node: object, level: int) -> None:
+        if level > MAX_LEVELS:
+            raise ValueError(f"more than {MAX_LEVELS} levels")
+        if node is None or isinstance(node, bool | str):
+            return
+        if not _is_array(node):
+            raise ValueError(f"a value of the JSON type {type(node).__name__}")
+        match node:
+            case ["i" | "f", *_]:
+                _check_number(node)
+            case ["l" | "u", list(items)]:
+                for each in items:
+                    self._check(each, level + 1)
+            case ["d", list(pairs)]:
+                self._check_pairs(pairs, level)
+            case _:
+                self._check_leaf(node)
+
+    def _check_leaf(self, node: list[Any]) -> None:
+        match node:
+            case ["b", begin, end]:
+                self._check_span(begin, end, None)
+            case ["t", str(dtype), list(shape), begin, end] if dtype in _TENSOR_DTYPES:
+                self._check_span(begin, end, _num_bytes(shape, _TENSOR_DTYPES[dtype].itemsize))
+            case ["n", str(dtype), list(shape), begin, end] if dtype in _ARRAY_DTYPES:
+                self._check_span(begin, end, _num_bytes(shape, _ARRAY_DTYPES[dtype].itemsize))
+            case _:
+                raise ValueError(f"an invalid array of {len(node)} elements, which starts with {_start(node)}")
+
+    def _check_pairs(self, pairs: list[Any], level: int) -> None:
+        seen = set[Any]()
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2:  # noqa: PLR2004  key and value
+                raise ValueError("an item of a dict is not a pair")
+            key, value = pair
+            if _is_array(key):
+                if key[0] != "i":
+                    raise ValueError("a key is neither a string nor an integer")
+                _check_number(key)
+                key = (key[1],)
+            elif not isinstance(key, str):
+                raise ValueError("a key is neither a string nor an integer")
+            if key in seen:
+                raise ValueError("two keys of a dict are equal")
+            seen.add(key)
+            self._check(value, level + 1)
+
+    def _check_span(self, begin: object, end: object, num_bytes: int | None) -> None:
+        if type(begin) is not int or type(end) is not int or begin != _aligned(self._end) or end < begin:
+            raise ValueError(f"an invalid span after byte {self._end} of the data")
+        if num_bytes is not None and end - begin != num_bytes:
+            raise ValueError(f"a span of {end - begin} bytes for {num_bytes} bytes")
+        self._end = end
+
+
+def _check_number(node: list[Any]) -> None:
+    pattern = _INT if node[0] == "i" else _FLOAT
+    if len(node) != 2 or not isinstance(node[1], str) or not pattern.fullmatch(node[1]):  # noqa: PLR2004  tag and value
+        raise ValueError("an invalid integer or float")
+
+
+def _num_bytes(shape: list[Any], itemsize: int) -> int:
+    """Return the size of a tensor in bytes.
+
+    Raises:
+        ValueError: if the shape is invalid.
+    """
+    sizes = [size for size in shape if type(size) is int and 0 <= size <= _MAX_BYTES]
+    if len(sizes) < len(shape) or not _fits(sizes, itemsize):
+        raise ValueError("an invalid shape")
+    return itemsize * math.prod(sizes)
+
+
+def _fits(shape: Sequence[int], itemsize: int) -> bool:
+    """Return True if a tensor of this shape can be made. Torch and numpy reject too large strides of empty tensors."""
+    return len(shape) <= MAX_DIMS and math.prod(max(1, size) for size in shape) * itemsize <= _MAX_BYTES
+
+
+def _decoded(text: bytes) -> object:
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError:
+        raise ValueError(f"more than {MAX_LEVELS} levels") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"its text is not JSON: {error}") from error
+
+
+def _is_array(node: object) -> TypeGuard[list[Any]]:
+    return isinstance(node, list) and len(node) > 0 and isinstance(node[0], str)
+
+
+def _shown(key: object) -> str:
+    """Return the text of a key in a path. Python rejects the decimal digits of a large integer."""
+    if isinstance(key, int) and key.bit_length() > _MAX_SHOWN:
+        return f"<{key.bit_length()} bits>"
+    return repr(key)[:_MAX_SHOWN]
+
+
+def _start(node: list[Any]) -> str:
+    return repr(node[0])[:20]
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _int(value: int) -> list[str]:
+    return ["i", format(value, "x")]
+
+
+def _float(value: float) -> list[str]:
+    return ["f", struct.pack(">d", value).hex()]
+
+
+def _aligned(position: int) -> int:
+    return position + _padding(position)
+
+
+def _padding(position: int) -> int:
+    return -position % _ALIGNMENT
+
+
+def _bytes_of(leaf: Tensor, copied: Tensor) -> memoryview:
+    assert (copied.dtype, copied.numel()) == (leaf.dtype, leaf.numel()), "a copy of the tensor"
+    if not leaf.nbytes:  # the strides of an empty tensor do not suit all dtypes
+        return memoryview(b"")
+    return copied.contiguous().view(-1).view(torch.uint8).numpy().data
