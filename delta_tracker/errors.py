@@ -181,21 +181,29 @@ class UnsupportedTableError(DeltaTrackerError, ValueError):
 class UnsupportedModuleError(DeltaTrackerError, ValueError):
     """The model has sharded modules or tensors of unsupported types; ``modules`` maps their FQNs to their types."""
 
-    def __init__(self, modules: Mapping[str, str], remedy: str) -> None:
+    def __init__(self, modules: Mapping[str, str], remedy: str, *, problem: str = "that cannot be tracked") -> None:
         self.modules = dict(modules)
         listed = ", ".join(f"{fqn!r} ({what})" for fqn, what in self.modules.items())
-        super().__init__(f"the model has sharded parts that cannot be tracked: {listed}", remedy)
+        super().__init__(f"the model has sharded parts {problem}: {listed}", remedy)
 
 
 class UnsupportedOptimizerError(DeltaTrackerError, ValueError):
-    """A fused optimizer may write rows that were not looked up in the batch; see ``optimizer`` and ``tables``."""
+    """A fused optimizer may write rows that were not looked up in the batch, or its state cannot be published.
 
-    def __init__(self, optimizer: str, tables: Iterable[str]) -> None:
+    See ``optimizer`` and ``tables``.
+    """
+
+    def __init__(
+        self,
+        optimizer: str,
+        tables: Iterable[str],
+        *,
+        problem: str = "is not known to write only rows that a backward pass looked up",
+    ) -> None:
         self.optimizer = optimizer
         self.tables = tuple(tables)
         super().__init__(
-            f"optimizer {optimizer} is not known to write only rows that a backward pass looked up; "
-            f"its tables: {_listed(self.tables)}",
+            f"optimizer {optimizer} {problem}; its tables: {_listed(self.tables)}",
             "Train them with another fused optimizer, or name them in fqns_to_skip to train them untracked",
         )
 

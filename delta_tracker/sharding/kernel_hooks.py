@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -197,6 +198,10 @@ class PostLookupHook(Watcher):
         keys: counter that yields a unique key for each write, shared by all hooks of a listener.
         recorder: records errors, lookups and the time that recording takes.
         lookups: True to report every lookup, including those that update no row.
+
+    Attributes:
+        in_flight: lookups whose backward pass may still run, because their autograd graph exists and no backward pass
+            of the lookup has begun.
     """
 
     def __init__(
@@ -211,6 +216,7 @@ class PostLookupHook(Watcher):
         super().__init__([fqn for fqn, _ in kernel.slots if fqn is not None], listener, keys, recorder)
         self._kernel = kernel
         self._lookups = lookups
+        self.in_flight: WeakSet[_Update] = WeakSet()
         # Lookups of tables that are compared with a copy are not counted, so these tables get no counter.
         is_counted = kernel.is_fused or lookups
         self._counts = {fqn: recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
@@ -253,11 +259,13 @@ class PostLookupHook(Watcher):
             output.register_hook(self._before_unproven)  # type: ignore[no-untyped-call]
             return
         update = _Update(ids, is_compiled=_NODE_NAME not in node.name())
+        self.in_flight.add(update)
         node.register_prehook(partial(self._before_write, update))
         node.register_hook(partial(self._after_write, update))
 
     def _write_begins(self, update: _Update, grad_outputs: object) -> None:
         del grad_outputs
+        self.in_flight.discard(update)
         if not self._lookups:
             self._count(update.ids)
         key = next(self._keys)
@@ -305,9 +313,9 @@ class PostLookupHook(Watcher):
         return ids
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Update:
-    """Write of the rows of one lookup.
+    """Write of the rows of one lookup. The hooks of its autograd node have the only references to it.
 
     Args:
         ids: table FQN to ``[N]`` local ids; None for all rows.

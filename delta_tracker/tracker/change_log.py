@@ -186,6 +186,12 @@ class ChangeLog:
         with self.lock:
             return dict(self._num_recorded)
 
+    def open_updates(self) -> int:
+        """Return the number of open batches: writes that have begun, and whose end has not been reported."""
+        with self.lock:
+            self._close_ended()
+            return len(self._open)
+
     def num_pending(self, consumer: str | None) -> dict[str, int]:
         """Return the number of pending rows of a consumer, by table FQN. Waits for the device.
 
@@ -274,6 +280,26 @@ class ChangeLog:
         """Return the log position of a consumer's cursor. Every committed read moves the cursor."""
         with self.lock:
             return self._consumers.start(consumer)[0]
+
+    def others(self, consumer: str) -> dict[str, tuple[int, dict[str, Tensor]]]:
+        """Return the pending rows of the other consumers, as far as the log can describe them without reading it.
+
+        Consumers that were dropped, and those that a publisher adds while it copies a snapshot, are omitted.
+
+        Returns:
+            Name to the position of the consumer's cursor, and its carried rows: table FQN to ``[N]`` int64 local ids.
+            The rows that changed after the cursor are pending, too.
+        """
+        with self.lock:
+            self._release_abandoned()
+            return {
+                name: (
+                    self._consumers.start(name)[0],
+                    {fqn: rows.ids for fqn, rows in self._consumers.carried(name).items() if len(rows)},
+                )
+                for name in self._consumers.names
+                if name != consumer and not self._consumers.is_transient(name) and not self._consumers.is_behind(name)
+            }
 
     def is_behind(self, consumer: str | None) -> bool:
         """Return True if a consumer was dropped and needs a snapshot. None selects the only consumer.

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import time
 import weakref
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
-from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.errors import InvalidArgumentError, UpdateInProgressError
 from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import TrackerCheckpoint
 from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.top_k import AllRanks, TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
 from delta_tracker.types import Delta
+
+_POLL_SECONDS = 0.001
 
 
 class ConsumerHandle:
@@ -41,10 +45,11 @@ class ConsumerHandle:
         reader: the tracker's reader, which reads the consumer's deltas.
         checkpoint: object that saves the tracker's state, including the consumer's note.
         tracker: the tracker, which exists as long as the handle, so that it continues to record changes.
+        lookups_in_flight: function that returns the number of lookups whose backward pass may still run.
         is_transient: True if :meth:`release` removes the consumer.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  parts of the tracker, which builds it
         self,
         name: str,
         holder: str,
@@ -54,6 +59,7 @@ class ConsumerHandle:
         reader: DeltaReader,
         checkpoint: TrackerCheckpoint,
         tracker: object,
+        lookups_in_flight: Callable[[], int] = lambda: 0,
         is_transient: bool = False,
     ) -> None:
         self._name = name
@@ -63,6 +69,7 @@ class ConsumerHandle:
         self._reader = reader
         self._checkpoint = checkpoint
         self._tracker = tracker
+        self._lookups_in_flight = lookups_in_flight
         self._is_transient = is_transient
         self._is_released = False
         # Without the log: the finalizer would keep it, and the model, which may refer to this handle.
@@ -147,6 +154,41 @@ class ConsumerHandle:
         """True if the consumer was dropped because the log exceeded ``max_bytes``, and therefore needs all rows."""
         return self._log.is_behind(self._held())
 
+    def others(self) -> dict[str, tuple[int, dict[str, Tensor]]]:
+        """Return what is pending for the tracker's other consumers.
+
+        Consumers that were dropped, and those that a publisher adds while it copies a snapshot, are omitted.
+
+        Returns:
+            Name to the log position of the consumer's cursor, and the pending rows that are not in the log after the
+            cursor: table FQN to ``[N]`` int64 local ids. All rows in the log after the cursor are pending, too.
+        """
+        return self._log.others(self._held())
+
+    def wait_for_updates(self, seconds: float) -> None:
+        """Wait until the rows and their optimizer states are those after a whole number of updates.
+
+        An update is in progress from the lookup until its backward pass has written the rows. If none is in progress,
+        this method returns immediately.
+
+        Args:
+            seconds: longest time to wait.
+
+        Raises:
+            UpdateInProgressError: if an update is still in progress afterwards. Nothing was read.
+        """
+        self._held()
+        end = time.monotonic() + seconds
+        while self._log.open_updates() or self._lookups_in_flight():
+            if time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+                continue
+            gc.collect()  # an output in a reference cycle keeps its graph
+            writes, lookups = self._log.open_updates(), self._lookups_in_flight()
+            if writes or lookups:
+                what = "the write of the rows" if writes else "the step before the backward pass"
+                raise UpdateInProgressError(f"{what} of {writes or lookups} lookup(s)", seconds)
+
     # Top-k
 
     def check_top_k(self, top_k: TopK | None) -> None:
@@ -184,6 +226,7 @@ class ConsumerHandle:
             reader=self._reader,
             checkpoint=self._checkpoint,
             tracker=self._tracker,
+            lookups_in_flight=self._lookups_in_flight,
             is_transient=True,
         )
         try:

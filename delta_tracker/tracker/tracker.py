@@ -20,6 +20,14 @@ from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_hooks import KeyedIds, PostLookupHook, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.sharding.odist_hook import watch_output_dists
+from delta_tracker.sharding.optimizer_rows import (
+    StateWatch,
+    kernel_scalars,
+    refuse_unrecoverable,
+    state_views,
+    table_states,
+    unfused_storages,
+)
 from delta_tracker.sharding.replicas import watch_syncs
 from delta_tracker.sharding.torchrec_api import load_torchrec
 from delta_tracker.sharding.untraced import forget_compiled_code
@@ -38,7 +46,7 @@ from delta_tracker.tracker.store.make_store import make_store
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
-from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TrackingMode
+from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TableStates, TrackingMode
 
 __all__ = ["UPDATE_MODE_MAP", "ModelDeltaTracker", "Record"]
 
@@ -360,6 +368,7 @@ class ModelDeltaTracker:
             reader=self._reader,
             checkpoint=self._checkpoint,
             tracker=self,
+            lookups_in_flight=self._lookups_in_flight,
         )
 
     def needs_snapshot(self, consumer: str | None = None) -> bool:
@@ -582,6 +591,68 @@ class ModelDeltaTracker:
         """
         return column_views(self._model.shard(fqn))
 
+    # Optimizer states
+
+    @property
+    def table_states(self) -> Mapping[str, TableStates]:
+        """Mapping from FQN to the states that the fused optimizer keeps per row, for this rank's column ranges.
+
+        Tables without a fused optimizer, and tables of which this rank has no rows, are missing.
+
+        Raises:
+            UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16.
+        """
+        found = {fqn: table_states(shard) for fqn, shard in self._model.shards.items()}
+        return {fqn: states for fqn, states in found.items() if states is not None}
+
+    def state_views(self, fqn: str) -> list[list[Tensor]]:
+        """Return views of the optimizer's states, for each column range in ``shards[fqn].columns`` and each state.
+
+        Each view is ``[R, columns]``, or ``[R, 1]`` for a state of one number per row. Training overwrites it.
+
+        Raises:
+            InvalidArgumentError: if the table is not tracked.
+        """
+        return state_views(self._model.shard(fqn))
+
+    def watch_states(self) -> StateWatch:
+        """Return a detector of in-place writes to the optimizer's states from now on."""
+        return StateWatch(lambda: self._model.shards)
+
+    def kernel_scalars(self) -> dict[str, dict[str, int | float]]:
+        """Return the iteration counters and hyperparameters of the fused optimizers on this rank, by table FQN.
+
+        The keys are ``iter``, ``iter_cpu``, ``lr``, ``group_lr``, ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
+        Waits for the device.
+
+        Raises:
+            InvalidArgumentError: if the column ranges of a table have different numbers.
+        """
+        return kernel_scalars(self._model.shards)
+
+    def unfused_storages(self) -> dict[str, tuple[set[int], bool]]:
+        """Return the addresses of the storages of the unfused tables' weights on this rank, by FQN.
+
+        The second value is True for a DATA_PARALLEL table. Its optimizer has the same state on every rank.
+        """
+        return {
+            fqn: (unfused_storages(shard), shard.spec.is_replicated)
+            for fqn, shard in self._model.shards.items()
+            if not shard.is_fused
+        }
+
+    def check_recoverable(self) -> None:
+        """Check that a stream can have the states of all fused optimizers.
+
+        Raises:
+            UnsupportedModuleError: if the model has managed collisions, or a ``DMPCollection``.
+            UnsupportedOptimizerError: if a fused optimizer has counters per row or a global weight decay.
+            UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16.
+        """
+        refuse_unrecoverable(self._model.module, self._model.found)
+        for shard in self._model.shards.values():
+            table_states(shard)
+
     # Checkpoints
 
     @property
@@ -788,6 +859,9 @@ class ModelDeltaTracker:
         self._deleted.detach()
         _remove(self._hooks)
         self._num_past_errors, self._hooks = self.num_hook_errors, []
+
+    def _lookups_in_flight(self) -> int:
+        return sum(len(hook.in_flight) for hook in self._hooks if isinstance(hook, PostLookupHook))
 
     def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:
         with one_cut():

@@ -1,0 +1,304 @@
+"""Find what a fused optimizer keeps: the states of each row, and the numbers of each kernel.
+
+Notation: ``R`` is the number of rows of a shard.
+
+The numbers ("scalars") of a kernel are those that training or the user changes: the iteration counters, the learning
+rate and the other hyperparameters. ``iter`` is saved in checkpoints; ``iter_cpu`` is the counter that the kernel
+computes with, which also counts evaluations and follows ``iter`` only while it is 0. The learning rate exists twice:
+the optimizer object of a kernel overwrites the kernel's learning rate with its own at each ``zero_grad`` and ``step``.
+
+Adam, LAMB, LARS and partial row-wise Adam exist on CUDA only, where this module has not been run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from delta_tracker.errors import (
+    InvalidArgumentError,
+    RestoreMismatchError,
+    UnsupportedModuleError,
+    UnsupportedOptimizerError,
+    UnsupportedTableError,
+)
+from delta_tracker.sharding.discover import Discovery, Kernel, LocalShard
+from delta_tracker.sharding.torchrec_api import kernel_arguments, load_torchrec, tbe_of
+from delta_tracker.types import StateSpec, TableStates
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Names of fbgemm's WeightDecayMode without further states or counters.
+_WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
+_HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
+
+Scalars = Mapping[str, int | float]
+
+
+def table_states(shard: LocalShard) -> TableStates | None:
+    """Return the states that the fused optimizer keeps for each row of a shard, for the shard's column ranges.
+
+    Returns:
+        The states, named ``momentum1`` and ``momentum2``; SGD has none. None for an unfused kernel, and if the rank has
+        no rows of the table.
+
+    Raises:
+        UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16, or the column ranges have
+            different states.
+    """
+    found = {(_optimizer(kernel), _specs(shard, kernel, slot)) for kernel, slot in shard.places if kernel.is_fused}
+    if len(found) > 1:
+        raise UnsupportedTableError(shard.spec.table.fqn, "its column ranges have different optimizers")
+    for optimizer, states in found:
+        return TableStates(optimizer, shard.spec.columns, states)
+    return None
+
+
+def state_views(shard: LocalShard) -> list[list[Tensor]]:
+    """Return live views of the optimizer's states, for each column range of the shard in order, and each state.
+
+    A view is ``[R, columns]``, or ``[R, 1]`` for a state that is one number per row. Training overwrites it. The lists
+    of the column ranges are empty without states; there is no list if the rank has no rows of the table.
+    """
+    return [
+        [state if state.dim() > 1 else state.unsqueeze(1) for state in kernel.memory.optimizer_states(slot)]
+        for kernel, slot in shard.places
+    ]
+
+
+class StateWatch:
+    """Detector of in-place writes to optimizer states, based on the version counters of their tensors.
+
+    Torch's in-place operators increment the counter, for example when an optimizer's state is loaded. The fused
+    backward pass does not. The tables of one kernel share a counter: a write to one table is reported for all of them.
+
+    Args:
+        shards: function that returns the current shards by table FQN. They change when tables are resharded.
+    """
+
+    def __init__(self, shards: Callable[[], Mapping[str, LocalShard]]) -> None:
+        self._shards = shards
+        self._held = self._versions()
+
+    def written(self) -> list[str]:
+        """Return the FQNs of the tables whose states were written or replaced since the previous call.
+
+        The first call reports writes since the construction.
+        """
+        before, self._held = self._held, self._versions()
+        return [fqn for fqn, versions in self._held.items() if versions != before.get(fqn)]
+
+    def _versions(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the address and the version counter of each state of each table."""
+        return {
+            fqn: [
+                (state.data_ptr(), state._version)  # noqa: SLF001
+                for kernel, slot in shard.places
+                for state in kernel.memory.optimizer_states(slot)
+            ]
+            for fqn, shard in self._shards().items()
+        }
+
+
+def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int | float]]:
+    """Return the numbers of the kernel of each fused table that this rank holds.
+
+    Waits once for each device that has kernels.
+
+    Args:
+        shards: table FQN to shard.
+
+    Returns:
+        Table FQN to the numbers ``iter``, ``iter_cpu``, ``lr`` (learning rate of the kernel), ``group_lr`` (learning
+        rate of the optimizer object), ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
+
+    Raises:
+        InvalidArgumentError: if the column ranges of a table are in several kernels with different numbers.
+    """
+    kernels = _fused_kernels(shards)
+    counts = _iterations(kernels)
+    numbers = {id(kernel): _scalars(kernel, count) for kernel, count in zip(kernels, counts, strict=True)}
+    found: dict[str, dict[str, int | float]] = {}
+    for fqn, shard in shards.items():
+        each = [numbers[id(kernel)] for kernel, _ in shard.places if kernel.is_fused]
+        if any(other != each[0] for other in each):
+            raise InvalidArgumentError("optimizer", each, f"Train all column ranges of {fqn!r} with the same settings")
+        if each:
+            found[fqn] = dict(each[0])
+    return found
+
+
+def check_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalars]) -> None:
+    """Check that :func:`write_scalars` can write the numbers. Writes nothing.
+
+    Args:
+        shards: table FQN to shard.
+        scalars: table FQN to numbers, as :func:`kernel_scalars` returned them.
+
+    Raises:
+        RestoreMismatchError: if the numbers of a table are missing, or two tables of one kernel have different numbers.
+    """
+    held: dict[int, tuple[str, Scalars]] = {}
+    for fqn, shard in shards.items():
+        for kernel, _ in shard.places:
+            if not kernel.is_fused:
+                continue
+            if fqn not in scalars:
+                raise RestoreMismatchError(f"the optimizer's iteration of {fqn!r}", "missing", "needed")
+            first, numbers = held.setdefault(id(kernel), (fqn, scalars[fqn]))
+            for name, number in scalars[fqn].items():
+                if numbers[name] != number:
+                    what = f"the optimizer's {name} of {fqn!r} and {first!r}"
+                    raise RestoreMismatchError(
+                        what, f"{number} and {numbers[name]}", "the same, as they share a kernel"
+                    )
+
+
+def write_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalars]) -> None:
+    """Set the numbers of all fused kernels that this rank holds.
+
+    Args:
+        shards: table FQN to shard.
+        scalars: table FQN to numbers, which :func:`check_scalars` has accepted.
+    """
+    for fqn, shard in shards.items():
+        for kernel, _ in shard.places:
+            if kernel.is_fused:
+                _write(kernel, scalars[fqn])
+
+
+def refuse_unrecoverable(model: nn.Module, found: Discovery) -> None:
+    """Raise an error if a table has an optimizer state that a version of a stream cannot describe.
+
+    Args:
+        model: the model in which ``found`` was discovered.
+        found: its tracked tables.
+
+    Raises:
+        UnsupportedModuleError: if a table has managed collisions, whose ids a version does not have, or replicas in a
+            ``DMPCollection``.
+        UnsupportedOptimizerError: if a fused optimizer has counters per row or a global weight decay.
+    """
+    torchrec = load_torchrec()
+    obstacles = {
+        name: f"a {type(module).__name__}, whose ids are not in a stream"
+        for name, module in model.named_modules()
+        if isinstance(module, torchrec.without_rows) or hasattr(module, "_evict")
+    }
+    obstacles |= {fqn: "a table of a DMPCollection" for fqn, shard in found.shards.items() if shard.num_replicas > 1}
+    if obstacles:
+        remedy = "Publish without states, and save checkpoints with torch.distributed.checkpoint"
+        raise UnsupportedModuleError(obstacles, remedy, problem="whose training state cannot be published")
+    tables: dict[str, list[str]] = {}
+    for name, fqns in (*_planned(found), *_own(found)):
+        if name:
+            tables.setdefault(name, []).extend(fqns)
+    for name, fqns in tables.items():
+        raise UnsupportedOptimizerError(name, dict.fromkeys(fqns), problem="has counters that cannot be published")
+
+
+def unfused_storages(shard: LocalShard) -> set[int]:
+    """Return the addresses of the storages of a shard's weights; empty for a fused table and without rows.
+
+    The weights are ordinary parameters: a parameter of an optimizer is one of them if its storage has such an address.
+    """
+    return {
+        kernel.memory.weight(slot).untyped_storage().data_ptr() for kernel, slot in shard.places if not kernel.is_fused
+    }
+
+
+def _fused_kernels(shards: Mapping[str, LocalShard]) -> list[Kernel]:
+    """Return the fused kernels of some shards, each once."""
+    found = {id(kernel): kernel for shard in shards.values() for kernel, _ in shard.places if kernel.is_fused}
+    return list(found.values())
+
+
+def _iterations(kernels: list[Kernel]) -> list[int]:
+    """Return ``iter`` of each kernel. Waits once for each device."""
+    counters = [tbe_of(kernel.module).iter for kernel in kernels]
+    found = [0] * len(counters)
+    for device in {counter.device for counter in counters}:
+        places = [place for place, counter in enumerate(counters) if counter.device == device]
+        held = torch.cat([counters[place].view(1) for place in places]).tolist()
+        for place, count in zip(places, held, strict=True):
+            found[place] = count
+    return found
+
+
+def _scalars(kernel: Kernel, count: int) -> dict[str, int | float]:
+    tbe = tbe_of(kernel.module)
+    return {
+        "iter": count,
+        "iter_cpu": int(tbe.iter_cpu),
+        "lr": float(tbe.learning_rate_tensor),
+        "group_lr": float(_group(kernel)["lr"]),
+        **{name: float(getattr(tbe.optimizer_args, name)) for name in _HYPERPARAMETERS},
+    }
+
+
+def _write(kernel: Kernel, scalars: Scalars) -> None:
+    tbe, group = tbe_of(kernel.module), _group(kernel)
+    with torch.no_grad():
+        tbe.iter.fill_(scalars["iter"])
+        tbe.iter_cpu = tbe.iter_cpu.cpu().fill_(scalars["iter_cpu"])
+        tbe.learning_rate_tensor.fill_(scalars["lr"])
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(scalars["group_lr"])
+    else:
+        group["lr"] = scalars["group_lr"]
+    tbe.optimizer_args = tbe.optimizer_args._replace(**{name: scalars[name] for name in _HYPERPARAMETERS})
+
+
+def _group(kernel: Kernel) -> dict[str, Any]:
+    """Return the settings in the optimizer object of a kernel, which it copies to the kernel."""
+    groups: list[dict[str, Any]] = kernel.module.fused_optimizer.param_groups
+    return groups[0]
+
+
+def _optimizer(kernel: Kernel) -> str:
+    return str(tbe_of(kernel.module).optimizer.name)
+
+
+def _specs(shard: LocalShard, kernel: Kernel, slot: int) -> tuple[StateSpec, ...]:
+    found = []
+    for number, state in enumerate(kernel.memory.optimizer_states(slot), start=1):
+        if state.dtype not in _DTYPES:
+            reason = f"its optimizer has a state of {state.dtype}, not of float32, float16 or bfloat16"
+            raise UnsupportedTableError(shard.spec.table.fqn, reason)
+        found.append(StateSpec(f"momentum{number}", state.dtype, "columns" if state.dim() > 1 else "range"))
+    return tuple(found)
+
+
+def _planned(found: Discovery) -> Iterator[tuple[str, list[str]]]:
+    """Yield the unsupported optimizer in the plan of each fused table, an empty string if it is supported, and the FQN.
+
+    The plan is the same on every rank.
+    """
+    for module_fqn, module in found.modules.items():
+        arguments = kernel_arguments(module)
+        prefix = f"{module_fqn}." if module_fqn else ""
+        for fqn in found.tables:
+            if fqn.startswith(prefix) and found.shards[fqn].is_fused:
+                for planned in arguments.get(fqn.rpartition(".")[2], []):
+                    yield _unsupported(planned.get("optimizer"), planned.get("weight_decay_mode")), [fqn]
+
+
+def _own(found: Discovery) -> Iterator[tuple[str, list[str]]]:
+    """Yield the unsupported optimizer of each fused kernel of this rank, otherwise an empty string, and its tables."""
+    for kernel in found.kernels:
+        if kernel.is_fused:
+            tbe = tbe_of(kernel.module)
+            name = _unsupported(tbe.optimizer, getattr(tbe, "weight_decay_mode", None))
+            if getattr(tbe, "use_rowwise_bias_correction", False):
+                name = "ADAM with row-wise bias correction"
+            elif getattr(tbe, "_used_rowwise_adagrad_with_global_weight_decay", False):
+                name = "EXACT_ROWWISE_ADAGRAD with global weight decay"
+            yield name, [fqn for fqn, _ in kernel.slots if fqn is not None]
+
+
+def _unsupported(optimizer: object, decay: object) -> str:
+    """Return the name of an optimizer with a weight decay that has states of its own; otherwise an empty string."""
+    mode = getattr(decay, "name", "NONE")
+    return "" if mode in _WEIGHT_DECAYS else f"{getattr(optimizer, 'name', optimizer)} with weight decay {mode}"
