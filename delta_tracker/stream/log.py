@@ -34,6 +34,7 @@ from delta_tracker.errors import (
     FencedError,
     MalformedError,
     NameConflictError,
+    NewerFormatError,
     NotDurableError,
     StorageError,
     unraised,
@@ -88,14 +89,15 @@ class StreamLog:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._parsed: tuple[str, Manifest] | None = None  # name and manifest of the entry that was read last
-        # Names, hashes and reasons of malformed entries, which readers read again and again.
-        self._refused: deque[tuple[str, str, str]] = deque(maxlen=_MAX_REFUSED)
+        # Names, hashes and errors of malformed entries, which readers read again and again.
+        self._refused: deque[tuple[str, str, MalformedError]] = deque(maxlen=_MAX_REFUSED)
 
     def read(self, version: int) -> Manifest | None:
         """Return the entry of a version, None if it does not exist.
 
         Raises:
             MalformedError: if the entry does not follow the format, belongs to another version, or is a merged entry.
+                It is a :class:`NewerFormatError` if only newer releases can read the entry.
             StorageError: if the store cannot be read.
         """
         name = entry_name(version)
@@ -351,13 +353,13 @@ class StreamLog:
         digest = xxhash.xxh3_128_hexdigest(data.data)
         parsed = self._parsed  # another thread may replace it
         if parsed is None or (parsed[0], parsed[1].xxh3) != (name, digest):
-            for refused, its_digest, reason in tuple(self._refused):
+            for refused, its_digest, its_error in tuple(self._refused):
                 if (refused, its_digest) == (name, digest):
-                    raise MalformedError(name, reason)
+                    raise unraised(its_error)
             try:
                 parsed = self._parsed = name, parse_manifest(name, data.tobytes())
             except MalformedError as error:
-                self._refused.append((name, digest, error.reason))
+                self._refused.append((name, digest, unraised(error)))
                 raise
         if parsed[1].modified != response.modified:
             parsed = self._parsed = name, replace(parsed[1], modified=response.modified)
@@ -530,9 +532,11 @@ class Claim:
 
 
 def _is_readable(name: str, data: bytes) -> bool:
-    """Return True if ``data`` is a well-formed entry."""
+    """Return True if ``data`` is an entry, also one of a newer format."""
     try:
         parse_manifest(name, data)
+    except NewerFormatError:
+        return True
     except MalformedError:
         return False
     return True

@@ -93,8 +93,8 @@ REVERTS = [
         edits={
             _PART: [
                 (
-                    "            self._spans = self._layout()\n            source.finish()\n",
-                    "            source.finish()\n            self._spans = self._layout()\n",
+                    "            self._file = _File(part, self._expected(), source)\n            source.finish()\n",
+                    "            source.finish()\n            self._file = _File(part, self._expected(), source)\n",
                 )
             ]
         },

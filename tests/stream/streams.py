@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
-from delta_tracker.stream.format.manifest import Block, DenseSpec, IdForm, Kind, Manifest
-from delta_tracker.stream.format.part_writer import PartWriter
+from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, DenseSpec, IdForm, Kind, Manifest
+from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.types import TableSpec
+from delta_tracker.types import TableSpec, TableStates
 
 FQN = "ec.embeddings.t"
 
@@ -27,7 +28,21 @@ def chunks_of(rows: BlockRows, num_rows: int) -> Iterator[tuple[list[int], Tenso
 
 
 class Writer:
-    """A trainer's table and its publisher; predictors must end up equal to ``table``."""
+    """A trainer's table and its publisher; predictors must end up equal to ``table``.
+
+    Args:
+        storage: store of the stream.
+        num_rows: number of rows of the table.
+        dim: number of columns of the table.
+        dtype: dtype of the table.
+        encoding: encoding of the rows; None for that of the dtype.
+        states: states of the rows, for a stream of format 2; None for format 1.
+
+    Attributes:
+        held_states: the table's states, ``[num_rows, dim]`` or ``[num_rows, column ranges]`` each. They change together
+            with the rows.
+        training: training states of the ranks in bytes, which each version of format 2 has.
+    """
 
     def __init__(
         self,
@@ -36,6 +51,8 @@ class Writer:
         dim: int = 4,
         dtype: torch.dtype = torch.float32,
         encoding: Encoding | None = None,
+        *,
+        states: TableStates | None = None,
     ) -> None:
         self.storage = storage
         self.claim: Claim = StreamLog(storage).claim()
@@ -43,28 +60,52 @@ class Writer:
         self.table = torch.zeros(num_rows, dim, dtype=dtype)
         self.dense: dict[str, Tensor] = {}
         self.encoding = encoding or Encoding.of(dtype)
+        self.states = states
+        self.columns = ((0, dim),) if states is None else states.columns
+        self.held_states = [
+            torch.zeros(num_rows, dim if each.width == "columns" else len(self.columns), dtype=each.dtype)
+            for each in (() if states is None else states.states)
+        ]
+        self.training: list[bytes] = []
 
     def snapshot(self) -> Manifest:
-        return self.write("snapshot", [self.rows(None)])
+        return self.write("snapshot", self.blocks(None))
 
     def delta(self, ids: list[int]) -> Manifest:
-        """Change the rows ``ids`` to new random values and publish them."""
-        self.table[ids] = torch.randn(len(ids), self.spec.dim).to(self.table.dtype)
-        return self.write("delta", [self.rows(ids)])
+        """Change the rows ``ids`` and their states to new random values and publish them."""
+        self.change(ids)
+        return self.write("delta", self.blocks(ids))
+
+    def change(self, ids: list[int]) -> None:
+        """Change the rows ``ids`` and their states to new random values."""
+        for each in (self.table, *self.held_states):
+            each[ids] = torch.randn(len(ids), each.shape[1]).to(each.dtype)
 
     def rows(self, ids: list[int] | None) -> BlockRows:
-        """Return the current rows of the table; None for all of them."""
-        held = self.table.clone() if ids is None else self.table[ids]
+        """Return the current rows of the table, which has one column range; None for all rows."""
+        (rows,) = self.blocks(ids)
+        return rows
+
+    def blocks(self, ids: list[int] | None) -> list[BlockRows]:
+        """Return the current rows of the table, one block for each column range; None for all rows."""
         form: IdForm = "all" if ids is None else "gaps" if self.encoding.is_quantized else "list"
-        block = Block(FQN, (0, self.spec.num_rows), (0, self.spec.dim), len(held), form, self.encoding)
+        places = list(range(self.spec.num_rows)) if ids is None else ids
         listed = None if ids is None else torch.tensor(ids, dtype=torch.int64)
-        return BlockRows.of(block, listed, encode_rows(held, self.encoding))
+        blocks = []
+        for number, (first, end) in enumerate(self.columns):
+            block = Block(FQN, (0, self.spec.num_rows), (first, end), len(places), form, self.encoding)
+            whole = BlockRows.of(block, listed, encode_rows(self.table[places, first:end].clone(), self.encoding))
+            states = []
+            for spec, held in zip(() if self.states is None else self.states.states, self.held_states, strict=True):
+                columns = (first, end) if spec.width == "columns" else (number, number + 1)
+                states.append(BlockRows.of(block, listed, held[places, columns[0] : columns[1]].clone()).read)
+            blocks.append(replace(whole, states=tuple(states)))
+        return blocks
 
     def write(self, kind: Kind, rows: list[BlockRows], tables: Mapping[str, TableSpec] | None = None) -> Manifest:
         head = self.claim.head
-        name = part_name(head.version + 1, head.generation, "r0")
-        part = PartWriter(name, rows, self.dense)
-        self.storage.put(name, part.buffers())
+        names = [part_name(head.version + 1, head.generation, author) for author in ("r0", "r0s")]
+        part = put_part(self.storage, names[0], rows, self.dense, states_name=None if self.states is None else names[1])
         draft = Manifest(
             stream="",
             generation=0,
@@ -74,8 +115,19 @@ class Writer:
             created=0.0,
             tables={FQN: self.spec} if tables is None else tables,
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in self.dense.items()},
-            parts=(part.part,),
+            parts=(part,),
         )
+        if self.states is not None:
+            training = tuple(
+                put_training(
+                    self.storage,
+                    part_name(head.version + 1, head.generation, f"r{rank}t"),
+                    [memoryview(data)],
+                    len(data),
+                )
+                for rank, data in enumerate(self.training)
+            )
+            draft = replace(draft, format=STATES_FORMAT, states={FQN: self.states}, training=training)
         return self.claim.commit(draft)
 
     def model(self) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ def test_it_covers_every_form_of_the_format(log: StreamLog) -> None:
         torch.int8, torch.uint8, torch.bool,
     }  # fmt: skip
     escapes = [
-        len(reader._tensor(f"{index}.escapes"))
+        len(reader._file.tensor(f"{index}.escapes"))
         for version in log.versions()
         for reader in read_parts(log.storage, log.read(version))
         for index, block in enumerate(reader.part.blocks)

@@ -42,27 +42,32 @@ class BlockRows:
     @classmethod
     def of(cls, block: Block, ids: Tensor | None, stored: Tensor) -> BlockRows:
         """Return a view of rows in memory, ``[N, width]`` as :func:`~.encoding.encode_rows` returns them."""
-        return cls(block, ids, lambda begin, end: stored[begin:end])
+        return cls(block, ids, _held(stored))
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the stored rows plus their ids as int64."""
-        return self.block.num_rows * (self.block.row_bytes + (0 if self.ids is None else _ID_BYTES))
+        """Size in bytes of the stored rows and their states, plus their ids as int64."""
+        states = sum(empty.shape[1] * empty.itemsize for empty in (read(0, 0) for read in self.states))
+        return self.block.num_rows * (self.block.row_bytes + states + (0 if self.ids is None else _ID_BYTES))
 
-    def chunks(self, num_rows: int | None = None) -> Iterator[Tensor]:
+    def chunks(self, num_rows: int | None = None, *, read: RowReader | None = None) -> Iterator[Tensor]:
         """Yield all rows as they are stored, in chunks that are read lazily.
 
         Args:
             num_rows: maximum number of rows per chunk; by default, as many rows as take 4 MiB in float32, which fits
                 the CPU cache.
+            read: reader of the block's rows to use, for example one of :attr:`states`; None for :attr:`read`.
         """
+        read = read or self.read
         step = num_rows or max(1, CHUNK_BYTES // (self.block.num_columns * _VALUE_BYTES))
         for begin in range(0, self.block.num_rows, step):
-            yield self.read(begin, min(begin + step, self.block.num_rows))
+            yield read(begin, min(begin + step, self.block.num_rows))
 
     def loaded(self) -> BlockRows:
-        """Read the rows now and return them in memory."""
-        return BlockRows.of(self.block, self.ids, self.read(0, self.block.num_rows))
+        """Read the rows and their states now and return them in memory."""
+        num_rows = self.block.num_rows
+        states = tuple(_held(read(0, num_rows)) for read in self.states)
+        return BlockRows(self.block, self.ids, _held(self.read(0, num_rows)), states)
 
     def decoded(self, dtype: torch.dtype) -> BlockRows:
         """Return the same rows decoded to the table's dtype: float32, float16 or bfloat16."""
@@ -73,6 +78,7 @@ class BlockRows:
             replace(block, encoding=own),
             self.ids,
             lambda begin, end: decode_rows(self.read(begin, end), block.encoding, block.num_columns, dtype),
+            self.states,
         )
 
     def within(self, rows: tuple[int, int], columns: tuple[int, int]) -> BlockRows:
@@ -80,13 +86,14 @@ class BlockRows:
 
         Args:
             rows: half-open range of global row ids, inside the block's range.
-            columns: half-open column range, inside the block's column range. For quantized rows, it must be the
-                block's whole column range.
+            columns: half-open column range, inside the block's column range. For quantized rows and for rows with
+                states, it must be the block's whole column range.
         """
         block = self.block
         if rows == block.rows and columns == block.columns:
             return self
         assert columns == block.columns or not block.encoding.is_quantized, "quantized rows cannot be split by columns"
+        assert columns == block.columns or not self.states, "states cannot be split by columns"
         if self.ids is None:
             ids, start, stop = None, rows[0] - block.rows[0], rows[1] - block.rows[0]
         else:
@@ -94,32 +101,57 @@ class BlockRows:
             ids = self.ids[start:stop]
         part = replace(block, rows=rows, columns=columns, num_rows=stop - start)
         if columns == block.columns:
-            return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end))
+            states = tuple(_shifted(read, start) for read in self.states)
+            return BlockRows(part, ids, _shifted(self.read, start), states)
         left, right = columns[0] - block.columns[0], columns[1] - block.columns[0]
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
     def take(self, places: Tensor) -> BlockRows:
-        """Return the rows at the given indices. The result has ids, even if this block has none.
+        """Return the rows at the given indices, with their states. The result has ids, even if this block has none.
 
         Args:
             places: ``[M]`` int64 indices among the ``N`` rows, ascending and unique.
         """
         ids = places + self.block.rows[0] if self.ids is None else self.ids[places]
         part = replace(self.block, num_rows=len(places), ids="list")
-        return BlockRows(part, ids, lambda begin, end: self.gather(places[begin:end]))
+        return BlockRows(part, ids, _taken(self.read, places), tuple(_taken(read, places) for read in self.states))
 
     def gather(self, places: Tensor) -> Tensor:
-        """Return the rows at the given indices as they are stored, ``[M, width]``.
+        """Return the rows at the given indices as they are stored, ``[M, width]``. See :func:`gather`."""
+        return gather(self.read, places)
 
-        Reads all rows from the first to the last index.
 
-        Args:
-            places: ``[M]`` int64 indices among the ``N`` rows, ascending.
-        """
-        if not len(places):
-            return self.read(0, 0)
-        first = int(places[0])
-        return self.read(first, int(places[-1]) + 1).index_select(0, places - first)
+def gather(read: RowReader, places: Tensor) -> Tensor:
+    """Return the rows of a reader at the given indices.
+
+    Reads all rows from the first to the last index.
+
+    Args:
+        read: reader of ``N`` rows.
+        places: ``[M]`` int64 indices among the ``N`` rows, ascending.
+
+    Returns:
+        ``[M, width]``, in the dtype and with the width of the reader.
+    """
+    if not len(places):
+        return read(0, 0)
+    first = int(places[0])
+    return read(first, int(places[-1]) + 1).index_select(0, places - first)
+
+
+def _held(rows: Tensor) -> RowReader:
+    """Return a reader of rows in memory."""
+    return lambda begin, end: rows[begin:end]
+
+
+def _shifted(read: RowReader, start: int) -> RowReader:
+    """Return a reader whose row 0 is the row ``start`` of another reader."""
+    return lambda begin, end: read(start + begin, start + end)
+
+
+def _taken(read: RowReader, places: Tensor) -> RowReader:
+    """Return a reader of the rows of another reader at the given indices."""
+    return lambda begin, end: gather(read, places[begin:end])
 
 
 def places_within(ids: Tensor, rows: tuple[int, int]) -> tuple[int, int]:

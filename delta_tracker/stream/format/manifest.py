@@ -18,7 +18,6 @@ from delta_tracker.types import TableSpec, TableStates
 FORMAT = 1  # values only
 STATES_FORMAT = 2  # values, the optimizer's states of the same rows, and the training state
 DRAFT = 1  # revision of format 2, which is not final
-PIECE_BYTES = 8 << 20  # size of the pieces whose digests are at the end of each object of format 2
 Kind = Literal["claim", "snapshot", "delta"]
 # Storage of a block's row ids: all rows of its range, a list of ids, or compressed gaps between ids.
 IdForm = Literal["all", "list", "gaps"]
@@ -274,14 +273,9 @@ class Manifest:
         if self.format != STATES_FORMAT:
             return record
         found = self.states.get(table.fqn)
-        states = () if found is None else found.states
-        return {
-            **record,
-            "columns": ((0, table.dim),) if found is None else found.columns,
-            "optimizer": None if found is None else found.optimizer,
-            "states": [{"name": each.name, "dtype": DTYPE_NAMES[each.dtype], "width": each.width} for each in states],
-            "identity": None,
-        }
+        if found is None:
+            return {**record, "columns": ((0, table.dim),), "optimizer": None, "states": [], "identity": None}
+        return {**record, **states_record(found), "identity": None}
 
 
 _PLAIN_FIELDS = (
@@ -296,3 +290,14 @@ _PLAIN_FIELDS = (
     "created",
     "pending_rows",
 )
+
+
+def states_record(states: TableStates) -> dict[str, Any]:
+    """Return the fields ``columns``, ``optimizer`` and ``states`` of a table's JSON object."""
+    return {
+        "columns": states.columns,
+        "optimizer": states.optimizer,
+        "states": [
+            {"name": each.name, "dtype": DTYPE_NAMES[each.dtype], "width": each.width} for each in states.states
+        ],
+    }

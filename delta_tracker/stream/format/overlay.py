@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from delta_tracker.stream.format.block_rows import BlockRows, places_within
+from delta_tracker.stream.format.block_rows import BlockRows, RowReader, places_within
 from delta_tracker.stream.format.manifest import Block
 
 
@@ -32,40 +33,65 @@ class Overlay:
         self._index = _Index((each.block, each) for each in listed if each.block.num_rows)
 
     def over(self, whole: BlockRows) -> BlockRows:
-        """Return the rows of a whole block with the listed rows written over them.
+        """Return the rows of a whole block with the listed rows, and their states, written over them.
 
         Ignores listed rows whose encoding differs from that of the block. If the encoding is quantized, also ignores
         listed rows whose column range differs from that of the block.
+
+        If the block has states, the overlapping listed rows must have the same column range and the same states.
         """
         block = whole.block
-        if not any(
-            _fits(block, each.block) for each in self._index.overlapping(block.table, block.rows, block.columns)
-        ):
+        found = [
+            each for each in self._index.overlapping(block.table, block.rows, block.columns) if _fits(block, each.block)
+        ]
+        if not found:
             return whole
+        if whole.states:
+            for each in found:
+                assert each.block.columns == block.columns, "rows with states overlap in whole column ranges only"
+                assert len(each.states) == len(whole.states), "all blocks of a table have the same states"
+        states = tuple(
+            partial(self._overlaid, block, read, partial(_state, number)) for number, read in enumerate(whole.states)
+        )
+        return BlockRows(block, None, partial(self._overlaid, block, whole.read, _values), states)
 
-        def read(begin: int, end: int) -> Tensor:
-            stored, is_copied = whole.read(begin, end), False
-            rows = block.rows[0] + begin, block.rows[0] + end
-            for each in self._index.overlapping(block.table, rows, block.columns):
-                assert each.ids is not None, "listed"
-                start, stop = places_within(each.ids, rows)
-                if start == stop or not _fits(block, each.block):
-                    continue
-                if not is_copied:  # the rows may be a view of the part
-                    stored, is_copied = stored.clone(), True
+    def _overlaid(
+        self, block: Block, base: RowReader, reader_of: Callable[[BlockRows], RowReader], begin: int, end: int
+    ) -> Tensor:
+        """Return the rows ``begin`` to ``end`` of a reader of ``block``, with the listed rows written over them.
+
+        Args:
+            block: the whole block.
+            base: reader of the block's values, or of one of its states.
+            reader_of: function that returns the same reader of listed rows.
+            begin: first row in the block.
+            end: end of the rows in the block, exclusive.
+        """
+        stored, is_copied = base(begin, end), False
+        rows = block.rows[0] + begin, block.rows[0] + end
+        for each in self._index.overlapping(block.table, rows, block.columns):
+            assert each.ids is not None, "listed"
+            start, stop = places_within(each.ids, rows)
+            if start == stop or not _fits(block, each.block):
+                continue
+            if not is_copied:  # the rows may be a view of the part
+                stored, is_copied = stored.clone(), True
+            newer, target = reader_of(each)(start, stop), stored
+            if each.block.columns != block.columns:
                 first = max(block.columns[0], each.block.columns[0])
                 width = min(block.columns[1], each.block.columns[1]) - first
-                newer = each.read(start, stop)
-                if each.block.columns != block.columns:
-                    newer = newer.narrow(1, first - each.block.columns[0], width)
-                    stored.narrow(1, first - block.columns[0], width).index_copy_(
-                        0, each.ids[start:stop] - rows[0], newer
-                    )
-                else:
-                    stored.index_copy_(0, each.ids[start:stop] - rows[0], newer)
-            return stored
+                newer = newer.narrow(1, first - each.block.columns[0], width)
+                target = stored.narrow(1, first - block.columns[0], width)
+            target.index_copy_(0, each.ids[start:stop] - rows[0], newer)
+        return stored
 
-        return BlockRows(block, None, read)
+
+def _values(rows: BlockRows) -> RowReader:
+    return rows.read
+
+
+def _state(number: int, rows: BlockRows) -> RowReader:
+    return rows.states[number]
 
 
 class WholeBlocks:

@@ -24,20 +24,24 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import xxhash
 from msgspec import Meta, Raw, Struct, ValidationError, convert, structs
 from msgspec.json import Decoder
 
-from delta_tracker.errors import MalformedError
+from delta_tracker.errors import MalformedError, NewerFormatError
+from delta_tracker.stream.format.digests import total_bytes
 from delta_tracker.stream.format.field_types import MAX_COUNT, Count, Hex, Range, Time
 from delta_tracker.stream.format.json_elements import elements
 from delta_tracker.stream.format.manifest import (
     DENSE_DTYPES,
+    DRAFT,
     FORMAT,
     MAX_DIMS,
+    STATES_FORMAT,
     Block,
     DenseSpec,
     Kind,
@@ -45,26 +49,56 @@ from delta_tracker.stream.format.manifest import (
     Manifest,
     Part,
     PartName,
+    Stored,
 )
-from delta_tracker.types import TableSpec
+from delta_tracker.types import StateSpec, StateWidth, TableSpec, TableStates
 
 _TABLE_DTYPES = {name: DENSE_DTYPES[name] for name in ("F32", "F16", "BF16")}
 # Maximum of row edges times column edges of one table's blocks; allows 10,000 ranks by 100 column ranges.
 _MAX_CELLS = 4_000_000
 _MAX_REASON = 1000
-
+_MAX_RANGES = 65_536  # column ranges of a table
+_MAX_STATES = 16  # states of a table
+_KNOWN = f"formats {FORMAT} and {STATES_FORMAT} (draft {DRAFT})"
+_POSITIVE = re.compile(rb"[1-9][0-9]*+")
 
 _T = TypeVar("_T")
 
 
 class _Format(Struct):
+    """Schema of the fields that decide whether this release can read an entry."""
+
     format: Raw
+    draft: Raw = Raw()
 
 
 class _Table(Struct):
     num_rows: Count
     dim: Annotated[int, Meta(ge=1, le=MAX_COUNT)]
     dtype: str
+
+
+class _StatesTable(_Table):
+    """Schema of a table of format 2, with the bytes of the fields that may be long."""
+
+    columns: Raw
+    optimizer: Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")] | None
+    states: Raw
+    identity: Literal["I64"] | None
+
+
+class _State(Struct):
+    name: Annotated[str, Meta(pattern=r"\A[a-z0-9_]{1,64}\Z")]
+    dtype: str
+    width: StateWidth
+
+
+class _TableStates(Struct):
+    """Schema of a table's states in messages between ranks, see :func:`parse_states`."""
+
+    columns: Raw
+    optimizer: Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")]
+    states: Raw
 
 
 class _Dense(Struct):
@@ -80,6 +114,13 @@ class _Part(Struct):
     xxh3: Hex
     blocks: Raw
     dense: Raw
+
+
+class _StatesPart(_Part):
+    """Schema of a part of format 2."""
+
+    body: Count
+    states: Stored | None
 
 
 class _Entry(Struct):
@@ -105,9 +146,29 @@ class _Entry(Struct):
     merges: Link | None
 
 
-_FORMATS, _ENTRIES = Decoder(_Format), Decoder(_Entry)
-_PARTS, _BLOCKS, _NAMES = Decoder(_Part), Decoder(Block), Decoder(str)
-_TABLES, _DENSES = Decoder(dict[str, _Table]), Decoder(dict[str, _Dense])
+class _StatesEntry(_Entry):
+    """Schema of an entry of format 2."""
+
+    event_time: Time | None
+    training: Raw
+
+
+@dataclass(frozen=True, slots=True)
+class _Schema:
+    """Decoders of the objects of one format."""
+
+    entries: Decoder[_Entry]
+    tables: Decoder[dict[str, _Table]]
+    parts: Decoder[_Part]
+
+
+_FORMATS = Decoder(_Format)
+_SCHEMAS: dict[int, _Schema] = {
+    FORMAT: _Schema(Decoder(_Entry), Decoder(dict[str, _Table]), Decoder(_Part)),
+    STATES_FORMAT: _Schema(Decoder(_StatesEntry), Decoder(dict[str, _StatesTable]), Decoder(_StatesPart)),
+}
+_BLOCKS, _NAMES, _DENSES = Decoder(Block), Decoder(str), Decoder(dict[str, _Dense])
+_RANGES, _STATES, _STORED = Decoder(Range), Decoder(_State), Decoder(Stored)
 
 # A block as this library writes it, which has no name twice.
 _BLOCK = (
@@ -130,10 +191,13 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
         data: bytes of the entry.
 
     Raises:
+        NewerFormatError: if only newer releases can read the entry.
         MalformedError: if the entry does not follow the format.
     """
     try:
-        return _manifest(data)
+        return _manifest(name, data)
+    except NewerFormatError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise MalformedError(name, reason_of(error)) from error
 
@@ -162,29 +226,125 @@ def parse_part(entry: object) -> Part:
     return convert(entry, Part)
 
 
-def _manifest(data: bytes) -> Manifest:
+def parse_stored(entry: object) -> Stored:
+    """Return the record of an object with row states or training state, parsed from its JSON object.
+
+    Raises:
+        ValueError: if a field is missing or invalid.
+    """
+    return convert(entry, Stored)
+
+
+def parse_states(table: TableSpec, record: object) -> TableStates:
+    """Return the states of a table, parsed from the JSON object that ``states_record`` returns.
+
+    Raises:
+        ValueError: if a field is missing or invalid.
+    """
+    found = Decoder(_TableStates).decode(json.dumps(record))
+    states = _table_states(table, found.optimizer, found.columns, found.states, "$")
+    assert states is not None, "it has an optimizer"
+    return states
+
+
+def _manifest(name: str, data: bytes) -> Manifest:
     text = data.decode()  # the decoders do not check the UTF-8 of unknown fields
-    found = bytes(_FORMATS.decode(data).format)
-    if found != str(FORMAT).encode():
-        raise ValueError(f"its format is {found[:_MAX_REASON].decode()}; this library reads format {FORMAT}")
-    entry = _ENTRIES.decode(data)
-    tables = {
-        fqn: TableSpec(fqn, table.num_rows, table.dim, _TABLE_DTYPES[table.dtype])
-        for fqn, table in _members(_TABLES, entry.tables, "$.tables")
-    }
+    number = _format_of(name, data)
+    schema = _SCHEMAS[number]
+    entry = schema.entries.decode(data)
+    tables: dict[str, TableSpec] = {}
+    states: dict[str, TableStates] = {}
+    for fqn, table in _members(schema.tables, entry.tables, "$.tables"):
+        tables[fqn] = spec = TableSpec(fqn, table.num_rows, table.dim, _TABLE_DTYPES[table.dtype])
+        if isinstance(table, _StatesTable):
+            if table.identity is not None:
+                raise NewerFormatError(name, f"{STATES_FORMAT} with identities of rows", _KNOWN)
+            found = _table_states(spec, table.optimizer, table.columns, table.states, f"$.tables.{fqn}")
+            if found is not None:
+                states[fqn] = found
     dense = {name: _dense(spec) for name, spec in _members(_DENSES, entry.dense, "$.dense")}
     held: set[str] = set()
+    context = _Context(tables, {fqn: frozenset(each.columns) for fqn, each in states.items() if each.states}, dense)
     parts = tuple(
-        [_part(part, f"$.parts[{i}]", tables, dense, held) for i, part in _elements(_PARTS, entry.parts, "$.parts")]
+        [_part(part, f"$.parts[{i}]", context, held) for i, part in _elements(schema.parts, entry.parts, "$.parts")]
     )
+    made: dict[str, Any] = {"tables": tables, "dense": dense, "parts": parts, "format": number, "states": states}
+    if isinstance(entry, _StatesEntry):
+        made["training"] = tuple(
+            [_checked(stored, f"$.training[{i}]") for i, stored in _elements(_STORED, entry.training, "$.training")]
+        )
     _check_names(text)
-    made = {"tables": tables, "dense": dense, "parts": parts, "xxh3": xxhash.xxh3_128_hexdigest(data)}
-    manifest = Manifest(**structs.asdict(entry) | made)
+    manifest = Manifest(**structs.asdict(entry) | made | {"xxh3": xxhash.xxh3_128_hexdigest(data)})
     _check_place(manifest)
     _check_overlaps(manifest)
     if len(held) != len(dense):
         raise ValueError(f"its parts hold {len(held)} of its {len(dense)} dense tensors")
     return manifest
+
+
+def _format_of(name: str, data: bytes) -> int:
+    """Return the format of an entry, 1 or 2.
+
+    Raises:
+        NewerFormatError: if the entry has a newer format, or another draft of format 2.
+        ValueError: if the format is not a positive integer.
+    """
+    fields = _FORMATS.decode(data)
+    found, draft = bytes(fields.format), bytes(fields.draft)
+    if not _POSITIVE.fullmatch(found):
+        raise ValueError(f"its format is {_quoted(found)}; this library reads {_KNOWN}")
+    if found == str(FORMAT).encode():
+        return FORMAT
+    if found != str(STATES_FORMAT).encode():
+        raise NewerFormatError(name, _quoted(found), _KNOWN)
+    if draft != str(DRAFT).encode():
+        raise NewerFormatError(name, f"{STATES_FORMAT}, draft {_quoted(draft) or 'none'}", _KNOWN)
+    return STATES_FORMAT
+
+
+def _quoted(raw: bytes) -> str:
+    return raw[:_MAX_REASON].decode(errors="replace")
+
+
+def _table_states(table: TableSpec, optimizer: str | None, columns: Raw, states: Raw, path: str) -> TableStates | None:
+    """Parse and check the column ranges and the states of a table.
+
+    Returns:
+        The states; None if the table has no fused optimizer.
+
+    Raises:
+        ValueError: if the column ranges do not cover the table's columns without gaps, or a state is invalid.
+    """
+    ranges: list[tuple[int, int]] = []
+    end = 0
+    for _, (first, stop) in _elements(_RANGES, columns, f"{path}.columns"):
+        if first != end or stop <= first or stop > table.dim or len(ranges) == _MAX_RANGES:
+            raise ValueError(f"the column ranges of table {table.fqn!r} do not divide its {table.dim} columns")
+        end = stop
+        ranges.append((first, stop))
+    if end != table.dim:
+        raise ValueError(f"the column ranges of table {table.fqn!r} cover {end} of its {table.dim} columns")
+    found: dict[str, StateSpec] = {}
+    for _, state in _elements(_STATES, states, f"{path}.states"):
+        if state.name in found or len(found) == _MAX_STATES:
+            raise ValueError(f"table {table.fqn!r} has {state.name!r} twice or more than {_MAX_STATES} states")
+        found[state.name] = StateSpec(state.name, _TABLE_DTYPES[state.dtype], state.width)
+    if optimizer is not None:
+        return TableStates(optimizer, tuple(ranges), tuple(found.values()))
+    if found or len(ranges) > 1:
+        raise ValueError(f"table {table.fqn!r} has states or several column ranges, but no optimizer")
+    return None
+
+
+def _checked(stored: Stored, path: str) -> Stored:
+    """Check that the size of an object of format 2 is that of its body and the digests of the body's pieces."""
+    _check_size(stored.num_bytes, stored.body, path)
+    return stored
+
+
+def _check_size(num_bytes: int, body: int, path: str) -> None:
+    if body < 1 or num_bytes != total_bytes(body):
+        raise ValueError(f"{num_bytes} bytes, of which {body} precede the digests - at `{path}`")
 
 
 def _check_names(data: str) -> None:
@@ -212,29 +372,55 @@ def _check_names(data: str) -> None:
             names = outer.pop()
 
 
-def _part(
-    part: _Part, path: str, tables: Mapping[str, TableSpec], specs: Mapping[str, DenseSpec], held: set[str]
-) -> Part:
-    """Parse and check the blocks and dense tensors of a part.
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """Parsed fields of an entry, with which its parts must agree.
+
+    Args:
+        tables: tables of the entry.
+        columns: column ranges of each table with states.
+        dense: dense tensors of the entry.
+    """
+
+    tables: Mapping[str, TableSpec]
+    columns: Mapping[str, frozenset[tuple[int, int]]]
+    dense: Mapping[str, DenseSpec]
+
+
+def _part(part: _Part, path: str, context: _Context, held: set[str]) -> Part:
+    """Parse and check the blocks, the dense tensors and the states of a part.
 
     Args:
         part: the part.
         path: path of the part, for errors.
-        tables: tables of the entry.
-        specs: dense tensors of the entry.
+        context: other fields of the entry.
         held: names of the dense tensors in earlier parts. The names in this part are added.
     """
     blocks: list[Block] = []
+    has_states = False
     for _, block in _elements(_BLOCKS, part.blocks, f"{path}.blocks"):
-        _check_block(block, tables[block.table])
+        table = context.tables[block.table]
+        _check_block(block, table)
+        columns = context.columns.get(block.table)
+        if columns is not None:
+            has_states = True
+            if block.columns not in columns or block.encoding.is_quantized or block.encoding.dtype != table.dtype:
+                raise ValueError(f"block {block} of a table with states is not one of its column ranges in its dtype")
         blocks.append(block)
     dense: list[str] = []
     for _, name in _elements(_NAMES, part.dense, f"{path}.dense"):
-        if name not in specs or name in held:
+        if name not in context.dense or name in held:
             raise ValueError(f"the dense tensor {name!r} is unknown, or two parts hold it")
         held.add(name)
         dense.append(name)
-    return Part(part.name, part.num_bytes, part.xxh3, tuple(blocks), tuple(dense))
+    if not isinstance(part, _StatesPart):
+        return Part(part.name, part.num_bytes, part.xxh3, tuple(blocks), tuple(dense))
+    _check_size(part.num_bytes, part.body, path)
+    if part.states is not None:
+        _checked(part.states, f"{path}.states")
+    if (part.states is not None) != has_states:
+        raise ValueError(f"an object with states must be there exactly if a block has states - at `{path}`")
+    return Part(part.name, part.num_bytes, part.xxh3, tuple(blocks), tuple(dense), part.body, part.states)
 
 
 def _elements(decoder: Decoder[_T], value: Raw, path: str) -> Iterator[tuple[int, _T]]:
@@ -277,6 +463,8 @@ def _check_place(manifest: Manifest) -> None:
     version, parent, snapshot = manifest.version, manifest.parent, manifest.snapshot
     if manifest.batches[0] > manifest.batches[1]:
         raise ValueError(f"its batches are {manifest.batches}")
+    if manifest.kind == "claim" and manifest.format != FORMAT:
+        raise ValueError(f"it is a claim of format {manifest.format}")
     if manifest.kind == "claim" and (manifest.parts or manifest.tables or manifest.dense or manifest.merges):
         raise ValueError("it is a claim with rows")
     before = -1 if parent is None else parent.version

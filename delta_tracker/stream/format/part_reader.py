@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
 from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.digests import DIGESTS_KEY, is_piece, num_digests, piece_at, piece_range, total_bytes
 from delta_tracker.stream.format.encoding import unpack_ids
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part, Stored
 from delta_tracker.stream.format.parse import load_json, reason_of
 from delta_tracker.stream.format.part_buffer import PartBuffer, PartSource
-from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, dense_key
+from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, TRAINING_KEY, dense_key, state_key
 from delta_tracker.stream.interruption import Interrupted, check
 from delta_tracker.stream.storage.storage import Storage, Transfer
 
@@ -32,6 +34,7 @@ MEMORY_BYTES = 256 << 20
 _PIECE_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
+_Expected: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...] | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,102 +47,54 @@ class _Span:
     end: int
 
 
-class PartReader:
-    """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
-
-    A part of at most ``memory_bytes`` is held in memory completely. For a larger part, only a few pieces of 8 MiB
-    and the stored row ids (8 bytes each) are held in memory. The returned rows and tensors may be views of the part in
-    memory.
+class _File:
+    """Reader of the tensors of an object, which is a safetensors file. The constructor reads and checks the header.
 
     Args:
-        storage: store of the stream.
-        part: record of the part, from a checked manifest.
-        manifest: manifest of the version.
-        memory_bytes: maximum size of a part that is held in memory.
-        out: memory for the part's bytes; None allocates new memory.
-        source: source of the part's bytes, possibly partly read; None creates a new one, which uses ``memory_bytes``
-            and ``out``.
+        stored: record of the object.
+        expected: dtype and shape of each tensor, by name, without the digests. A shape is None if the header defines
+            the length of a vector.
+        source: source of the object's bytes.
 
     Raises:
-        CorruptPartError: if the bytes do not match the record.
-        StorageError: if the store cannot be read.
+        ValueError: if the tensors do not have the expected names, dtypes and shapes, or do not fill the file.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        part: Part,
-        manifest: Manifest,
-        *,
-        memory_bytes: int = MEMORY_BYTES,
-        out: NDArray[np.uint8] | None = None,
-        source: PartSource | None = None,
-    ) -> None:
-        self.part = part
-        self._specs = manifest.dense
-        source = source or _source(storage, part, memory_bytes, out)
+    def __init__(self, stored: Part | Stored, expected: _Expected, source: PartSource) -> None:
         self._read = source.read
-        try:
-            # Check the header first: most invalid files are rejected before the rest of a large one is read.
-            self._spans = self._layout()
-            source.finish()
-            self._ids = [self._checked_ids(index, block) for index, block in enumerate(part.blocks)]
-            self._check_flags()
-        except _FAULTS as error:
-            if isinstance(error, CorruptPartError):
-                raise
-            raise CorruptPartError(part.name, reason_of(error)) from error
+        if stored.body:
+            expected = {**expected, DIGESTS_KEY: (torch.uint8, (total_bytes(stored.body) - stored.body,))}
+        self.spans = self._layout(stored, expected)
+        if stored.body and (list(self.spans)[-1], self.spans[DIGESTS_KEY].begin) != (DIGESTS_KEY, stored.body):
+            raise ValueError(f"its digests are not its last tensor, after {stored.body} bytes")
 
-    @property
-    def rows(self) -> list[BlockRows]:
-        """Rows of each block in their stored encoding, read lazily. A read may raise the errors of :meth:`stored`."""
-        return [
-            BlockRows(block, ids, partial(self.stored, index))
-            for index, (block, ids) in enumerate(zip(self.part.blocks, self._ids, strict=True))
-        ]
-
-    def stored(self, index: int, begin: int, end: int) -> Tensor:
-        """Return the rows ``begin`` to ``end`` (exclusive) of the part's ``index``-th block as they are stored.
-
-        Returns:
-            ``[end - begin, width]`` in the dtype of the block's encoding, with ``width`` as in :class:`BlockRows`.
-
-        Raises:
-            CorruptPartError: if a part above ``memory_bytes`` changed after it was checked.
-            StorageError: if the store cannot be read.
-        """
-        row_bytes = self.part.blocks[index].row_bytes
-        span = self._spans[f"{index}.values"]
-        data = self._read(span.begin + begin * row_bytes, span.begin + end * row_bytes)
-        if len(data) == 0:
-            return torch.empty(0, span.shape[1], dtype=span.dtype)
-        return torch.from_numpy(data).view(span.dtype).view(end - begin, span.shape[1])
-
-    def dense(self) -> dict[str, Tensor]:
-        """Return the dense tensors of the part, by name."""
-        return {name: self._tensor(dense_key(index)) for index, name in enumerate(self.part.dense)}
-
-    def _tensor(self, key: str) -> Tensor:
-        span = self._spans[key]
+    def tensor(self, key: str) -> Tensor:
+        """Return a tensor."""
+        span = self.spans[key]
         data = self._read(span.begin, span.end)
         if len(data) == 0:
             return torch.empty(span.shape, dtype=span.dtype)
         return torch.from_numpy(data).view(span.dtype).view(span.shape)
 
-    def _layout(self) -> dict[str, _Span]:
-        """Read the header, and return the dtype, shape and byte range of each tensor, by name.
+    def rows(self, key: str, begin: int, end: int) -> Tensor:
+        """Return the rows ``begin`` to ``end`` (exclusive) of a tensor with two dimensions."""
+        span = self.spans[key]
+        row_bytes = span.shape[1] * span.dtype.itemsize
+        data = self._read(span.begin + begin * row_bytes, span.begin + end * row_bytes)
+        if len(data) == 0:
+            return torch.empty(0, span.shape[1], dtype=span.dtype)
+        return torch.from_numpy(data).view(span.dtype).view(end - begin, span.shape[1])
 
-        Raises:
-            ValueError: if the tensors do not have the expected names, dtypes and shapes, or do not fill the file.
-        """
-        size = self.part.num_bytes
-        header_bytes = int.from_bytes(self._read(0, min(SIZE_BYTES, size)).tobytes(), "little")
+    def _layout(self, stored: Part | Stored, expected: _Expected) -> dict[str, _Span]:
+        """Read the header, and return the dtype, shape and byte range of each tensor, in the order of the file."""
+        size = stored.num_bytes
+        header_end = stored.body or size
+        header_bytes = int.from_bytes(self._read(0, min(SIZE_BYTES, header_end)).tobytes(), "little")
         position = SIZE_BYTES + header_bytes
-        if position > size or position % ALIGNMENT or header_bytes > _MAX_HEADER_BYTES:
+        if position > header_end or position % ALIGNMENT or header_bytes > _MAX_HEADER_BYTES:
             raise ValueError(f"invalid header length: {header_bytes} of {size} bytes")
         start = position
         header = load_json(self._read(SIZE_BYTES, start).tobytes())
-        expected = self._expected()
         if header.keys() != expected.keys():
             raise ValueError(f"it has the tensors {sorted(header)} instead of {sorted(expected)}")
         spans: dict[str, _Span] = {}
@@ -161,7 +116,134 @@ class PartReader:
             raise ValueError(f"{size - position} bytes after its last tensor")
         return spans
 
-    def _expected(self) -> dict[str, tuple[torch.dtype, tuple[int, ...] | None]]:
+
+class PartReader:
+    """Reader of the rows and dense tensors of a part. The constructor checks the whole part.
+
+    A part of at most ``memory_bytes`` is held in memory completely. For a larger part, only a few pieces of 8 MiB
+    and the stored row ids (8 bytes each) are held in memory. The returned rows and tensors may be views of the part in
+    memory.
+
+    If ``source`` is a :class:`Ranged`, the constructor reads and checks only the header and the row ids, and each later
+    read checks what it returns.
+
+    Args:
+        storage: store of the stream.
+        part: record of the part, from a checked manifest.
+        manifest: manifest of the version.
+        memory_bytes: maximum size of a part that is held in memory.
+        out: memory for the part's bytes; None allocates new memory.
+        source: source of the part's bytes, possibly partly read; None creates a new one, which uses ``memory_bytes``
+            and ``out``.
+        blocks: indices of the blocks to read; None for all. The ids of other blocks are neither read nor checked. The
+            dense tensors are then checked when they are read.
+
+    Raises:
+        CorruptPartError: if the bytes do not match the record.
+        StorageError: if the store cannot be read.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        part: Part,
+        manifest: Manifest,
+        *,
+        memory_bytes: int = MEMORY_BYTES,
+        out: NDArray[np.uint8] | None = None,
+        source: PartSource | None = None,
+        blocks: Collection[int] | None = None,
+    ) -> None:
+        self.part = part
+        self._storage = storage
+        self._memory_bytes = memory_bytes
+        self._specs = manifest.dense
+        self._states = manifest.states
+        self._has_checked_flags = False
+        source = source or _source(storage, part, memory_bytes, out)
+        self._read = source.read
+        with _refusals(part.name):
+            # Check the header first: most invalid files are rejected before the rest of a large one is read.
+            self._file = _File(part, self._expected(), source)
+            source.finish()
+            self._ids = {
+                index: self._checked_ids(index, block)
+                for index, block in enumerate(part.blocks)
+                if blocks is None or index in blocks
+            }
+            if blocks is None:
+                self._check_flags()
+
+    @property
+    def rows(self) -> list[BlockRows]:
+        """Rows of each block in their stored encoding, read lazily. A read may raise the errors of :meth:`stored`.
+
+        The rows have no states, see :meth:`with_states`. If ``blocks`` was given, only these blocks are returned, in
+        the order of the part.
+        """
+        return [
+            BlockRows(self.part.blocks[index], ids, partial(self.stored, index)) for index, ids in self._ids.items()
+        ]
+
+    def with_states(self, source: PartSource | None = None) -> list[BlockRows]:
+        """Return the same rows as :attr:`rows`, each with the states of its table.
+
+        The states are in another object, which this method opens and checks. Without ``source`` it checks the whole
+        object. A read of states may raise the same errors.
+
+        Args:
+            source: source of the bytes of the object ``part.states``, such as a :class:`Ranged`; None creates a new one
+                that reads the whole object.
+
+        Raises:
+            CorruptPartError: if the object does not match its record.
+            StorageError: if the store cannot be read.
+        """
+        stored = self.part.states
+        if stored is None:
+            return self.rows
+        source = source or _source(self._storage, stored, self._memory_bytes, None)
+        expected: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
+        keys: dict[int, list[str]] = {}
+        for index, block in enumerate(self.part.blocks):
+            states = self._states.get(block.table)
+            for number, state in enumerate(() if states is None else states.states):
+                width = block.num_columns if state.width == "columns" else 1
+                keys.setdefault(index, []).append(state_key(index, number))
+                expected[state_key(index, number)] = state.dtype, (block.num_rows, width)
+        with _refusals(stored.name):
+            file = _File(stored, expected, source)
+            source.finish()
+        return [
+            replace(rows, states=tuple(partial(file.rows, key) for key in keys.get(index, ())))
+            for index, rows in zip(self._ids, self.rows, strict=True)
+        ]
+
+    def stored(self, index: int, begin: int, end: int) -> Tensor:
+        """Return the rows ``begin`` to ``end`` (exclusive) of the part's ``index``-th block as they are stored.
+
+        Returns:
+            ``[end - begin, width]`` in the dtype of the block's encoding, with ``width`` as in :class:`BlockRows`.
+
+        Raises:
+            CorruptPartError: if a part above ``memory_bytes`` changed after it was checked.
+            StorageError: if the store cannot be read.
+        """
+        return self._file.rows(f"{index}.values", begin, end)
+
+    def dense(self) -> dict[str, Tensor]:
+        """Return the dense tensors of the part, by name.
+
+        Raises:
+            CorruptPartError: if the bytes do not match the record, and the constructor did not check them.
+            StorageError: if the store cannot be read.
+        """
+        with _refusals(self.part.name):
+            if not self._has_checked_flags:
+                self._check_flags()
+            return {name: self._file.tensor(dense_key(index)) for index, name in enumerate(self.part.dense)}
+
+    def _expected(self) -> _Expected:
         """Return the dtype and shape of each tensor, by name. A shape is None if the manifest does not imply it."""
         expected: dict[str, tuple[torch.dtype, tuple[int, ...] | None]] = {}
         for index, block in enumerate(self.part.blocks):
@@ -179,17 +261,19 @@ class PartReader:
     def _check_flags(self) -> None:
         """Check that bool tensors hold only the bytes 0 and 1. Torch does not check this."""
         for index, name in enumerate(self.part.dense):
-            span = self._spans[dense_key(index)]
+            span = self._file.spans[dense_key(index)]
             if span.dtype == torch.bool and (self._read(span.begin, span.end) > 1).any():
                 raise ValueError(f"the bool tensor {name!r} has bytes other than 0 and 1")
+        self._has_checked_flags = True
 
     def _checked_ids(self, index: int, block: Block) -> Tensor | None:
         if block.ids == "all":
             return None
+        tensor = self._file.tensor
         if block.ids == "list":
-            ids = self._tensor(f"{index}.ids")
+            ids = tensor(f"{index}.ids")
         else:
-            ids = unpack_ids(self._tensor(f"{index}.gaps"), self._tensor(f"{index}.escapes"), block.num_rows)
+            ids = unpack_ids(tensor(f"{index}.gaps"), tensor(f"{index}.escapes"), block.num_rows)
         first, end = block.rows
         if len(ids) and (int(ids[0]) < first or int(ids[-1]) >= end):
             raise ValueError(f"ids of table {block.table!r} are outside the rows {block.rows}")
@@ -198,20 +282,70 @@ class PartReader:
         return ids
 
 
+@contextmanager
+def _refusals(name: str) -> Iterator[None]:
+    """Raise the errors of malformed bytes of the object ``name`` as :class:`CorruptPartError`."""
+    try:
+        yield
+    except _FAULTS as error:
+        if isinstance(error, CorruptPartError):
+            raise
+        raise CorruptPartError(name, reason_of(error)) from error
+
+
+class TrainingReader:
+    """Reader of ranges of the training state of a rank. The constructor reads and checks only the header.
+
+    Args:
+        storage: store of the stream.
+        stored: record of the object, from a checked manifest.
+
+    Raises:
+        CorruptPartError: if the bytes do not match the record.
+        StorageError: if the store cannot be read.
+
+    Attributes:
+        num_bytes: size of the training state in bytes.
+    """
+
+    def __init__(self, storage: Storage, stored: Stored) -> None:
+        source = Ranged(storage, stored)
+        self._read = source.read
+        with _refusals(stored.name):
+            span = _File(stored, {TRAINING_KEY: (torch.uint8, None)}, source).spans[TRAINING_KEY]
+        self._begin = span.begin
+        self.num_bytes = span.end - span.begin
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return the bytes ``begin`` to ``end`` (exclusive) of the training state, checked.
+
+        Raises:
+            CorruptPartError: if the bytes do not match the record.
+            StorageError: if the store cannot be read.
+        """
+        assert 0 <= begin <= end <= self.num_bytes, "inside the training state"
+        return self._read(self._begin + begin, self._begin + end)
+
+
 def _length(value: Any) -> int:  # noqa: ANN401  untrusted JSON
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"unexpected length {value!r}")
     return value
 
 
-def _source(storage: Storage, part: Part, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
-    return _InMemory(storage, part, out) if part.num_bytes <= memory_bytes else _Pieces(storage, part)
+def _source(storage: Storage, part: Part | Stored, memory_bytes: int, out: NDArray[np.uint8] | None) -> PartSource:
+    if part.num_bytes <= memory_bytes:
+        return _InMemory(storage, part, out)
+    if part.body:
+        return Ranged(storage, part, is_whole=True)
+    assert isinstance(part, Part), "other objects have digests"
+    return _Pieces(storage, part)
 
 
 class _InMemory:
     """Source that reads a part into memory as a whole. If a download fails, the next call resumes it."""
 
-    def __init__(self, storage: Storage, part: Part, out: NDArray[np.uint8] | None) -> None:
+    def __init__(self, storage: Storage, part: Part | Stored, out: NDArray[np.uint8] | None) -> None:
         self._storage = storage
         self._part = part
         self._out = out
@@ -234,13 +368,92 @@ class _InMemory:
             raise CorruptPartError(part.name, error.reason) from error
         _check_size(part, None if data is None else len(data))
         assert data is not None, "it has a size"
-        if xxhash.xxh3_128_hexdigest(data.data) != part.xxh3:
-            raise CorruptPartError(part.name, f"its xxh3 is not {part.xxh3}")
+        digests = data[part.body :]  # in format 1, the whole part
+        _check_hash(part, digests)
+        for number in range(num_digests(part.body)):
+            begin, end = piece_range(number, part.body)
+            _check_piece(part, data[begin:end], number, digests)
+        return data
+
+
+class Ranged:
+    """Source that reads and checks only the pieces of an object of format 2 that it returns.
+
+    It first reads the digests of all pieces, and compares them with the record. Only the piece that was read last is
+    kept in memory, so reads should ascend.
+
+    Args:
+        storage: store of the stream.
+        stored: record of the object.
+        is_whole: True if :meth:`finish` reads and checks all pieces; False if it checks only the digests.
+    """
+
+    def __init__(self, storage: Storage, stored: Part | Stored, *, is_whole: bool = False) -> None:
+        assert stored.body, "an object of format 2"
+        self._storage = storage
+        self._stored = stored
+        self._is_whole = is_whole
+        self._digests: NDArray[np.uint8] | None = None
+        self._num_checked = 0  # pieces that finish() has read
+        self._held: tuple[int, NDArray[np.uint8]] | None = None  # number and bytes of the piece that was read last
+
+    def finish(self) -> None:
+        """Check the size and the digests of the object, and with ``is_whole`` all pieces.
+
+        Raises:
+            CorruptPartError: if the object does not match its record.
+            StorageError: if the store cannot be read; a further call continues.
+        """
+        self._checked_digests()
+        while self._is_whole and self._num_checked < num_digests(self._stored.body):
+            self._piece(self._num_checked)
+            self._num_checked += 1
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return the bytes ``[begin, end)`` of the body, checked.
+
+        Raises:
+            CorruptPartError: if the bytes do not match the record.
+            StorageError: if the store cannot be read.
+        """
+        assert 0 <= begin <= end <= self._stored.body, "inside the body"
+        pieces = []
+        while begin < end:
+            number, offset = piece_at(begin)
+            pieces.append(self._piece(number)[offset : offset + end - begin])
+            begin += len(pieces[-1])
+        if not pieces:
+            return np.empty(0, dtype=np.uint8)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _piece(self, number: int) -> NDArray[np.uint8]:
+        digests = self._checked_digests()
+        if self._held is not None and self._held[0] == number:
+            return self._held[1]
+        piece = self._fetch(*piece_range(number, self._stored.body))
+        _check_piece(self._stored, piece, number, digests)
+        self._held = number, piece
+        return piece
+
+    def _checked_digests(self) -> NDArray[np.uint8]:
+        if self._digests is None:
+            stored = self._stored
+            _check_size(stored, self._storage.size(stored.name))
+            digests = self._fetch(stored.body, stored.num_bytes)
+            _check_hash(stored, digests)
+            self._digests = digests
+        return self._digests
+
+    def _fetch(self, begin: int, end: int) -> NDArray[np.uint8]:
+        check()
+        data = self._storage.read_range(self._stored.name, begin, end)
+        if data is None:
+            raise CorruptPartError(self._stored.name, "it was deleted while it was read")
         return data
 
 
 class _Pieces:
-    """Source that reads a part in pieces of 8 MiB. Only the most recently read piece is kept in memory.
+    """Source that reads a part of format 1 in pieces of 8 MiB. Only the most recently read piece is kept in memory.
 
     All pieces are read once to hash the part. If the store fails, the next call continues after the last hashed piece.
     A piece that is needed later is read again, and its hash is compared with the hash from the first read.
@@ -303,7 +516,17 @@ class _Pieces:
         return data
 
 
-def _check_size(part: Part, size: int | None) -> None:
+def _check_hash(part: Part | Stored, data: NDArray[np.uint8]) -> None:
+    if xxhash.xxh3_128_hexdigest(data.data) != part.xxh3:
+        raise CorruptPartError(part.name, f"its xxh3 is not {part.xxh3}")
+
+
+def _check_piece(part: Part | Stored, piece: NDArray[np.uint8], number: int, digests: NDArray[np.uint8]) -> None:
+    if not is_piece(piece, number, digests):
+        raise CorruptPartError(part.name, f"the bytes of its piece {number} do not match their digest")
+
+
+def _check_size(part: Part | Stored, size: int | None) -> None:
     if size != part.num_bytes:
         found = "it does not exist" if size is None else f"it has {size} bytes instead of {part.num_bytes}"
         raise CorruptPartError(part.name, found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,22 +18,110 @@ import xxhash
 from torch import Tensor
 
 from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.digests import DIGEST_BYTES, DIGESTS_KEY, PieceHasher, num_digests, total_bytes
 from delta_tracker.stream.format.encoding import pack_ids
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, Part
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, Part, Stored
 from delta_tracker.stream.storage.local import pieces
+from delta_tracker.stream.storage.storage import Storage
 
 SIZE_BYTES = 8
 ALIGNMENT = 8
+TRAINING_KEY = "state"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """Tensor in the file. Its values are the concatenation of ``chunks``."""
+    """Tensor in the file. Its bytes are the concatenation of ``buffers``."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: Iterable[Tensor]
+    buffers: Iterable[memoryview]
+
+    @classmethod
+    def of(cls, key: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Iterable[Tensor]) -> _Entry:
+        """Return the entry of a tensor whose values are the concatenation of ``chunks``."""
+        return cls(key, dtype, shape, _buffers_of(key, dtype, chunks))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _FileWriter:
+    """Writer that yields the bytes of one safetensors file in a single pass.
+
+    Args:
+        entries: tensors in the order of the file. The buffers of each are read once.
+        has_digests: True for a file of format 2, which ends with the digests of the pieces before them.
+
+    Attributes:
+        num_bytes: size of the file in bytes; 0 until :meth:`buffers` is exhausted.
+        body: number of bytes before the digests; 0 without digests.
+        xxh3: 128-bit xxh3 of the bytes from ``body`` on, in hex; empty until :meth:`buffers` is exhausted.
+    """
+
+    def __init__(self, entries: Sequence[_Entry], *, has_digests: bool) -> None:
+        self._entries = entries
+        self._has_digests = has_digests
+        self.num_bytes = 0
+        self.body = 0
+        self.xxh3 = ""
+
+    def buffers(self) -> Iterator[memoryview]:
+        """Yield buffers whose concatenation is the file. Write each one before requesting the next."""
+        if not self._has_digests:
+            digest = xxhash.xxh3_128()
+            num_bytes = 0
+            for buffer in pieces(self._contents(self._header(0))):  # small pieces stay in the cache until written
+                digest.update(buffer)
+                num_bytes += len(buffer)
+                yield buffer
+            self.num_bytes, self.xxh3 = num_bytes, digest.hexdigest()
+            return
+        head, body = self._header_with_digests()
+        hasher = PieceHasher()
+        for buffer in pieces(self._contents(head)):
+            hasher.update(buffer)
+            yield buffer
+        digests = hasher.digests().numpy().data
+        yield digests
+        self.num_bytes, self.body, self.xxh3 = total_bytes(body), body, xxhash.xxh3_128_hexdigest(digests)
+
+    def _header_with_digests(self) -> tuple[bytes, int]:
+        """Return the header and the size of the body, which determine each other: the header has the digests' size."""
+        sizes, number = sum(entry.num_bytes for entry in self._entries), 1
+        while True:
+            head = self._header(number)
+            body = len(head) + sizes
+            if num_digests(body) == number:
+                return head, body
+            number = num_digests(body)
+
+    def _header(self, number: int) -> bytes:
+        """Return the bytes before the first tensor, for a file with this number of digests."""
+        header: dict[str, Any] = {}
+        end = 0
+        shapes = [(entry.key, entry.dtype, list(entry.shape), entry.num_bytes) for entry in self._entries]
+        if self._has_digests:
+            shapes.append((DIGESTS_KEY, torch.uint8, [DIGEST_BYTES * number], DIGEST_BYTES * number))
+        for key, dtype, shape, num_bytes in shapes:
+            begin, end = end, end + num_bytes
+            header[key] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        head = json.dumps(header, separators=(",", ":")).encode()
+        head += b" " * (-len(head) % ALIGNMENT)
+        return len(head).to_bytes(SIZE_BYTES, "little") + head
+
+    def _contents(self, head: bytes) -> Iterator[memoryview]:
+        yield memoryview(head)
+        for entry in self._entries:
+            given = 0
+            for buffer in entry.buffers:
+                given += len(buffer)
+                if len(buffer):
+                    yield buffer
+            assert given == entry.num_bytes, f"{entry.key} has {given} bytes instead of {entry.num_bytes}"
 
 
 class PartWriter:
@@ -41,62 +129,105 @@ class PartWriter:
 
     Args:
         name: name of the part in the store.
-        rows: rows to write. Each chunk is read after the preceding one was written.
+        rows: rows to write, without their states. Each chunk is read after the preceding one was written.
         dense: dense tensors to write, by name; None if there are none.
+        has_digests: True for a part of format 2, which ends with the digests of its pieces.
     """
 
-    def __init__(self, name: str, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        rows: Sequence[BlockRows],
+        dense: Mapping[str, Tensor] | None = None,
+        *,
+        has_digests: bool = False,
+    ) -> None:
         self._name = name
         self._blocks = tuple(each.block for each in rows)
         self._dense = tuple(dense or ())
-        self._entries = [entry for index, each in enumerate(rows) for entry in _entries(index, each)]
+        entries = [entry for index, each in enumerate(rows) for entry in _entries(index, each)]
         for index, tensor in enumerate((dense or {}).values()):
-            self._entries.append(_Entry(dense_key(index), tensor.dtype, tuple(tensor.shape), [tensor]))
-        # Wide items first, so that every tensor starts at a multiple of its item size, for all dtypes and shapes.
-        self._entries.sort(key=lambda entry: -entry.dtype.itemsize)
-        self._part: Part | None = None
+            entries.append(_Entry.of(dense_key(index), tensor.dtype, tuple(tensor.shape), [tensor]))
+        self._file = _FileWriter(_aligned(entries), has_digests=has_digests)
 
     @property
     def part(self) -> Part:
         """Record of the part for the manifest; available once :meth:`buffers` is exhausted."""
-        assert self._part is not None, "buffers() is not exhausted"
-        return self._part
+        file = self._file
+        assert file.num_bytes, "buffers() is not exhausted"
+        return Part(self._name, file.num_bytes, file.xxh3, self._blocks, self._dense, file.body)
 
     def buffers(self) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the part.
 
         The buffers are views of the tensors' memory: write each one before requesting the next.
         """
-        digest = xxhash.xxh3_128()
-        num_bytes = 0
-        for buffer in pieces(self._buffers()):  # small pieces stay in the cache until they are written
-            digest.update(buffer)
-            num_bytes += len(buffer)
-            yield buffer
-        self._part = Part(self._name, num_bytes, digest.hexdigest(), self._blocks, self._dense)
+        return self._file.buffers()
 
-    def _buffers(self) -> Iterator[memoryview]:
-        header: dict[str, Any] = {}
-        sizes = [math.prod(entry.shape) * entry.dtype.itemsize for entry in self._entries]
-        end = 0
-        for entry, num_bytes in zip(self._entries, sizes, strict=True):
-            begin, end = end, end + num_bytes
-            header[entry.key] = {
-                "dtype": DTYPE_NAMES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [begin, end],
-            }
-        head = json.dumps(header, separators=(",", ":")).encode()
-        head += b" " * (-len(head) % ALIGNMENT)
-        yield memoryview(len(head).to_bytes(SIZE_BYTES, "little") + head)
-        for entry, num_bytes in zip(self._entries, sizes, strict=True):
-            given = 0
-            for chunk in entry.chunks:
-                assert chunk.dtype == entry.dtype, f"{entry.key} is {entry.dtype}, not {chunk.dtype}"
-                given += chunk.nbytes
-                if chunk.nbytes:
-                    yield _bytes_of(chunk)
-            assert given == num_bytes, f"the chunks of {entry.key} have {given} bytes instead of {num_bytes}"
+
+def put_part(
+    storage: Storage,
+    name: str,
+    rows: Sequence[BlockRows],
+    dense: Mapping[str, Tensor] | None = None,
+    *,
+    states_name: str | None,
+) -> Part:
+    """Write a part, and in format 2 the object with the states of its rows.
+
+    Args:
+        storage: store of the stream.
+        name: name of the part.
+        rows: rows to write. Each chunk is read after the preceding one was written; the states are read after all
+            values were written.
+        dense: dense tensors to write, by name; None if there are none.
+        states_name: name of the object with states, for a part of format 2; None for a part of format 1. The object is
+            written only if any row has states.
+
+    Returns:
+        The record of the part for the manifest.
+
+    Raises:
+        StorageError: if the store fails. Either object may have been created.
+    """
+    writer = PartWriter(name, rows, dense, has_digests=states_name is not None)
+    storage.put(name, writer.buffers())
+    if states_name is None:
+        assert not any(each.states for each in rows), "format 1 has no states"
+        return writer.part
+    entries = [entry for index, each in enumerate(rows) for entry in _state_entries(index, each)]
+    if not entries:
+        return writer.part
+    return replace(writer.part, states=_put(storage, states_name, _aligned(entries)))
+
+
+def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num_bytes: int) -> Stored:
+    """Write the object with the training state of a rank.
+
+    Args:
+        storage: store of the stream.
+        name: name of the object.
+        buffers: buffers of bytes whose concatenation is the training state, read once.
+        num_bytes: size of the training state in bytes.
+
+    Returns:
+        The record of the object for the manifest.
+
+    Raises:
+        StorageError: if the store fails. The object may have been created.
+    """
+    return _put(storage, name, [_Entry(TRAINING_KEY, torch.uint8, (num_bytes,), buffers)])
+
+
+def _put(storage: Storage, name: str, entries: Sequence[_Entry]) -> Stored:
+    file = _FileWriter(entries, has_digests=True)
+    storage.put(name, file.buffers())
+    return Stored(name, file.num_bytes, file.body, file.xxh3)
+
+
+def _aligned(entries: Sequence[_Entry]) -> list[_Entry]:
+    """Return the entries with wide items first, so that each tensor starts at a multiple of its item size."""
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def dense_key(index: int) -> str:
@@ -104,18 +235,37 @@ def dense_key(index: int) -> str:
     return f"dense.{index}"
 
 
+def state_key(index: int, number: int) -> str:
+    """Return the key under which the object with states stores the ``number``-th state of the ``index``-th block."""
+    return f"{index}.states.{number}"
+
+
 def _entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
     block = rows.block
     if block.ids == "list":
         assert rows.ids is not None, "a list of ids"
-        yield _Entry(f"{index}.ids", torch.int64, (block.num_rows,), [rows.ids])
+        yield _Entry.of(f"{index}.ids", torch.int64, (block.num_rows,), [rows.ids])
     elif block.ids == "gaps":
         assert rows.ids is not None, "a list of ids"
         packed, escapes = pack_ids(rows.ids)
-        yield _Entry(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed])
-        yield _Entry(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes])
+        yield _Entry.of(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed])
+        yield _Entry.of(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes])
     width = block.encoding.width(block.num_columns)
-    yield _Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), rows.chunks())
+    yield _Entry.of(f"{index}.values", block.encoding.dtype, (block.num_rows, width), rows.chunks())
+
+
+def _state_entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
+    for number, read in enumerate(rows.states):
+        like = read(0, 0)
+        shape = rows.block.num_rows, like.shape[1]
+        yield _Entry.of(state_key(index, number), like.dtype, shape, rows.chunks(read=read))
+
+
+def _buffers_of(key: str, dtype: torch.dtype, chunks: Iterable[Tensor]) -> Iterator[memoryview]:
+    for chunk in chunks:
+        assert chunk.dtype == dtype, f"{key} is {dtype}, not {chunk.dtype}"
+        if chunk.nbytes:
+            yield _bytes_of(chunk)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -1,0 +1,73 @@
+"""Digests of the pieces of an object of format 2, with which a reader checks a range without reading the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+PIECE_BYTES = 8 << 20
+DIGEST_BYTES = 16
+DIGESTS_KEY = "digests"  # key of the tensor with the digests, the last one of the object
+
+
+def num_digests(body: int) -> int:
+    """Return the number of pieces of the first ``body`` bytes of an object; the last piece may be shorter."""
+    return -(-body // PIECE_BYTES)
+
+
+def total_bytes(body: int) -> int:
+    """Return the size in bytes of an object whose digests follow its first ``body`` bytes."""
+    return body + DIGEST_BYTES * num_digests(body)
+
+
+def piece_at(position: int) -> tuple[int, int]:
+    """Return the number of the piece with the byte at ``position``, and the byte's position in that piece."""
+    return divmod(position, PIECE_BYTES)
+
+
+def piece_range(number: int, body: int) -> tuple[int, int]:
+    """Return the half-open byte range of a piece of an object whose body has ``body`` bytes."""
+    return number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, body)
+
+
+def is_piece(piece: NDArray[np.uint8], number: int, digests: NDArray[np.uint8]) -> bool:
+    """Return True if the digest of ``piece`` is the one at index ``number`` of ``digests``, ``[16 * pieces]``."""
+    expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES].tobytes()
+    return xxhash.xxh3_128_digest(piece.data) == expected
+
+
+class PieceHasher:
+    """Hasher of successive buffers that keeps a digest of each piece of their concatenation."""
+
+    def __init__(self) -> None:
+        self._complete: list[bytes] = []
+        self._piece = xxhash.xxh3_128()
+        self._room = PIECE_BYTES
+
+    def update(self, buffer: memoryview) -> None:
+        """Append a buffer of bytes."""
+        while len(buffer):
+            taken = buffer[: self._room]
+            self._piece.update(taken)
+            self._room -= len(taken)
+            buffer = buffer[len(taken) :]
+            if not self._room:
+                self._end_piece()
+
+    def digests(self) -> Tensor:
+        """End the last piece, and return the digests, ``[16 * pieces]`` uint8. :meth:`update` must not follow."""
+        if self._room < PIECE_BYTES:
+            self._end_piece()
+        return torch.from_numpy(np.frombuffer(b"".join(self._complete), dtype=np.uint8).copy())
+
+    def _end_piece(self) -> None:
+        self._complete.append(self._piece.digest())
+        self._piece.reset()
+        self._room = PIECE_BYTES

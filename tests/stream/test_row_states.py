@@ -1,0 +1,343 @@
+"""Streams of format 2: rows with states, objects that are read in ranges, and training states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import xxhash
+from torch import Tensor
+
+from delta_tracker import Predictor
+from delta_tracker.errors import CorruptPartError
+from delta_tracker.stream.format import digests as digests_module
+from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, Manifest, Part, Stored
+from delta_tracker.stream.format.part_reader import MEMORY_BYTES, PartReader, Ranged, TrainingReader, read_parts
+from delta_tracker.stream.format.part_writer import put_part, put_training
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import StateSpec, TableSpec, TableStates
+from tests.stream.streams import FQN, Writer
+
+STATES = TableStates(
+    "EXACT_ROWWISE_ADAGRAD",
+    ((0, 3), (3, 4)),
+    (StateSpec("sum", torch.float32, "range"), StateSpec("exp_avg", torch.bfloat16, "columns")),
+)
+_PIECE_BYTES = 64
+# The whole object in memory, the whole in pieces, and only the pieces that are needed.
+MODES = ["memory", "pieces", "ranges"]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests_module, "PIECE_BYTES", _PIECE_BYTES)
+
+
+class _Counting(Storage):
+    """A store that records the byte ranges that are read."""
+
+    def __init__(self) -> None:
+        super().__init__("memory://")
+        self.ranges: list[tuple[str, int, int]] = []
+        self.wholes: list[str] = []
+
+    def read_range(self, name: str, begin: int, end: int) -> Any:
+        self.ranges.append((name, begin, end))
+        return super().read_range(name, begin, end)
+
+    def read(self, name: str, **options: Any) -> Any:
+        self.wholes.append(name)
+        return super().read(name, **options)
+
+
+def _writer(num_rows: int = 20) -> Writer:
+    writer = Writer(_Counting(), num_rows, states=STATES)
+    writer.dense = {"w": torch.randn(3), "mask": torch.tensor([True, False])}
+    writer.training = [b"rank 0", bytes(range(200))]
+    return writer
+
+
+def _reader(
+    storage: Storage, manifest: Manifest, mode: str, part: Part | None = None, **options: Any
+) -> tuple[PartReader, list[BlockRows]]:
+    """Open a part and its states."""
+    part = part or manifest.parts[0]
+    is_ranged = mode == "ranges"
+    memory_bytes = MEMORY_BYTES if mode == "memory" else 0
+    source = Ranged(storage, part) if is_ranged else None
+    reader = PartReader(storage, part, manifest, memory_bytes=memory_bytes, source=source, **options)
+    rows = reader.with_states(Ranged(storage, part.states) if is_ranged and part.states else None)
+    return reader, rows
+
+
+def _check(rows: list[BlockRows], writer: Writer, ids: list[int]) -> None:
+    """Check that the rows and states of both column ranges are those of the writer."""
+    assert [each.block.columns for each in rows] == [(0, 3), (3, 4)]
+    for number, each in enumerate(rows):
+        columns = slice(*each.block.columns)
+        count = each.block.num_rows
+        assert torch.equal(each.read(0, count), writer.table[ids, columns])
+        sums, moments = each.states
+        assert torch.equal(sums(0, count), writer.held_states[0][ids, number : number + 1])
+        assert torch.equal(moments(0, count), writer.held_states[1][ids, columns])
+        assert moments(1, 2).dtype == torch.bfloat16
+        assert torch.equal(moments(1, 2), writer.held_states[1][ids[1:2], columns])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_are_read_with_their_states(mode: str) -> None:
+    writer = _writer()
+    writer.change(list(range(20)))
+    for publish, ids in ((writer.snapshot, list(range(20))), (lambda: writer.delta([2, 5, 9]), [2, 5, 9])):
+        manifest = publish()
+        read = StreamLog(writer.storage).read(manifest.version)
+        assert read == manifest
+        assert (read.format, read.states) == (STATES_FORMAT, {FQN: STATES})
+        reader, rows = _reader(writer.storage, read, mode)
+        _check(rows, writer, ids)
+        assert all(not each.states for each in reader.rows)
+        dense = reader.dense()
+        assert dense.keys() == writer.dense.keys()
+        assert all(torch.equal(dense[name], writer.dense[name]) for name in dense)
+
+
+def test_the_objects_are_safetensors_files_that_end_with_digests() -> None:
+    writer = _writer()
+    manifest = writer.delta([2, 5, 9])
+    part = manifest.parts[0]
+    assert part.states is not None
+    for stored in (part, part.states, *manifest.training):
+        data = writer.storage.read(stored.name, max_bytes=1 << 20).tobytes()
+        tensors = safetensors.torch.load(data)
+        number = -(-stored.body // _PIECE_BYTES)
+        assert len(data) == stored.num_bytes == stored.body + 16 * number
+        digests = [xxhash.xxh3_128_digest(data[: stored.body][at : at + 64]) for at in range(0, stored.body, 64)]
+        assert data[stored.body :] == b"".join(digests) == tensors["digests"].numpy().tobytes()
+        assert stored.xxh3 == xxhash.xxh3_128_hexdigest(b"".join(digests))
+    assert sorted(tensors) == ["digests", "state"]
+
+
+def test_a_predictor_needs_no_states() -> None:
+    writer = _writer()
+    writer.snapshot()
+    writer.delta([1, 2])
+    model = writer.model()
+    predictor = Predictor(model, writer.storage, dense=False)
+    predictor.sync()
+    assert torch.equal(model[FQN], writer.table)
+    read = {name for name, *_ in writer.storage.ranges} | set(writer.storage.wholes)
+    assert not [name for name in read if "r0s" in name or "r0t" in name]
+
+
+def test_training_states_are_read_in_ranges() -> None:
+    writer = _writer()
+    manifest = writer.delta([1])
+    for stored, data in zip(manifest.training, writer.training, strict=True):
+        reader = TrainingReader(writer.storage, stored)
+        assert reader.num_bytes == len(data)
+        for begin, end in ((0, len(data)), (3, 5), (2, 2), (len(data), len(data))):
+            assert reader.read(begin, end).tobytes() == data[begin:end]
+    empty = put_training(writer.storage, "parts/empty.safetensors", [], 0)
+    assert TrainingReader(writer.storage, empty).num_bytes == 0
+
+
+def test_only_the_pieces_that_are_needed_are_read() -> None:
+    writer = _writer(1000)
+    manifest = writer.snapshot()
+    part = manifest.parts[0]
+    writer.storage.ranges.clear()
+    _, rows = _reader(writer.storage, manifest, "ranges", blocks=[1])
+    (only,) = rows
+    assert only.block.columns == (3, 4)
+    # Only the digests and the headers were read.
+    assert all(begin < 600 or begin in (part.body, part.states.body) for _, begin, _ in writer.storage.ranges)
+    writer.storage.ranges.clear()
+    near = only.within((100, 110), (3, 4))
+    assert torch.equal(near.read(0, 10), writer.table[100:110, 3:4])
+    assert torch.equal(near.states[0](0, 10), writer.held_states[0][100:110, 1:2])
+    found = writer.storage.ranges
+    assert all(begin % _PIECE_BYTES == 0 and end - begin == _PIECE_BYTES for _, begin, end in found)
+    assert len(found) <= 4  # at most two pieces of each object
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("which", ["part", "states"])
+def test_every_flipped_byte_of_a_body_or_its_digests_is_refused(mode: str, which: str) -> None:
+    writer = _writer()
+    manifest = writer.delta([2, 5, 9])
+    part = manifest.parts[0]
+    stored = part if which == "part" else part.states
+    assert stored is not None
+    data = writer.storage.read(stored.name, max_bytes=1 << 20).tobytes()
+    for at in range(0, len(data), 7):
+        writer.storage.put(stored.name, [memoryview(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])])
+        with pytest.raises(CorruptPartError) as caught:  # noqa: PT012  a range is refused when it is read
+            _, rows = _reader(writer.storage, manifest, mode)
+            for each in rows:
+                for read in (each.read, *each.states):
+                    read(0, 3)
+            _reader(writer.storage, manifest, mode)[0].dense()
+        assert caught.value.path == stored.name
+    writer.storage.put(stored.name, [memoryview(data)])
+    _check(_reader(writer.storage, manifest, mode)[1], writer, [2, 5, 9])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_object_of_another_size_or_without_bytes_is_refused(mode: str) -> None:
+    writer = _writer()
+    manifest = writer.delta([2, 5, 9])
+    for stored in (manifest.parts[0], manifest.parts[0].states):
+        data = writer.storage.read(stored.name, max_bytes=1 << 20).tobytes()
+        for damaged in (data[:-1], data + b"\0", b""):
+            writer.storage.put(stored.name, [memoryview(damaged)])
+            with pytest.raises(CorruptPartError):
+                _reader(writer.storage, manifest, mode)
+        writer.storage.delete(stored.name)
+        with pytest.raises(CorruptPartError, match="does not exist"):
+            _reader(writer.storage, manifest, mode)
+        writer.storage.put(stored.name, [memoryview(data)])
+
+
+def test_a_header_is_checked_before_it_is_used() -> None:
+    """A range reader trusts the header only after the piece that has it was checked."""
+    writer = _writer()
+    manifest = writer.delta([2, 5, 9])
+    part = manifest.parts[0]
+    data = writer.storage.read(part.name, max_bytes=1 << 20).tobytes()
+    writer.storage.put(part.name, [memoryview(data.replace(b'"1.ids"', b'"0.ids"'))])
+    with pytest.raises(CorruptPartError, match="its piece 1 do not match"):
+        PartReader(writer.storage, part, manifest, source=Ranged(writer.storage, part))
+
+
+def _resealed(data: bytes, body: int) -> tuple[bytes, str]:
+    """Return an object with the digests of its present bytes, and the hash of the digests."""
+    digests = b"".join(xxhash.xxh3_128_digest(data[:body][at : at + 64]) for at in range(0, body, 64))
+    return data[:body] + digests, xxhash.xxh3_128_hexdigest(digests)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda head: head.replace(b'"0.states.0"', b'"9.states.0"'),
+        lambda head: head.replace(b'"dtype":"BF16"', b'"dtype":"F16" ', 1),
+        lambda head: head.replace(b'"shape":[3,1]', b'"shape":[1,3]', 1),
+        lambda head: head.replace(b'"digests"', b'"digestz"'),
+    ],
+)
+def test_states_that_are_not_what_the_table_declares_are_refused(mode: str, edit: Callable[[bytes], bytes]) -> None:
+    writer = _writer()
+    manifest = writer.delta([2, 5, 9])
+    part = manifest.parts[0]
+    assert part.states is not None
+    data = writer.storage.read(part.states.name, max_bytes=1 << 20).tobytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    edited = data[:8] + edit(data[8:start]) + data[start:]
+    assert edited != data
+    edited, digest = _resealed(edited, part.states.body)
+    writer.storage.put(part.states.name, [memoryview(edited)])
+    part = replace(part, states=replace(part.states, xxh3=digest))
+    with pytest.raises(CorruptPartError, match="instead of"):
+        _reader(writer.storage, replace(manifest, parts=(part,)), mode, part)
+
+
+@pytest.mark.parametrize("extra", range(0, 200, 3))
+def test_the_header_and_the_number_of_digests_determine_each_other(extra: int) -> None:
+    """The header holds the number of digests, and its length decides how many there are."""
+    storage = Storage("memory://")
+    data = bytes(extra)
+    stored = put_training(storage, "parts/x.safetensors", [memoryview(data)], extra)
+    assert stored.num_bytes == digests_module.total_bytes(stored.body)
+    assert TrainingReader(storage, stored).read(0, extra).tobytes() == data
+
+
+def test_digests_that_are_not_last_are_refused() -> None:
+    """An empty tensor after the digests leaves their bytes where they were."""
+    storage = Storage("memory://")
+    header = {
+        "digests": {"dtype": "U8", "shape": [32], "data_offsets": [0, 32]},
+        "state": {"dtype": "U8", "shape": [0], "data_offsets": [32, 32]},
+    }
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    body = 8 + len(head)
+    assert 64 < body <= 128 or body > 128
+    number = -(-body // 64)
+    head = head.replace(b"[32]", f"[{16 * number}]".encode()).replace(b"32", str(16 * number).encode())
+    data, digest = _resealed(len(head).to_bytes(8, "little") + head + bytes(16 * number), body)
+    storage.put("parts/x.safetensors", [memoryview(data)])
+    with pytest.raises(CorruptPartError, match="its digests"):
+        TrainingReader(storage, Stored("parts/x.safetensors", len(data), body, digest))
+
+
+def test_rows_keep_their_states_when_they_are_selected() -> None:
+    block = Block(FQN, (10, 16), (0, 4), 6, "all", Encoding.F32)
+    values = torch.arange(24.0).view(6, 4)
+    states: list[Tensor] = [values[:, :1] + 0.5, values * 2]
+    whole = BlockRows(
+        block,
+        None,
+        lambda begin, end: values[begin:end],
+        tuple(BlockRows.of(block, None, each).read for each in states),
+    )
+    listed = whole.take(torch.tensor([0, 2, 5]))
+    for rows, places in (
+        (whole, [0, 1, 2, 3, 4, 5]),
+        (whole.loaded(), [0, 1, 2, 3, 4, 5]),
+        (whole.within((11, 14), (0, 4)), [1, 2, 3]),
+        (listed, [0, 2, 5]),
+        (listed.within((12, 16), (0, 4)), [2, 5]),
+        (listed.take(torch.tensor([1])).decoded(torch.float32), [2]),
+    ):
+        count = rows.block.num_rows
+        assert count == len(places)
+        assert torch.equal(rows.read(0, count), values[places])
+        assert [torch.equal(read(0, count), each[places]) for read, each in zip(rows.states, states, strict=True)]
+        assert all(torch.equal(read(0, count), each[places]) for read, each in zip(rows.states, states, strict=True))
+    assert whole.num_bytes == 6 * (16 + 4 + 16)
+    assert listed.num_bytes == 3 * (16 + 4 + 16 + 8)
+    with pytest.raises(AssertionError, match="states cannot be split"):
+        whole.within((10, 16), (0, 2))
+
+
+def test_tables_without_states_have_no_object_with_states() -> None:
+    writer = Writer(Storage("memory://"), states=TableStates("EXACT_SGD", ((0, 2), (2, 4)), ()))
+    manifest = writer.snapshot()
+    part = manifest.parts[0]
+    assert part.states is None
+    (reader,) = read_parts(writer.storage, StreamLog(writer.storage).read(1))
+    assert [each.states for each in reader.with_states()] == [(), ()]
+    assert manifest.objects == (part,)
+
+
+def test_a_part_with_some_tables_with_states() -> None:
+    """Tables with and without states, and an empty block, are in one part."""
+    storage = Storage("memory://")
+    tables = {"a": TableSpec("a", 4, 2, torch.float32), "b": TableSpec("b", 4, 2, torch.float32)}
+    states = {"b": TableStates("ADAM", ((0, 2),), (StateSpec("m", torch.float32, "columns"),))}
+    values, moments = torch.randn(4, 2), torch.randn(4, 2)
+    rows = []
+    for fqn, count in (("a", 4), ("b", 0), ("b", 4)):
+        block = Block(fqn, (0, count), (0, 2), count, "all", Encoding.F32)
+        readers = (BlockRows.of(block, None, moments).read,) if fqn == "b" else ()
+        rows.append(BlockRows(block, None, BlockRows.of(block, None, values).read, readers))
+    part = put_part(storage, "parts/v.safetensors", rows, states_name="parts/s.safetensors")
+    manifest = Manifest(
+        stream="", generation=0, writer="", version=0, kind="delta", created=0.0, tables=tables, states=states,
+        format=STATES_FORMAT, parts=(part,),
+    )  # fmt: skip
+    for mode in MODES:
+        _, found = _reader(storage, manifest, mode)
+        assert [len(each.states) for each in found] == [0, 1, 1]
+        assert torch.equal(found[2].states[0](1, 3), moments[1:3])
+        assert found[1].states[0](0, 0).shape == (0, 2)
+        assert np.array_equal(found[0].read(0, 4).numpy(), values.numpy())
