@@ -16,11 +16,19 @@ from torch import Tensor
 
 from delta_tracker import Predictor
 from delta_tracker.errors import CorruptPartError
+from delta_tracker.state_tree import pack
 from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, Manifest, Part, Stored
-from delta_tracker.stream.format.part_reader import MEMORY_BYTES, PartReader, Ranged, TrainingReader, read_parts
+from delta_tracker.stream.format.part_reader import (
+    MEMORY_BYTES,
+    PartReader,
+    Ranged,
+    TrainingReader,
+    read_parts,
+    read_training,
+)
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
@@ -148,6 +156,22 @@ def test_training_states_are_read_in_ranges() -> None:
             assert reader.read(begin, end).tobytes() == data[begin:end]
     empty = put_training(writer.storage, "parts/empty.safetensors", [], 0)
     assert TrainingReader(writer.storage, empty).num_bytes == 0
+
+
+def test_a_training_state_is_decoded_in_parts() -> None:
+    writer = _writer()
+    tree = {"training": {"opt": torch.randn(100)}, "rank": {"x": 3}, "data": None}
+    writer.training = [pack(tree, "state"), b"no state" * 30]
+    first, second = writer.delta([1]).training
+    writer.storage.ranges.clear()
+    reader = read_training(writer.storage, first)
+    assert reader.keys() == ["training", "rank", "data"]
+    assert reader.load("rank") == {"x": 3}
+    assert sum(end - begin for _, begin, end in writer.storage.ranges) < first.num_bytes - 300
+    assert torch.equal(reader.load("training", "opt"), tree["training"]["opt"])
+    with pytest.raises(CorruptPartError, match="ValueError") as caught:
+        read_training(writer.storage, second)
+    assert caught.value.path == second.name
 
 
 def test_only_the_pieces_that_are_needed_are_read() -> None:

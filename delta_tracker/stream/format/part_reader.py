@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
+from delta_tracker.state_tree import StateReader
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.digests import DIGESTS_KEY, is_piece, num_digests, piece_at, piece_range, total_bytes
 from delta_tracker.stream.format.encoding import unpack_ids
@@ -325,6 +326,24 @@ class TrainingReader:
         """
         assert 0 <= begin <= end <= self.num_bytes, "inside the training state"
         return self._read(self._begin + begin, self._begin + end)
+
+
+def read_training(storage: Storage, stored: Stored) -> StateReader:
+    """Return a reader of the training state of a rank. It reads and checks only what is loaded.
+
+    :meth:`StateReader.load` may raise the same errors.
+
+    Args:
+        storage: store of the stream.
+        stored: record of the object, from a checked manifest.
+
+    Raises:
+        CorruptPartError: if the bytes do not match the record, or are not an encoded state.
+        StorageError: if the store cannot be read.
+    """
+    reader = TrainingReader(storage, stored)
+    with _refusals(stored.name):
+        return StateReader(reader.read, reader.num_bytes)
 
 
 def _length(value: Any) -> int:  # noqa: ANN401  untrusted JSON
