@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from delta_tracker.stream.format.encoding import Encoding
     from delta_tracker.stream.maintenance.retention import Retention
     from delta_tracker.stream.storage.storage import Storage
+    from delta_tracker.tracker.data_position import DataPosition
     from delta_tracker.tracker.store.lookups import DeltaStore
     from delta_tracker.tracker.top_k import TopK
     from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cadence",
+    "DataPosition",
     "Delta",
     "DeltaRows",
     "DeltaStore",
@@ -55,6 +57,7 @@ __all__ = [
 
 _HOMES = {
     "Cadence": "delta_tracker.publisher.cadence",
+    "DataPosition": "delta_tracker.tracker.data_position",
     "Delta": "delta_tracker.types",
     "DeltaRows": "delta_tracker.types",
     "DeltaStore": "delta_tracker.tracker.store.lookups",

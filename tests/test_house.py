@@ -242,6 +242,7 @@ def test_package_files_only_gather_names() -> None:
 def test_the_public_names() -> None:
     assert delta_tracker.__all__ == [
         "Cadence",
+        "DataPosition",
         "Delta",
         "DeltaRows",
         "DeltaStore",

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from torch import Tensor, nn
 
@@ -38,6 +38,7 @@ from delta_tracker.tracker.checkpoint.rank_header import RankHeader
 from delta_tracker.tracker.checkpoint.reshard import Resharding
 from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored, Strategy, TrackerCheckpoint
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
+from delta_tracker.tracker.data_position import DataPosition
 from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.gauges import TrackerGauges
 from delta_tracker.tracker.lookup_recorder import LookupRecorder
@@ -171,6 +172,7 @@ class ModelDeltaTracker:
         self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
         self._keys = itertools.count()
         self._num_past_errors = 0
+        self._data_position: DataPosition[Any] | None = None
         self._hooks = self._attach()
         self._log_tables()
         self._metrics.watch(ModelDeltaTracker._show_gauges)
@@ -261,8 +263,33 @@ class ModelDeltaTracker:
         return self._log.batches
 
     def step(self) -> None:
-        """Count one batch and enforce ``max_bytes``. Updates are tracked even if this method is never called."""
+        """Count one batch and enforce ``max_bytes``. Updates are tracked even if this method is never called.
+
+        Also moves the position of :meth:`attach_data` to the batch.
+        """
         self._log.step()
+        if self._data_position is not None:
+            self._data_position.advance()
+
+    @property
+    def data_position(self) -> DataPosition[Any] | None:
+        """Position in the training data; None before :meth:`attach_data`."""
+        return self._data_position
+
+    def attach_data(self, position: DataPosition[Any]) -> None:
+        """Let :meth:`step` move a position in the training data. Publishers save the position with each version.
+
+        Args:
+            position: the position. It must belong to no other tracker.
+
+        Raises:
+            InvalidArgumentError: if ``position`` is not a DataPosition, or the tracker has another one.
+        """
+        if not isinstance(position, DataPosition):
+            raise InvalidArgumentError("position", type(position), "Pass a DataPosition of the loader")
+        if self._data_position not in (None, position):
+            raise InvalidArgumentError("position", position, "Keep the tracker's DataPosition: it already has one")
+        self._data_position = position
 
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:
         """Mark rows as changed, with unknown old states.

@@ -1,0 +1,241 @@
+"""Position of the last trained batch in the training data: :class:`DataPosition`."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.state_tree import pack, unpack
+
+T = TypeVar("T")
+_Batch_co = TypeVar("_Batch_co", covariant=True)
+_MAX_TIME = 2**53
+_FIELDS = {"batches", "event_time", "loader"}
+
+
+class StatefulLoader(Protocol[_Batch_co]):
+    """Iterable over batches whose position can be saved and restored, such as torchdata's ``StatefulDataLoader``."""
+
+    def __iter__(self) -> Iterator[_Batch_co]:
+        """Return an iterator that starts at the restored position, or at the beginning."""
+
+    def state_dict(self) -> object:
+        """Return the position after the batch that was returned last."""
+
+    def load_state_dict(self, state: object) -> object:
+        """Restore a position. It applies to the next iterator."""
+
+
+class DataPosition(Generic[T]):
+    """Iterable over the batches of a loader that knows the loader's state after the last trained batch.
+
+    Loaders are ahead of training, because pipelines fetch batches before they train them. This class saves the state of
+    the loader with each batch. :meth:`ModelDeltaTracker.step` moves the position to the next batch.
+
+    Iterate over this object instead of the loader, pass it to :meth:`ModelDeltaTracker.attach_data`, and call
+    ``tracker.step()`` exactly once for each batch, in the order of the batches::
+
+        data = DataPosition(loader)
+        tracker.attach_data(data)
+        for batch in data:
+            train(batch)
+            tracker.step()
+
+    For each batch, the state of the loader is encoded by :mod:`delta_tracker.state_tree`, which rejects other types
+    than that module lists. The loader itself must account for its workers, as ``StatefulDataLoader`` does. Tested with
+    torch's ``DataLoader`` with 2 workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite``
+    and ``TrainPipelineSparseDist`` on the CPU.
+
+    To train several epochs, iterate again. At the end of an epoch the position is after its last batch: after a
+    restore, the loader has to accept this state, and to return no batch before the next epoch.
+
+    Args:
+        loader: the loader. If it has a method ``load_rank_states(states)``, its position can be restored at another
+            number of ranks, see :meth:`load_rank_states`.
+        event_time: function that returns the time of a batch in seconds, at least 0 and less than 2**53. It runs in the
+            thread that fetches the batch.
+        max_ahead: largest number of fetched batches that are not trained, see :meth:`check`.
+
+    Raises:
+        InvalidArgumentError: if an argument is invalid, or the state of the loader cannot be encoded.
+    """
+
+    def __init__(
+        self, loader: StatefulLoader[T], *, event_time: Callable[[T], float] | None = None, max_ahead: int = 8
+    ) -> None:
+        if not all(callable(getattr(loader, name, None)) for name in ("__iter__", "state_dict", "load_state_dict")):
+            remedy = "Pass an iterable with state_dict and load_state_dict, such as torchdata's StatefulDataLoader"
+            raise InvalidArgumentError("loader", type(loader), remedy)
+        if max_ahead < 0:
+            raise InvalidArgumentError("max_ahead", max_ahead, "Pass 0 or more")
+        self._loader = loader
+        self._time_of = event_time
+        self._max_ahead = max_ahead
+        self._lock = threading.Lock()  # some pipelines fetch batches in another thread
+        self._generation = 0  # number of iterators and loads
+        self._drawn: deque[tuple[bytes, float | None]] = deque()  # state and time of each batch that is not trained
+        self._num_missing = 0
+        self._num_batches = 0
+        self._event_time: float | None = None
+        self._state = self._packed()
+
+    @property
+    def num_batches(self) -> int:
+        """Number of trained batches, including those before a restore."""
+        return self._num_batches
+
+    @property
+    def num_ahead(self) -> int:
+        """Number of batches that were fetched and are not trained."""
+        return len(self._drawn)
+
+    @property
+    def event_time(self) -> float | None:
+        """Time of the last trained batch in seconds; None before the first one, and without ``event_time``."""
+        return self._event_time
+
+    @property
+    def has_rank_states(self) -> bool:
+        """True if :meth:`load_rank_states` can be called, because the loader has this method."""
+        return callable(getattr(self._loader, "load_rank_states", None))
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield the batches of the loader.
+
+        Raises:
+            InvalidArgumentError: by the iterator, if a newer iterator exists or the position was restored after the
+                first batch of the iterator. Also if the time of a batch is invalid.
+        """
+        with self._lock:
+            self._generation += 1
+            mine = self._generation
+        batches = iter(self._loader)
+        while True:
+            self._check_current(mine)  # before the loader moves
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            state, time = self._packed(), self._time(batch)
+            with self._lock:
+                self._check_current(mine)
+                self._drawn.append((state, time))
+            yield batch
+
+    def advance(self) -> None:
+        """Move the position to the next fetched batch. Called by :meth:`ModelDeltaTracker.step`. Raises no errors.
+
+        If no batch was fetched, :meth:`check` raises an error from now on.
+        """
+        try:
+            self._state, self._event_time = self._drawn.popleft()
+        except IndexError:
+            self._num_missing += 1
+        else:
+            self._num_batches += 1
+
+    def check(self) -> None:
+        """Check that the position is that of the last trained batch, as far as this can be seen. A publisher calls it.
+
+        Raises:
+            InvalidArgumentError: if more than ``max_ahead`` batches were fetched and not trained, or if
+                ``tracker.step()`` was called more often than batches were fetched.
+        """
+        if self._num_missing:
+            remedy = (
+                "Iterate over the DataPosition instead of its loader, and call tracker.step() once for each batch. The "
+                "position is unknown until load_state_dict() is called"
+            )
+            raise InvalidArgumentError("steps without a batch", self._num_missing, remedy)
+        if self.num_ahead > self._max_ahead:
+            remedy = (
+                f"Call tracker.step() once for each batch, also for each batch of an accumulated gradient, or pass a "
+                f"DataPosition a larger max_ahead than {self._max_ahead} if the pipeline fetches so many batches"
+            )
+            raise InvalidArgumentError("batches ahead", self.num_ahead, remedy)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the position: ``batches``, ``event_time``, and ``loader``, the loader's state after the batch."""
+        return {"batches": self._num_batches, "event_time": self._event_time, "loader": unpack(self._state)}
+
+    def load_state_dict(self, state: object) -> None:
+        """Restore a position that :meth:`state_dict` returned.
+
+        Iterators that have returned a batch can no longer be used, nor can pipelines that have fetched a batch: they
+        hold batches of the old position. Create new ones.
+
+        Raises:
+            InvalidArgumentError: if ``state`` is not a position. The errors of the loader are also raised. In both
+                cases the position is unchanged.
+        """
+        num_batches, time, loader = _fields(state)
+        packed = pack(loader, "data['loader']")
+        self._loader.load_state_dict(unpack(packed))
+        self._restored(packed, num_batches, time)
+
+    def load_rank_states(self, states: Sequence[object]) -> None:
+        """Restore the positions of all ranks of a job with another number of ranks.
+
+        Calls the loader's ``load_rank_states`` with the states of the loaders of all ranks, in the order of the ranks.
+        The loader has to continue with this rank's share of the data. Otherwise like :meth:`load_state_dict`. The
+        number of batches is the largest of all ranks, and the event time the smallest.
+
+        Args:
+            states: what :meth:`state_dict` returned on each rank.
+
+        Raises:
+            InvalidArgumentError: if the loader has no method ``load_rank_states``, or a state is not a position. The
+                errors of the loader are also raised. In all cases the position is unchanged.
+        """
+        load = getattr(self._loader, "load_rank_states", None)
+        if not callable(load):
+            raise InvalidArgumentError("loader", type(self._loader), "Give it a method load_rank_states(states)")
+        found = [_fields(state) for state in states]
+        if not found:
+            raise InvalidArgumentError("states", states, "Pass the states of all ranks")
+        load([loader for _, _, loader in found])
+        times = [time for _, time, _ in found if time is not None]
+        self._restored(self._packed(), max(each for each, _, _ in found), min(times, default=None))
+
+    def _restored(self, packed: bytes, num_batches: int, time: float | None) -> None:
+        with self._lock:
+            self._generation += 1
+            self._drawn.clear()
+            self._num_missing = 0
+            self._state, self._num_batches, self._event_time = packed, num_batches, time
+
+    def _check_current(self, generation: int) -> None:
+        if generation != self._generation:
+            remedy = "Call iter() again, and create a new pipeline, after load_state_dict() or a newer iter()"
+            raise InvalidArgumentError("iterator of a DataPosition", "replaced", remedy)
+
+    def _packed(self) -> bytes:
+        return pack(self._loader.state_dict(), "loader.state_dict()")  # encoded at once: it may be a live object
+
+    def _time(self, batch: T) -> float | None:
+        return None if self._time_of is None else _checked_time("event_time", self._time_of(batch))
+
+
+def _fields(state: object) -> tuple[int, float | None, object]:
+    """Return the number of batches, the event time, and the state of the loader."""
+    if not isinstance(state, dict) or state.keys() != _FIELDS:
+        found = sorted(map(str, state)) if isinstance(state, dict) else type(state)
+        raise InvalidArgumentError("data", found, f"Pass what state_dict() returned, with {sorted(_FIELDS)}")
+    num_batches, time = state["batches"], state["event_time"]
+    if type(num_batches) is not int or num_batches < 0:
+        raise InvalidArgumentError("data['batches']", num_batches, "Pass what state_dict() returned")
+    return num_batches, None if time is None else _checked_time("data['event_time']", time), state["loader"]
+
+
+def _checked_time(name: str, value: object) -> float:
+    try:
+        time = float(value)  # type: ignore[arg-type]  # also scalars of numpy and torch
+    except (TypeError, ValueError):
+        time = math.nan
+    if not 0 <= time < _MAX_TIME:
+        raise InvalidArgumentError(name, value, "Return seconds, at least 0 and less than 2**53")
+    return time
