@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import Block, DenseSpec, Link, Manifest, Part
+from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, DenseSpec, Link, Manifest, Part, Stored
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.types import TableSpec
+from delta_tracker.types import StateSpec, TableSpec, TableStates
 
 HASH = "0123456789abcdef" * 2
 
@@ -39,6 +40,28 @@ def some_manifest() -> Manifest:
         dense={"w": DenseSpec(torch.float32, (3, 2)), "n": DenseSpec(torch.int64, ())},
         parts=(Part("parts/p.safetensors", 1000, HASH, blocks, ("w", "n")),),
     )
+
+
+def states_manifest() -> Manifest:
+    """Return an entry of format 2, with a table with states, one whose optimizer keeps none, and one without."""
+    blocks = (
+        Block("t", (5, 10), (0, 3), 2, "list", Encoding.F32),
+        Block("t", (0, 10), (3, 4), 0, "gaps", Encoding.F32),
+        Block("h", (0, 6), (0, 8), 6, "list", Encoding.INT8),
+    )
+    sums, moments = StateSpec("sum", torch.float32, "range"), StateSpec("m", torch.bfloat16, "columns")
+    states = {
+        "t": TableStates("EXACT_ROWWISE_ADAGRAD", ((0, 3), (3, 4)), (sums, moments)),
+        "h": TableStates("EXACT_SGD", ((0, 4), (4, 8)), ()),
+    }
+    parts = (
+        Part("parts/p.safetensors", 1016, HASH, blocks, ("w",), 1000, Stored("parts/s.safetensors", 66, 50, HASH)),
+        Part("parts/q.safetensors", 516, HASH, blocks[:0], ("n",), 500),
+    )
+    training = tuple(Stored(f"parts/t{rank}.safetensors", 8_388_641, 8_388_609, HASH) for rank in range(2))
+    tables = TABLES | {"u": TableSpec("u", 3, 2, torch.float16)}
+    manifest = replace(some_manifest(), tables=tables, parts=parts, training=training, event_time=1.5)
+    return replace(manifest, format=STATES_FORMAT, states=states)
 
 
 def parsed(entry: object) -> Manifest:

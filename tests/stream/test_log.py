@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable, Container, Iterator
@@ -23,6 +24,7 @@ from delta_tracker.errors import (
     FencedError,
     MalformedError,
     NameConflictError,
+    NewerFormatError,
     StorageError,
     StreamReplacedError,
 )
@@ -32,6 +34,7 @@ from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, Manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import TableStates
 from tests.raised import frames_of_each, has_frames
 from tests.stream.streams import FQN, Writer
 
@@ -114,6 +117,52 @@ def test_a_malformed_entry_is_parsed_once_however_often_it_is_read() -> None:
             with pytest.raises(MalformedError):
                 log.read(1)
     assert len(log._refused) < 20
+
+
+def test_an_entry_of_a_newer_format_is_reported_as_such_every_time() -> None:
+    writer = Writer(Storage("memory://"))
+    data = writer.snapshot().to_json().replace(b'"format":1', b'"format":3', 1)
+    writer.storage.replace(entry_name(1), data)
+    log = StreamLog(writer.storage)
+    found = []
+    for _ in range(3):
+        with pytest.raises(NewerFormatError, match="Upgrade") as caught:
+            log.read(1)
+        found.append(caught.value)
+    assert len({str(error) for error in found}) == 1
+    assert len({id(error) for error in found}) == 3, "one error that is raised again keeps all tracebacks"
+
+
+def test_a_publisher_that_is_overtaken_by_format_2_is_fenced() -> None:
+    """The claim has format 1, so that a release that knows only format 1 learns that it is fenced."""
+    storage = Storage("memory://")
+    first = Writer(storage)
+    first.snapshot()
+    second = Writer(storage, states=TableStates("EXACT_SGD", ((0, 4),), ()))
+    second.snapshot()
+    log = StreamLog(storage)
+    assert [log.read(version).format for version in log.versions()] == [1, 1, 1, 2]
+    assert json.loads(storage.read(entry_name(2), max_bytes=1 << 20).tobytes())["format"] == 1
+    for _ in range(2):
+        with pytest.raises(FencedError):
+            first.delta([1])
+    third = Writer(storage)
+    assert third.claim.head.kind == "claim"
+    with pytest.raises(FencedError):
+        second.delta([1])
+
+
+def test_an_entry_of_a_newer_format_is_not_taken_for_an_altered_one() -> None:
+    """A commit that finds its name taken by a newer release does not continue after it."""
+    storage = _Alters("memory://")
+    writer = Writer(storage)
+    head = writer.snapshot()
+    newer = replace(head, version=2, parent=head.link, kind="delta").to_json()
+    Storage.create(storage, entry_name(2), newer.replace(b'"format":1', b'"format":3', 1))
+    for _ in range(2):
+        with pytest.raises(NewerFormatError):
+            writer.delta([1])
+        assert (writer.claim.head, writer.claim.needs_snapshot) == (head, False)
 
 
 class _LosesAnswers(Storage):

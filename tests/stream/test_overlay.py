@@ -74,6 +74,39 @@ def test_overlaid_rows_and_the_rest_are_all_rows(data: Any) -> None:
     assert torch.equal(state, expected)
 
 
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_values_and_states_are_from_the_same_rows(data: Any) -> None:
+    """Each state is a function of the value, in every block, so it must be so in what is overlaid."""
+    num_rows, dim = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
+    declared = _ranges(data.draw, dim)
+    newest = torch.zeros(num_rows, dim)
+    blocks: dict[bool, list[BlockRows]] = {True: [], False: []}
+    for is_whole in (True, False):
+        for columns in declared:
+            for rows in _ranges(data.draw, num_rows):
+                listed = data.draw(st.sets(st.integers(*rows).filter(lambda row, end=rows[1]: row < end)))
+                ids = None if is_whole else torch.tensor(sorted(listed), dtype=torch.int64)
+                count = rows[1] - rows[0] if ids is None else len(ids)
+                block = Block(FQN, rows, columns, count, "all" if is_whole else "list", Encoding.F32)
+                values = torch.rand(count, block.num_columns)
+                states = [values.sum(1, keepdim=True), values + 1]
+                readers = tuple(BlockRows.of(block, ids, each).read for each in states)
+                blocks[is_whole].append(BlockRows(block, ids, BlockRows.of(block, ids, values).read, readers))
+                _write(newest, blocks[is_whole][-1])
+    overlay, index = Overlay(blocks[False]), WholeBlocks(each.block for each in blocks[True])
+    found = [overlay.over(each) for each in blocks[True]]
+    assert not [each for listed in blocks[False] for each in index.outside(listed) if each.block.num_rows]
+    for rows in found:
+        (first, end), columns = rows.block.rows, slice(*rows.block.columns)
+        assert torch.equal(rows.read(0, end - first), newest[first:end, columns])
+        for begin in range(end - first):
+            values = rows.read(begin, begin + 1)
+            sums, moments = (read(begin, begin + 1) for read in rows.states)
+            assert torch.equal(sums, values.sum(1, keepdim=True))
+            assert torch.equal(moments, values + 1)
+
+
 def test_the_rows_of_a_part_are_not_written_to() -> None:
     held = torch.zeros(4, 2)
     whole = BlockRows.of(Block(FQN, (0, 4), (0, 2), 4, "all", Encoding.F32), None, held)

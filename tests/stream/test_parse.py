@@ -9,15 +9,18 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from delta_tracker.errors import (
     MalformedError,
+    NewerFormatError,
 )
-from delta_tracker.stream.format.parse import load_json, parse_manifest
-from tests.stream.manifests import HASH, parsed, some_entry, some_manifest
+from delta_tracker.stream.format.manifest import states_record
+from delta_tracker.stream.format.parse import load_json, parse_manifest, parse_part, parse_states, parse_stored
+from tests.stream.manifests import HASH, parsed, some_entry, some_manifest, states_manifest
 
 _LINK = {"version": 2, "xxh3": HASH}
 
@@ -131,12 +134,133 @@ def test_blocks_outside_their_table_or_on_each_other_are_refused(blocks: list[di
         parsed(entry)
 
 
+def _states_entry() -> dict[str, Any]:
+    entry: dict[str, Any] = json.loads(states_manifest().to_json())
+    return entry
+
+
+def _changed(path: str, value: object) -> dict[str, Any]:
+    """Return an entry of format 2 with another value at a path; the value ``_MISSING`` removes the field."""
+    entry = _states_entry()
+    *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    place: Any = entry
+    for key in keys:
+        place = place[key]
+    if value is _MISSING:
+        del place[last]
+    else:
+        place[last] = value
+    return entry
+
+
+_MISSING = object()
+_STORED = {"name": "parts/s.safetensors", "num_bytes": 66, "body": 50, "xxh3": HASH}
+_BAD_STATES_FIELDS: dict[str, list[object]] = {
+    "event_time": [-1, "now", True, 2**53, _MISSING],
+    "training": [None, {}, [1], [_STORED | {"num_bytes": 65}], [_STORED | {"name": "log/1.json"}], _MISSING],
+    "tables.t.columns": [
+        None, [], [[0, 3]], [[0, 3], [3, 5]], [[0, 3], [2, 4]], [[3, 4], [0, 3]], [[0, 4], [4, 4]], [[0, 0], [0, 4]],
+        [[0, 2], [2, 4]], [[1, 4]], _MISSING,
+    ],
+    "tables.t.optimizer": [None, "", "adam", "A" * 65, 3, "ADAM\n", _MISSING],
+    "tables.t.states": [
+        None, {}, [1], [{}], [{"name": "x", "dtype": "F32"}], [{"name": "x", "dtype": "I64", "width": "range"}],
+        [{"name": "X", "dtype": "F32", "width": "range"}], [{"name": "x", "dtype": "F32", "width": "rows"}],
+        [{"name": "x", "dtype": "F32", "width": "range"}] * 2,
+        [{"name": f"x{number}", "dtype": "F32", "width": "range"} for number in range(17)], [], _MISSING,
+    ],
+    "tables.t.identity": ["I32", 3, _MISSING],
+    "tables.u.columns": [[[0, 1], [1, 2]]],
+    "tables.u.states": [[{"name": "x", "dtype": "F32", "width": "range"}]],
+    "parts.0.body": [0, 999, 1001, -1, None, 2**63, 2**63 - 1, _MISSING],
+    "parts.0.num_bytes": [1000, 1015, 1017, 1032],
+    "parts.0.states": [None, {}, _STORED | {"body": 0, "num_bytes": 0}, _STORED | {"xxh3": "00"}, _MISSING],
+    "parts.1.states": [_STORED, _MISSING],
+    "parts.0.blocks.0.columns": [[0, 4], [0, 2], [1, 3], [2, 3]],
+    "parts.0.blocks.0.encoding": ["F16", "BF16", "INT8"],
+    "kind": ["claim"],
+}  # fmt: skip
+
+
+@pytest.mark.promise("refused", "unpickled")
+@pytest.mark.parametrize("path", _BAD_STATES_FIELDS)
+def test_a_bad_field_of_format_2_is_refused(path: str) -> None:
+    assert parsed(_states_entry()) == states_manifest()
+    for value in _BAD_STATES_FIELDS[path]:
+        with pytest.raises(MalformedError, match="log/3") as caught:
+            parsed(_changed(path, value))
+        assert not isinstance(caught.value, NewerFormatError)
+
+
+def test_a_claim_has_format_1_in_every_stream() -> None:
+    claim = _states_entry() | {"kind": "claim", "tables": {}, "dense": {}, "parts": [], "training": []}
+    with pytest.raises(MalformedError, match="a claim of format 2"):
+        parsed(claim)
+    parsed(claim | {"format": 1})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "found"),
+    [
+        ("format", 3, "3"),
+        ("format", 10**400, "10000"),
+        ("draft", 2, "2, draft 2"),
+        ("draft", None, "2, draft null"),
+        ("draft", "1", '2, draft "1"'),
+        ("draft", _MISSING, "2, draft none"),
+        ("tables.u.identity", "I64", "2 with identities"),
+    ],
+)
+def test_an_entry_of_a_newer_format_needs_a_newer_release(path: str, value: object, found: str) -> None:
+    with pytest.raises(NewerFormatError, match="Upgrade delta_tracker on this host") as caught:
+        parsed(_changed(path, value))
+    assert (caught.value.path, caught.value.known) == ("log/3", "formats 1 and 2 (draft 1)")
+    assert caught.value.found.startswith(found)
+    assert len(str(caught.value)) < 1300
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, 2.0, True, "2", None, [], {}])
+def test_a_format_that_is_no_number_is_malformed(value: object) -> None:
+    with pytest.raises(MalformedError) as caught:
+        parsed(_changed("format", value))
+    assert not isinstance(caught.value, NewerFormatError)
+
+
+def test_the_fields_of_format_2_are_unknown_fields_in_format_1() -> None:
+    entry = some_entry()
+    entry["parts"][0]["body"] = entry["training"] = entry["tables"]["t"]["states"] = "anything"
+    assert parsed(entry | {"draft": 7, "event_time": -1}) == some_manifest()
+
+
+def test_very_many_column_ranges_are_refused_early() -> None:
+    entry = _states_entry()
+    entry["tables"]["t"] |= {"dim": 100_000, "columns": [[number, number + 1] for number in range(100_000)]}
+    with pytest.raises(MalformedError, match="do not divide"):
+        parsed(entry)
+
+
+def test_records_in_messages_are_read_as_they_were_written() -> None:
+    manifest = states_manifest()
+    for fqn, states in manifest.states.items():
+        record = json.loads(json.dumps(states_record(states)))
+        assert parse_states(manifest.tables[fqn], record) == states
+        with pytest.raises(ValueError, match="optimizer"):
+            parse_states(manifest.tables[fqn], record | {"optimizer": None})
+    for part in manifest.parts:
+        assert parse_part(json.loads(json.dumps(asdict(part)))) == part
+    for stored in manifest.training:
+        assert parse_stored(json.loads(json.dumps(asdict(stored)))) == stored
+    with pytest.raises(ValueError, match="body"):
+        parse_stored({"name": "parts/s.safetensors", "num_bytes": 66, "xxh3": HASH})
+
+
 @pytest.mark.promise("unpickled")
-def test_mutated_manifests_are_refused_or_right() -> None:
+@pytest.mark.parametrize("format_", [1, 2])
+def test_mutated_manifests_are_refused_or_right(format_: int) -> None:
     draw = random.Random(0)
-    good = some_manifest().to_json()
+    good = (some_manifest() if format_ == 1 else states_manifest()).to_json()
     refused = 0
-    for _ in range(3000):
+    for _ in range(3000 if format_ == 1 else 2000):
         mutant = bytearray(good)
         for _ in range(draw.randrange(1, 4)):
             mutant[draw.randrange(len(mutant))] = draw.choice(b'0123456789{}[]",:.-aeE \xff\x00')
