@@ -40,11 +40,7 @@ REVERTS = [
         generator="tests/stream/test_overlay.py::test_values_and_states_are_from_the_same_rows",
         edits={
             "delta_tracker/stream/format/overlay.py": [
-                (
-                    "        return BlockRows(block, None, partial(self._overlaid, block, whole.read, _values), states)\n",
-                    "        values = partial(self._overlaid, block, whole.read, _values)\n"
-                    "        return BlockRows(block, None, values, whole.states)\n",
-                )
+                ("whole.read, _values), states)\n", "whole.read, _values), whole.states)\n")
             ]
         },
     ),
