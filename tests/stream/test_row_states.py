@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, Manifest, Part, Stored
+from delta_tracker.stream.format.overlay import Overlay
 from delta_tracker.stream.format.part_reader import (
     MEMORY_BYTES,
     PartReader,
@@ -30,9 +32,11 @@ from delta_tracker.stream.format.part_reader import (
     read_training,
 )
 from delta_tracker.stream.format.part_writer import put_part, put_training
-from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableSpec, TableStates
+from tests.stream import states_stream
+from tests.stream.golden import reader as page
 from tests.stream.streams import FQN, Writer
 
 STATES = TableStates(
@@ -365,3 +369,59 @@ def test_a_part_with_some_tables_with_states() -> None:
         assert torch.equal(found[2].states[0](1, 3), moments[1:3])
         assert found[1].states[0](0, 0).shape == (0, 2)
         assert np.array_equal(found[0].read(0, 4).numpy(), values.numpy())
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """Return True if two trees are equal, with tensors on one side and arrays on the other."""
+    if isinstance(expected, Tensor):
+        values = expected.float() if expected.dtype == torch.bfloat16 else expected
+        return np.array_equal(found, values.numpy(), equal_nan=True)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        return type(found) is type(expected) and all(map(_same, found, expected)) and len(found) == len(expected)
+    if isinstance(expected, np.ndarray):
+        return np.array_equal(found, expected)
+    return found == expected or (expected != expected and found != found)  # noqa: PLR0124  nan
+
+
+def test_a_reader_written_from_the_specification_reads_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "_PIECE_BYTES", _PIECE_BYTES)
+    states_stream.make(tmp_path)
+    log = StreamLog(Storage(f"file://{tmp_path}"))
+    values: dict[str, np.ndarray] = {}
+    states: dict[str, np.ndarray] = {}
+    tables = {fqn: torch.zeros(spec.num_rows, spec.dim) for fqn, spec in states_stream.TABLES.items()}
+    found = {"sum": torch.zeros(12, 2), "exp_avg": torch.zeros(12, 4)}
+    for version in log.versions():
+        manifest = log.read(version)
+        if manifest.kind == "claim":
+            continue
+        entry = json.loads((tmp_path / entry_name(version)).read_bytes())
+        records = [*entry["parts"], *(part["states"] for part in entry["parts"] if part["states"]), *entry["training"]]
+        assert [record["name"] for record in records] == [each.name for each in manifest.objects]
+        assert all(page.is_right((tmp_path / record["name"]).read_bytes(), record) for record in records)
+        page.apply(tmp_path, entry, values)
+        page.apply_states(tmp_path, entry, states)
+        readers = read_parts(log.storage, manifest)
+        rows = [each for reader in readers for each in reader.with_states()]
+        listed = [each for each in rows if each.ids is not None]
+        whole = [Overlay(listed).over(each) for each in rows if each.ids is None]
+        for each in (*whole, *listed):
+            (first, end), count = each.block.columns, each.block.num_rows
+            at = list(range(*each.block.rows)) if each.ids is None else each.ids.tolist()
+            tables[each.block.table][at, first:end] = each.read(0, count).float()
+            for spec, read in zip(states_stream.STATES[each.block.table].states, each.states, strict=True):
+                number = states_stream.STATES[each.block.table].columns.index((first, end))
+                columns = (first, end) if spec.width == "columns" else (number, number + 1)
+                found[spec.name][at, columns[0] : columns[1]] = read(0, count).float()
+        for fqn, table in tables.items():
+            assert np.array_equal(table.numpy(), values[fqn])
+        for name, state in found.items():
+            assert np.array_equal(state.numpy(), states[f"{states_stream.USER}/{name}"])
+        for stored in manifest.training:
+            assert _same(page.training_of((tmp_path / stored.name).read_bytes()), states_stream.TREE)
+            tree = read_training(log.storage, stored).load()
+            assert pack(tree, "state") == pack(states_stream.TREE, "state")

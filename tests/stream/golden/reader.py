@@ -1,16 +1,19 @@
-"""A second reader, written from ``FORMAT.md`` with JSON, zlib and numpy, without code of the library."""
+"""A second reader, written from ``FORMAT.md`` with JSON, zlib, xxhash and numpy, without code of the library."""
 
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
-_DTYPES |= {"BOOL": "?"}
+_DTYPES |= {"BOOL": "?", "C64": "<c8", "C128": "<c16"}
+_PIECE_BYTES = 1 << 23
 
 State = dict[str, np.ndarray[Any, Any]]
 
@@ -22,12 +25,48 @@ def tensors_of(data: bytes) -> State:
     for name, entry in json.loads(data[8:start]).items():
         begin, end = entry["data_offsets"]
         raw = data[start + begin : start + end]
-        if entry["dtype"] == "BF16":
-            values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
-        else:
-            values = np.frombuffer(raw, _DTYPES[entry["dtype"]])
-        found[name] = values.reshape(entry["shape"])
+        found[name] = _array(raw, entry["dtype"]).reshape(entry["shape"])
     return found
+
+
+def _array(raw: bytes, dtype: str) -> np.ndarray[Any, Any]:
+    if dtype == "BF16":
+        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(raw, _DTYPES[dtype])
+
+
+def is_right(data: bytes, record: dict[str, Any]) -> bool:
+    """Return True if an object of format 2 has the size, the hash and the digests that its record implies."""
+    body = record["body"]
+    digests = data[body:]
+    pieces = [data[:body][at : at + _PIECE_BYTES] for at in range(0, body, _PIECE_BYTES)]
+    is_sized = len(data) == record["num_bytes"] == body + 16 * len(pieces)
+    is_hashed = xxhash.xxh3_128_hexdigest(digests) == record["xxh3"]
+    return is_sized and is_hashed and digests == b"".join(map(xxhash.xxh3_128_digest, pieces))
+
+
+def training_of(data: bytes) -> Any:
+    """Return the value in an object with a training state; tensors as arrays, bfloat16 as float32."""
+    state = tensors_of(data)["state"].tobytes()
+    length = int.from_bytes(state[:8], "little")
+    spans = state[8 + length + -(8 + length) % 64 :]
+    return _value(json.loads(state[8 : 8 + length]), spans)
+
+
+def _value(node: Any, data: bytes) -> Any:
+    if not isinstance(node, list):
+        return node
+    tag, *rest = node
+    if tag in ("i", "f"):
+        return int(rest[0], 16) if tag == "i" else struct.unpack(">d", bytes.fromhex(rest[0]))[0]
+    if tag == "d":
+        return {_value(key, data): _value(each, data) for key, each in rest[0]}
+    if tag in ("l", "u"):
+        return (list if tag == "l" else tuple)(_value(each, data) for each in rest[0])
+    raw = data[rest[-2] : rest[-1]]
+    if tag == "b":
+        return raw
+    return (np.frombuffer(raw, rest[0]) if tag == "n" else _array(raw, rest[0])).reshape(rest[1])
 
 
 def ids_of(index: int, block: dict[str, Any], tensors: State) -> list[int]:
@@ -56,6 +95,29 @@ def _values(index: int, block: dict[str, Any], tensors: State) -> np.ndarray[Any
         scale, bias = stored[:, columns // 2 :].copy().view("<f2").astype("f4").T
         return codes * scale[:, None] + bias[:, None]
     return stored
+
+
+def apply_states(root: Path, entry: dict[str, Any], state: State) -> None:
+    """Apply the states of a manifest's rows, under the keys ``table/state``; one column per range or column."""
+    for fqn, table in entry["tables"].items():
+        for each in table["states"]:
+            width = table["dim"] if each["width"] == "columns" else len(table["columns"])
+            state.setdefault(f"{fqn}/{each['name']}", np.zeros((table["num_rows"], width), np.float32))
+    parts = [part for part in entry["parts"] if part["states"] is not None]
+    read = [
+        (part, *(tensors_of((root / each["name"]).read_bytes()) for each in (part, part["states"]))) for part in parts
+    ]
+    for is_whole in (True, False):
+        for part, tensors, states in read:
+            for index, block in enumerate(part["blocks"]):
+                table = entry["tables"][block["table"]]
+                for number, each in enumerate(table["states"] if (block["ids"] == "all") == is_whole else ()):
+                    first, end = block["columns"]
+                    if each["width"] == "range":
+                        first = table["columns"].index(block["columns"])
+                        end = first + 1
+                    rows = ids_of(index, block, tensors)
+                    state[f"{block['table']}/{each['name']}"][rows, first:end] = states[f"{index}.states.{number}"]
 
 
 def apply(root: Path, entry: dict[str, Any], state: State) -> None:
