@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.reverts.revert import Revert
 
 _TREE = "delta_tracker/state_tree.py"
+_TRAINING = "delta_tracker/publisher/training.py"
 _POSITION = "delta_tracker/tracker/data_position.py"
 
 REVERTS = [
@@ -34,6 +35,18 @@ REVERTS = [
         defect="an iterator of the old position takes a batch of the restored one",
         generator="tests/tracker/test_data_position.py::test_iterators_of_the_old_position_are_refused_and_take_nothing",
         edits={_POSITION: [("            self._check_current(mine)  # before the loader moves\n", "")]},
+    ),
+    Revert(
+        defect="a version can miss the optimizer state of a table that is compared with a copy",
+        generator="tests/publisher/test_training.py::test_optimizers_of_torchrec[unfused]",
+        edits={
+            _TRAINING: [("if not storages <= (whole if is_replicated else of_ranks):", "if not storages <= whole:")]
+        },
+    ),
+    Revert(
+        defect="a version misses the learning rate of an optimizer of TorchRec",
+        generator="tests/publisher/test_training.py::test_an_object_with_parameter_groups_must_save_them",
+        edits={_TRAINING: [('"param_groups" in state)', '"state" in state)')]},
     ),
     Revert(
         defect="steps without a batch leave the position behind training",

@@ -1,0 +1,207 @@
+"""Training state of a rank at a cut: :class:`TrainingSource`. ``stream/FORMAT.md`` lists its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
+from delta_tracker.publisher.host_copies import Source
+from delta_tracker.sharding.torchrec_api import load_torchrec
+from delta_tracker.state_tree import StateTree, flatten
+from delta_tracker.tracker.tracker import ModelDeltaTracker
+
+_OWN_NAME = "data"  # name of the DataPosition among the states of the ranks
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Object with a state, such as an optimizer, a learning rate scheduler or a gradient scaler."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401  torch's classes return dicts of different types
+        """Return the state, see :mod:`delta_tracker.state_tree` for its types. Must not need other ranks."""
+
+    def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401
+        """Restore a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerState:
+    """Position of another consumer of the tracker.
+
+    Args:
+        version: newest version whose rows this consumer has all read; None if there is none.
+        left_out: FQN to global ids of rows of earlier versions that are still pending for the consumer.
+    """
+
+    version: int | None
+    left_out: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TakenState:
+    """Training state at a cut, whose tensors are not copied yet.
+
+    Args:
+        tree: the state. Its :meth:`~delta_tracker.state_tree.StateTree.buffers` need a copy of each source.
+        event_time: time of the last trained batch in seconds; None if unknown.
+        sources: the tensors of the state. Copy them together with the rows, before training continues.
+    """
+
+    tree: StateTree
+    event_time: float | None
+    sources: list[Source]
+
+
+class TrainingSource:
+    """Component that takes the training state of this rank at each cut.
+
+    The constructor takes the state once, so that a state that cannot be published is refused before any version.
+
+    Args:
+        tracker: tracker of the model. The position in the training data is that of its ``attach_data``.
+        training_state: objects whose state is the same on all ranks, by name. Only rank 0 saves their states.
+        rank_state: objects whose state each rank saves, by name.
+        dense: function that returns dense tensors of the model by name. On rank 0, those that are not among the
+            version's dense tensors; all are saved. On other ranks, all of the model; only buffers are saved, because
+            parameters are equal on all ranks.
+        unfused: FQN of each table whose optimizer is not fused, to the addresses of the storages of its weights on this
+            rank, and True if all ranks have the whole table. Updates of such a table's optimizer state cannot be found
+            by comparing rows, so its optimizer must be among the objects.
+        is_first: True on rank 0.
+        publisher: name of the publisher's consumer.
+
+    Raises:
+        InvalidArgumentError: if a name is used twice or is reserved, if an object has no ``state_dict`` and
+            ``load_state_dict``, if a state cannot be encoded, or if an optimizer does not save its parameter groups.
+        UnsupportedTableError: if the optimizer of a table in ``unfused`` is missing.
+    """
+
+    def __init__(
+        self,
+        tracker: ModelDeltaTracker,
+        training_state: Mapping[str, Stateful],
+        rank_state: Mapping[str, Stateful],
+        *,
+        dense: Callable[[], Mapping[str, Tensor]],
+        unfused: Mapping[str, tuple[AbstractSet[int], bool]],
+        is_first: bool,
+        publisher: str,
+    ) -> None:
+        _check_objects("training_state", training_state)
+        _check_objects("rank_state", rank_state)
+        if twice := sorted(training_state.keys() & rank_state.keys()):
+            raise InvalidArgumentError("rank_state", twice, "Use other names than in training_state")
+        _check_unfused(unfused, training_state, rank_state)
+        self._tracker = tracker
+        self._training = dict(training_state) if is_first else {}
+        self._rank = dict(rank_state)
+        self._dense = dense
+        self._is_first = is_first
+        self._publisher = publisher
+        self.take({})
+
+    def take(self, consumers: Mapping[str, ConsumerState]) -> TakenState:
+        """Return the training state of this rank. Call it in the training thread, at the cut of a version.
+
+        Args:
+            consumers: the tracker's other consumers, by name.
+
+        Raises:
+            InvalidArgumentError: if a state cannot be encoded; the error has the path of the value. The errors of the
+                objects are also raised.
+        """
+        position = self._tracker.data_position
+        state = {
+            "library": self._library(consumers),
+            "training": _states("training_state", self._training),
+            "rank": _states("rank_state", self._rank),
+            "data": None if position is None else position.state_dict(),
+        }
+        tree = flatten(state, "state", paths={"training": "training_state", "rank": "rank_state"})
+        # Flat, so that a chunk of a large tensor can be copied on its own.
+        sources = [Source(tensor.reshape(-1)) for tensor in tree.tensors]
+        return TakenState(tree, None if position is None else position.event_time, sources)
+
+    def _library(self, consumers: Mapping[str, ConsumerState]) -> dict[str, object]:
+        """Return what the library itself restores."""
+        tracker, dense = self._tracker, dict(self._dense())
+        if not self._is_first:
+            buffers = dict(tracker.model.named_buffers(remove_duplicate=False))
+            dense = {name: tensor for name, tensor in dense.items() if name in buffers}
+        return {
+            "kernels": tracker.kernel_scalars(),
+            "shards": {
+                fqn: {
+                    "rows": [shard.row_offset, shard.row_offset + shard.num_rows],
+                    "columns": [list(columns) for columns in shard.columns],
+                    "replicated": shard.is_replicated,
+                }
+                for fqn, shard in tracker.shards.items()
+                if fqn not in tracker.fused_tables
+            },
+            "dense" if self._is_first else "buffers": dense,
+            "publisher": self._publisher,
+            "consumers": {
+                name: {"version": each.version, "left_out": dict(each.left_out)} for name, each in consumers.items()
+            },
+            "batches": tracker.num_batches,
+        }
+
+
+def _check_objects(argument: str, objects: Mapping[Any, Any]) -> None:
+    """Raise an error if a name is invalid, or an object has no state."""
+    for name, value in objects.items():
+        if not isinstance(name, str) or name == _OWN_NAME:
+            raise InvalidArgumentError(argument, name, f"Use other strings than {_OWN_NAME!r} as names")
+        if not isinstance(value, Stateful):
+            raise InvalidArgumentError(
+                f"{argument}[{name!r}]", type(value), "Pass an object with state_dict and load_state_dict"
+            )
+
+
+def _states(argument: str, objects: Mapping[str, Stateful]) -> dict[str, object]:
+    """Return the states of objects by name.
+
+    Raises:
+        InvalidArgumentError: if an optimizer omits its parameter groups: its learning rate would be lost.
+    """
+    found: dict[str, object] = {}
+    for name, value in objects.items():
+        state = found[name] = value.state_dict()
+        # By default, TorchRec's KeyedOptimizer and its wrappers omit them.
+        if getattr(value, "param_groups", None) and not (isinstance(state, dict) and "param_groups" in state):
+            remedy = "Its state has no param_groups, so its learning rate would be lost: call save_param_groups(True)"
+            raise InvalidArgumentError(f"{argument}[{name!r}]", type(value), remedy)
+    return found
+
+
+def _check_unfused(
+    unfused: Mapping[str, tuple[AbstractSet[int], bool]],
+    training_state: Mapping[str, Stateful],
+    rank_state: Mapping[str, Stateful],
+) -> None:
+    """Raise an error if the optimizer of a table is not among the objects that save it on the right ranks."""
+    if not unfused:
+        return
+    of_ranks = set(_storages(rank_state))
+    whole = of_ranks.union(_storages(training_state))
+    for fqn, (storages, is_replicated) in unfused.items():
+        if not storages <= (whole if is_replicated else of_ranks):
+            argument = "training_state" if is_replicated else "rank_state, because each rank has a part of it"
+            reason = f"its optimizer is not fused, and is not in {argument}: pass the optimizer that has its parameter"
+            raise UnsupportedTableError(fqn, reason)
+
+
+def _storages(objects: Mapping[str, Stateful]) -> Iterator[int]:
+    """Yield the addresses of the storages of all parameters of the optimizers among some objects."""
+    sharded = load_torchrec().sharded_tensors
+    for value in objects.values():
+        for group in getattr(value, "param_groups", ()):
+            for parameter in group["params"]:
+                if isinstance(parameter, Tensor) and not isinstance(parameter, sharded):
+                    yield parameter.untyped_storage().data_ptr()

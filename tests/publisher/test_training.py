@@ -1,0 +1,188 @@
+"""TrainingSource: what it saves, when, and what it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.publisher.host_copies import HostCopier
+from delta_tracker.publisher.training import ConsumerState, TakenState, TrainingSource
+from delta_tracker.state_tree import unpack
+from delta_tracker.tracker.data_position import DataPosition
+from delta_tracker.types import ShardSpec, TableSpec
+from tests.ranks import RankPool
+
+_CASES = "tests.publisher.training_cases"
+
+
+class _Object:
+    """Object with a state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class _Loader(_Object):
+    def __iter__(self) -> Any:
+        for batch in range(9):
+            self.state = batch + 1
+            yield batch
+
+
+def _tracker(data: DataPosition[int] | None = None) -> Any:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    table = TableSpec("fused", 10, 4, torch.float32)
+    whole = TableSpec("whole", 3, 4, torch.float32)
+    return SimpleNamespace(
+        model=model,
+        data_position=data,
+        num_batches=7,
+        shards={
+            "fused": ShardSpec(table, 5, 5, ((0, 4),)),
+            "whole": ShardSpec(whole, 1, 2, ((0, 1), (2, 4)), is_replicated=True),
+        },
+        fused_tables=frozenset(["fused"]),
+        kernel_scalars=lambda: {"fused": {"iter": 3, "lr": 0.1}},
+    )
+
+
+def _source(tracker: Any, *, training: Any = None, rank: Any = None, is_first: bool = True) -> TrainingSource:
+    return TrainingSource(
+        tracker,
+        training or {},
+        rank or {},
+        dense=lambda: {name: tensor.detach() for name, tensor in tracker.model.state_dict().items()},
+        unfused={},
+        is_first=is_first,
+        publisher="pub",
+    )
+
+
+def _stored(taken: TakenState) -> Any:
+    copies = HostCopier().copy(taken.sources)
+    copies.wait()
+    return unpack(b"".join(taken.tree.buffers(copies.tensors)))
+
+
+def test_the_state_of_rank_0() -> None:
+    data = DataPosition(_Loader(0), event_time=lambda batch: batch + 0.5)
+    tracker = _tracker(data)
+    list(zip(data, range(2), strict=False))
+    data.advance()
+    optimizer = torch.optim.Adam(tracker.model.parameters(), lr=0.1)
+    source = _source(tracker, training={"opt": optimizer}, rank={"own": _Object({"a": [1]})})
+    left_out = {"fused": torch.tensor([6, 8])}
+    taken = source.take({"other": ConsumerState(4, left_out), "new": ConsumerState(None, {})})
+    assert taken.event_time == 0.5
+    state = _stored(taken)
+    assert state.keys() == {"library", "training", "rank", "data"}
+    assert state["data"] == {"batches": 1, "event_time": 0.5, "loader": 1}
+    assert state["training"]["opt"]["param_groups"][0]["lr"] == 0.1
+    assert state["rank"] == {"own": {"a": [1]}}
+    library = state["library"]
+    assert library["consumers"]["new"] == {"version": None, "left_out": {}}
+    assert library["consumers"]["other"]["version"] == 4
+    assert torch.equal(library["consumers"]["other"]["left_out"]["fused"], left_out["fused"])
+    assert library["dense"].keys() == tracker.model.state_dict().keys()
+    assert "buffers" not in library
+    assert library["kernels"] == {"fused": {"iter": 3, "lr": 0.1}}
+    assert library["shards"] == {"whole": {"rows": [1, 3], "columns": [[0, 1], [2, 4]], "replicated": True}}
+    assert (library["batches"], library["publisher"]) == (7, "pub")
+
+
+def test_other_ranks_save_their_buffers_and_their_own_states() -> None:
+    tracker = _tracker()
+    tracker.model[1].running_mean.add_(3)
+    taken = _source(tracker, training={"opt": _Object({1})}, rank={"own": _Object(1)}, is_first=False).take({})
+    state = _stored(taken)
+    assert (state["training"], state["rank"], state["data"], taken.event_time) == ({}, {"own": 1}, None, None)
+    names = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert state["library"]["buffers"].keys() == names
+    assert state["library"]["buffers"]["1.running_mean"].tolist() == [3.0, 3.0]
+    assert "dense" not in state["library"]
+
+
+def test_the_copies_have_the_values_of_the_cut() -> None:
+    live = {"a": torch.ones(4), "b": torch.tensor(2.0), "c": torch.arange(6.0).reshape(2, 3).T, "d": torch.ones(3, 0)}
+    live["e"] = torch.ones(2, dtype=torch.complex128)
+    expected = {name: tensor.clone() for name, tensor in live.items()}
+    source = _source(_tracker(), training={"live": _Object(live)})
+    taken = source.take({})
+    copies = HostCopier().copy(taken.sources)
+    for tensor in live.values():
+        tensor.mul_(5)  # training continues before the state is written
+    copies.wait()
+    state: Any = unpack(b"".join(taken.tree.buffers(copies.tensors)))
+    found = state["training"]["live"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) and found[name].shape == each.shape for name, each in expected.items())
+
+
+def test_states_are_taken_anew_for_each_version() -> None:
+    each = _Object(1)
+    source = _source(_tracker(), rank={"each": each})
+    each.state = 2
+    assert _stored(source.take({}))["rank"] == {"each": 2}
+    each.state = {1}
+    with pytest.raises(InvalidArgumentError, match=r"^rank_state\['each'\]="):
+        source.take({})
+
+
+class _NoState:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("training", "rank", "reason"),
+    [
+        ({"a": _Object(1)}, {"a": _Object(1)}, "Use other names"),
+        ({"data": _Object(1)}, {}, "Use other strings"),
+        ({}, {"data": _Object(1)}, "Use other strings"),
+        ({1: _Object(1)}, {}, "Use other strings"),
+        ({"a": _NoState()}, {}, r"training_state\['a'\].*load_state_dict"),
+        ({}, {"a": {"x": 1}}, r"rank_state\['a'\].*load_state_dict"),
+        ({"a": _Object({"x": [1, {2}]})}, {}, r"training_state\['a'\]\['x'\]\[1\]="),
+        ({}, {"a": _Object((object(),))}, r"rank_state\['a'\]\[0\]="),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_any_version(training: Any, rank: Any, reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        _source(_tracker(), training=training, rank=rank)
+
+
+def test_objects_that_no_rank_saves_are_still_checked() -> None:
+    with pytest.raises(InvalidArgumentError, match="load_state_dict"):
+        _source(_tracker(), training={"a": _NoState()}, is_first=False)
+
+
+def test_an_object_with_parameter_groups_must_save_them() -> None:
+    class Optimizer(_Object):
+        param_groups = ({"params": [torch.ones(1)], "lr": 0.1},)
+
+    with pytest.raises(InvalidArgumentError, match="save_param_groups"):
+        _source(_tracker(), training={"opt": Optimizer({"state": {}})})
+    _source(_tracker(), training={"opt": Optimizer({"state": {}, "param_groups": []})})
+
+
+def test_a_data_position_that_cannot_be_encoded() -> None:
+    loader = _Loader({})
+    data = DataPosition(loader)
+    data.state_dict = lambda: {"loader": Tensor}  # type: ignore[assignment, method-assign, return-value]
+    with pytest.raises(InvalidArgumentError, match=r"^state\['data'\]\['loader'\]="):
+        _source(_tracker(data))
+
+
+@pytest.mark.parametrize("case", ["unfused", "keyed_optimizers", "change_of_rate"])
+def test_optimizers_of_torchrec(two_ranks: RankPool, case: str) -> None:
+    two_ranks.run(f"{_CASES}:{case}")

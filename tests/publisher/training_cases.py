@@ -1,0 +1,126 @@
+"""Cases for the training state of TorchRec models; each runs on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from delta_tracker import ModelDeltaTracker
+from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
+from delta_tracker.publisher.host_copies import HostCopier
+from delta_tracker.publisher.training import TakenState, TrainingSource
+from delta_tracker.sharding.optimizer_rows import unfused_storages
+from delta_tracker.state_tree import unpack
+from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+
+
+def _source(tracker: ModelDeltaTracker, rank: int, training: Any, ranks: Any) -> TrainingSource:
+    shards = tracker._model.shards
+    return TrainingSource(
+        tracker,
+        training,
+        ranks,
+        dense=dict,
+        unfused={
+            fqn: (unfused_storages(shards[fqn]), shards[fqn].spec.is_replicated)
+            for fqn in tracker.tables.keys() - tracker.fused_tables
+        },
+        is_first=rank == 0,
+        publisher="default",
+    )
+
+
+def _stored(taken: TakenState) -> Any:
+    copies = HostCopier().copy(taken.sources)
+    copies.wait()
+    return unpack(b"".join(taken.tree.buffers(copies.tensors)))
+
+
+def _optimizer(model: DistributedModelParallel, *words: str) -> KeyedOptimizerWrapper:
+    """Return Adam for the parameters without a fused optimizer whose names contain one of some words."""
+    every = ordinary_optimizer(model, "Adam", lr=0.1).params
+    chosen = {name: each for name, each in every.items() if any(word in name for word in words)}
+    optimizer = KeyedOptimizerWrapper(chosen, lambda these: torch.optim.Adam(these, lr=0.1))
+    optimizer.save_param_groups(True)
+    return optimizer
+
+
+def unfused(rank: int, world_size: int) -> None:
+    """The optimizer of a table whose optimizer is not fused must be saved, on each rank unless it is replicated."""
+    tables = [Table("row", 12, "row"), Table("parts", 10, "row", kernel="dense"), Table("same", 8, "data")]
+    spec = Spec(tables, bag=True)
+    model = shard(spec)
+    top, parts, same = _optimizer(model, "dense."), _optimizer(model, "parts"), _optimizer(model, "same")
+    with ModelDeltaTracker(model) as tracker:
+        assert {fqn.rpartition(".")[2] for fqn in tracker.fused_tables} == {"row"}
+        for training, ranks, table in (
+            ({}, {}, "parts|same"),
+            ({"top": top}, {"parts": parts}, "same"),
+            ({"top": top, "same": same}, {}, "parts"),
+            ({"top": top, "same": same, "parts": parts}, {}, "parts"),
+        ):
+            with pytest.raises(UnsupportedTableError, match=f"({table})' cannot .* its optimizer is not fused"):
+                _source(tracker, rank, training, ranks)
+        source = _source(tracker, rank, {"top": top}, {"parts": parts, "same": same})
+        source = _source(tracker, rank, {"top": top, "same": same}, {"parts": parts})
+
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            for each in (top, parts, same):
+                each.zero_grad()
+            model(batch(spec, generator)).backward()
+            for each in (top, parts, same):
+                each.step()
+        state = _stored(source.take({}))
+        assert state["training"].keys() == ({"top", "same"} if rank == 0 else set())
+        assert state["library"]["shards"].keys() == tracker.tables.keys() - tracker.fused_tables
+        assert state["library"]["kernels"].keys() == tracker.fused_tables
+        for saved, optimizer in ((state["rank"].get("parts"), parts), (state["training"].get("same"), same)):
+            for name, parameter in optimizer.params.items() if saved else ():
+                moments = optimizer.state[parameter]
+                assert float(moments["exp_avg"].abs().sum()) > 0
+                assert all(torch.equal(saved["state"][name][key], moments[key]) for key in ("exp_avg", "exp_avg_sq"))
+                assert saved["param_groups"][0]["lr"] == 0.1
+
+
+def keyed_optimizers(rank: int, world_size: int) -> None:
+    """TorchRec's optimizers must save their parameter groups, and must not contain fused optimizers."""
+    spec = Spec([Table("row", 12, "row")])
+    model = shard(spec)
+    top = ordinary_optimizer(model, "SGD", lr=0.1, momentum=0.9)
+    clipped = GradientClippingOptimizer(top, clipping=GradientClipping.NORM, max_gradient=1.0)
+    with ModelDeltaTracker(model) as tracker:
+        for optimizer in (top, clipped, CombinedOptimizer([top])):
+            with pytest.raises(InvalidArgumentError, match=r"training_state\['opt'\].*save_param_groups"):
+                _source(tracker, 0, {"opt": optimizer}, {})
+        for optimizer in (top, clipped, CombinedOptimizer([top])):
+            optimizer.save_param_groups(True)
+            state = _stored(_source(tracker, 0, {"opt": optimizer}, {}).take({}))
+            assert state["training"]["opt"]["param_groups"][0]["lr"] == 0.1
+        fused = model.fused_optimizer
+        fused.save_param_groups(True)
+        both = CombinedOptimizer([("fused", fused), ("top", top)])
+        with pytest.raises(InvalidArgumentError, match=r"training_state\['opt'\]\['state'\].*is not fused") as raised:
+            _source(tracker, 0, {"opt": both}, {})
+        assert "ShardedTensor" in str(raised.value.value)
+
+
+def change_of_rate(rank: int, world_size: int) -> None:
+    """A learning rate that a scheduler has changed is saved."""
+    spec = Spec([Table("row", 12, "row")])
+    model = shard(spec)
+    top = ordinary_optimizer(model, "SGD", lr=0.1)
+    top.save_param_groups(True)
+    scheduler = torch.optim.lr_scheduler.StepLR(top._optimizer, step_size=1, gamma=0.5)
+    with ModelDeltaTracker(model) as tracker:
+        source = _source(tracker, 0, {"top": top, "scheduler": scheduler}, {})
+        top.step()
+        scheduler.step()
+        state = _stored(source.take({}))["training"]
+    assert state["top"]["param_groups"][0]["lr"] == 0.05
+    assert state["scheduler"]["last_epoch"] == 1
