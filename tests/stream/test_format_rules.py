@@ -28,6 +28,7 @@ from tests.stream.streams import FQN, Writer
 _TESTS = Path(__file__).parent.parent
 _FORMAT = _TESTS.parent / "delta_tracker" / "stream" / "FORMAT.md"
 _HERE = "stream/test_format_rules.py"
+_STATES = "stream/test_row_states.py"
 
 # The beginning of each sentence, and the tests that break the rule, or that fail if the library does.
 _RULES = {
@@ -66,7 +67,7 @@ _RULES = {
     "After a publisher has received a response": [
         "stream/test_sleepers.py::test_no_late_entry_counts_wherever_a_publisher_sleeps_or_dies"
     ],
-    "| `format` | integer | 1; readers MUST reject anything else |": [
+    "| `format` | integer | 1; readers MUST reject anything else": [
         "stream/test_parse.py::test_a_bad_field_is_refused",
         "stream/test_parse.py::test_the_bad_fields_are_all_fields",
     ],
@@ -106,6 +107,38 @@ _RULES = {
     "Readers MUST NOT assume": [
         f"{_HERE}::test_a_stream_that_breaks_every_habit_of_the_writer_is_read",
         "predictor/test_predictor.py::test_a_missing_version_is_named_and_nothing_beyond_it_applied",
+    ],
+    # Format 2
+    "A reader that finds a `format` that is an integer above 2": [
+        "stream/test_parse.py::test_an_entry_of_a_newer_format_needs_a_newer_release",
+        "stream/test_parse.py::test_a_format_that_is_no_number_is_malformed",
+    ],
+    "| `optimizer` | null or string": ["stream/test_parse.py::test_a_bad_field_of_format_2_is_refused"],
+    "In a **table with states**": ["stream/test_parse.py::test_a_bad_field_of_format_2_is_refused"],
+    "A part has these fields in addition": [
+        "stream/test_parse.py::test_a_bad_field_of_format_2_is_refused",
+        f"{_STATES}::test_tables_without_states_have_no_object_with_states",
+    ],
+    "Readers that need only values, such as predictors": [f"{_STATES}::test_a_predictor_needs_no_states"],
+    "A reader of the whole object MUST check every digest": [
+        f"{_STATES}::test_every_flipped_byte_of_a_body_or_its_digests_is_refused"
+    ],
+    "A reader of ranges MUST check": [
+        f"{_STATES}::test_every_flipped_byte_of_a_body_or_its_digests_is_refused",
+        f"{_STATES}::test_an_object_of_another_size_or_without_bytes_is_refused",
+    ],
+    "It MUST check the header before": [f"{_STATES}::test_a_header_is_checked_before_it_is_used"],
+    "**The newest wins** holds for rows": [
+        "stream/test_overlay.py::test_values_and_states_are_from_the_same_rows",
+        f"{_STATES}::test_rows_keep_their_states_when_they_are_selected",
+    ],
+    "A span MUST have exactly the bytes": [
+        "test_state_tree.py::test_invalid_texts_are_refused_before_the_data_are_read"
+    ],
+    "Readers MUST ignore other keys": [f"{_STATES}::test_a_training_state_is_decoded_in_parts"],
+    "Reserved: a writer of draft 1 MUST write null": ["stream/test_manifest.py::test_no_identities_are_written"],
+    "A reader of draft 1 MUST treat `I64`": [
+        "stream/test_parse.py::test_an_entry_of_a_newer_format_needs_a_newer_release"
     ],
 }
 

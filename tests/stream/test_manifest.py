@@ -13,7 +13,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.manifest import Link, Manifest, Stored
 from delta_tracker.stream.format.parse import parse_manifest
-from tests.stream.manifests import HASH, parsed, some_entry, some_manifest
+from tests.stream.manifests import HASH, parsed, some_entry, some_manifest, states_manifest
 
 
 def test_a_manifest_is_read_as_it_was_written() -> None:
@@ -44,6 +44,12 @@ def test_format_1_has_the_fields_of_format_1() -> None:
     ]  # fmt: skip
     assert list(some_entry()["parts"][0]) == ["name", "num_bytes", "xxh3", "blocks", "dense"]
     assert list(some_entry()["tables"]["t"]) == ["num_rows", "dim", "dtype"]
+
+
+def test_no_identities_are_written() -> None:
+    entry = json.loads(states_manifest().to_json())
+    assert [table["identity"] for table in entry["tables"].values()] == [None, None, None]
+    assert (entry["format"], entry["draft"], list(entry)[-1]) == (2, 1, "training")
 
 
 def test_a_merged_manifest_links_to_the_last_version_that_it_stands_for() -> None:

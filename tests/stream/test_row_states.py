@@ -164,12 +164,12 @@ def test_training_states_are_read_in_ranges() -> None:
 
 def test_a_training_state_is_decoded_in_parts() -> None:
     writer = _writer()
-    tree = {"training": {"opt": torch.randn(100)}, "rank": {"x": 3}, "data": None}
+    tree = {"training": {"opt": torch.randn(100)}, "rank": {"x": 3}, "data": None, "more": [1]}
     writer.training = [pack(tree, "state"), b"no state" * 30]
     first, second = writer.delta([1]).training
     writer.storage.ranges.clear()
     reader = read_training(writer.storage, first)
-    assert reader.keys() == ["training", "rank", "data"]
+    assert reader.keys() == ["training", "rank", "data", "more"]
     assert reader.load("rank") == {"x": 3}
     assert sum(end - begin for _, begin, end in writer.storage.ranges) < first.num_bytes - 300
     assert torch.equal(reader.load("training", "opt"), tree["training"]["opt"])
