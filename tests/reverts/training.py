@@ -6,6 +6,7 @@ from tests.reverts.revert import Revert
 
 _TREE = "delta_tracker/state_tree.py"
 _TRAINING = "delta_tracker/publisher/training.py"
+_RANDOM = "delta_tracker/recovery/random_states.py"
 _POSITION = "delta_tracker/tracker/data_position.py"
 
 REVERTS = [
@@ -47,6 +48,11 @@ REVERTS = [
         defect="a version misses the learning rate of an optimizer of TorchRec",
         generator="tests/publisher/test_training.py::test_an_object_with_parameter_groups_must_save_them",
         edits={_TRAINING: [('"param_groups" in state)', '"state" in state)')]},
+    ),
+    Revert(
+        defect="a rejected state of one random generator changes the others",
+        generator="tests/recovery/test_random_states.py::test_a_state_that_a_generator_rejects_changes_no_generator",
+        edits={_RANDOM: [('        _try("random", random.Random().setstate', '        _try("random", lambda _: None')]},
     ),
     Revert(
         defect="steps without a batch leave the position behind training",

@@ -1,0 +1,78 @@
+"""States of the global random generators of a process: :class:`RandomStates`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random.mtrand import get_bit_generator
+
+from delta_tracker.errors import InvalidArgumentError
+
+_FIELDS = {"torch", "cuda", "random", "numpy"}
+
+
+class RandomStates:
+    """Object that saves and restores the global generators of torch (CPU and all CUDA devices), Python and numpy.
+
+    Pass it to a publisher and to ``restore``, if training uses them, for example for dropout::
+
+        rank_state = {"random": RandomStates()}
+
+    A data loader of torch draws a number from torch's CPU generator when an iterator is created. A resumed job creates
+    one more iterator than the original job, so give the loader a ``generator`` of its own. The states of CUDA devices
+    were not tested on a GPU.
+    """
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the states. Does not wait for a device."""
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "random": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  the global generator
+        }
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: ANN401  validated below
+        """Restore states that :meth:`state_dict` returned.
+
+        Raises:
+            InvalidArgumentError: if ``state`` has other fields, if a generator rejects its state, or if the number of
+                CUDA devices differs. No generator is changed.
+        """
+        if not isinstance(state, dict) or state.keys() != _FIELDS:
+            found = sorted(map(str, state)) if isinstance(state, dict) else type(state)
+            raise InvalidArgumentError("state", found, f"Pass what state_dict() returned, with {sorted(_FIELDS)}")
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not isinstance(state["cuda"], list) or len(state["cuda"]) != devices:
+            remedy = f"Restore on a host with as many CUDA devices; this one has {devices}"
+            saved = len(state["cuda"]) if isinstance(state["cuda"], list) else type(state["cuda"])
+            raise InvalidArgumentError("state['cuda']", saved, remedy)
+        # New generators reject an invalid state before a global one is changed.
+        _try("torch", torch.Generator().set_state, state["torch"])
+        for index, each in enumerate(state["cuda"]):
+            _try("cuda", torch.Generator(f"cuda:{index}").set_state, each)
+        _try("random", random.Random().setstate, state["random"])  # noqa: S311  not for cryptography
+        kind = type(get_bit_generator())
+        _try("numpy", np.random.RandomState(kind()).set_state, state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if devices:
+            torch.cuda.set_rng_state_all(state["cuda"])
+        random.setstate(state["random"])
+        np.random.set_state(state["numpy"])  # noqa: NPY002
+
+
+def _try(name: str, load: Callable[[Any], object], state: object) -> None:
+    """Load a state into a new generator.
+
+    Raises:
+        InvalidArgumentError: if the generator rejects it.
+    """
+    try:
+        load(state)
+    except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
+        remedy = f"Pass what state_dict() returned, with the same versions of Python, torch and numpy: {error}"
+        raise InvalidArgumentError(f"state[{name!r}]", type(state), remedy.rstrip(".")) from error
