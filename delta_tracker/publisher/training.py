@@ -7,7 +7,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.publisher.host_copies import Source
@@ -131,8 +132,8 @@ class TrainingSource:
         """Return what the library itself restores."""
         tracker, dense = self._tracker, dict(self._dense())
         if not self._is_first:
-            buffers = dict(tracker.model.named_buffers(remove_duplicate=False))
-            dense = {name: tensor for name, tensor in dense.items() if name in buffers}
+            buffers = _buffers(tracker.model)
+            dense = {name: tensor for name, tensor in dense.items() if tensor.untyped_storage().data_ptr() in buffers}
         return {
             "kernels": tracker.kernel_scalars(),
             "shards": {
@@ -151,6 +152,20 @@ class TrainingSource:
             },
             "batches": tracker.num_batches,
         }
+
+
+def _buffers(model: nn.Module) -> set[int]:
+    """Return the addresses of the storages of all buffers.
+
+    Their names are not compared: those of a ``DistributedModelParallel`` within another module differ from the keys of
+    its ``state_dict``.
+    """
+    return {
+        buffer.untyped_storage().data_ptr()
+        for module in model.modules()
+        for buffer in module.buffers(recurse=False)
+        if type(buffer) is Tensor and buffer.layout is torch.strided
+    }
 
 
 def _check_objects(argument: str, objects: Mapping[Any, Any]) -> None:

@@ -183,6 +183,6 @@ def test_a_data_position_that_cannot_be_encoded() -> None:
         _source(_tracker(data))
 
 
-@pytest.mark.parametrize("case", ["unfused", "keyed_optimizers", "change_of_rate"])
-def test_optimizers_of_torchrec(two_ranks: RankPool, case: str) -> None:
+@pytest.mark.parametrize("case", ["unfused", "keyed_optimizers", "change_of_rate", "buffers"])
+def test_torchrec(two_ranks: RankPool, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}")

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
+import tests.models
 from delta_tracker import ModelDeltaTracker
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.publisher.host_copies import HostCopier
 from delta_tracker.publisher.training import TakenState, TrainingSource
+from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.optimizer_rows import unfused_storages
 from delta_tracker.state_tree import unpack
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
@@ -124,3 +127,47 @@ def change_of_rate(rank: int, world_size: int) -> None:
         state = _stored(source.take({}))["training"]
     assert state["top"]["param_groups"][0]["lr"] == 0.05
     assert state["scheduler"]["last_epoch"] == 1
+
+
+class _Outer(nn.Module):
+    """Module that contains a sharded model, and layers with buffers."""
+
+    def __init__(self, model: DistributedModelParallel) -> None:
+        super().__init__()
+        self.inner = model
+        self.norm = nn.BatchNorm1d(2)
+
+
+def buffers(rank: int, world_size: int) -> None:
+    """All ranks save their buffers, also those within a DistributedModelParallel that another module contains."""
+    plain = tests.models.Model
+
+    class Model(plain):
+        def __init__(self, spec: Spec, device: str) -> None:
+            super().__init__(spec, device)
+            self.layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            self.register_buffer("shared", torch.ones(1))
+            self.register_buffer("omitted", torch.ones(1), persistent=False)
+
+    tests.models.Model = Model  # type: ignore[misc]
+    try:
+        outer = _Outer(shard(Spec([Table("row", 12, "row")])))
+    finally:
+        tests.models.Model = plain  # type: ignore[misc]
+    with ModelDeltaTracker(outer) as tracker:
+        source = TrainingSource(
+            tracker,
+            {},
+            {},
+            dense=lambda: dense_tensors(outer, outer, skip_sharded=True),
+            unfused={},
+            is_first=rank == 0,
+            publisher="default",
+        )
+        library = _stored(source.take({}))["library"]
+    own = {"running_mean", "running_var", "num_batches_tracked"}
+    expected = {f"{layer}.{name}" for layer in ("norm", "inner.layers.1") for name in own} | {"inner.shared"}
+    if rank == 0:
+        assert library["dense"].keys() > expected | {"norm.weight", "inner.layers.0.weight", "inner.dense.weight"}
+    else:
+        assert library["buffers"].keys() == expected

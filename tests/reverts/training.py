@@ -39,9 +39,19 @@ REVERTS = [
     ),
     Revert(
         defect="a version can miss the optimizer state of a table that is compared with a copy",
-        generator="tests/publisher/test_training.py::test_optimizers_of_torchrec[unfused]",
+        generator="tests/publisher/test_training.py::test_torchrec[unfused]",
         edits={
             _TRAINING: [("if not storages <= (whole if is_replicated else of_ranks):", "if not storages <= whole:")]
+        },
+    ),
+    Revert(
+        defect="buffers of a sharded model within another module are missing on ranks other than 0",
+        generator="tests/publisher/test_training.py::test_torchrec[buffers]",
+        edits={
+            _TRAINING: [
+                ("buffers = _buffers(tracker.model)", "buffers = dict(tracker.model.named_buffers())"),
+                ("if tensor.untyped_storage().data_ptr() in buffers}", "if name in buffers}"),
+            ]
         },
     ),
     Revert(
