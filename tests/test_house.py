@@ -69,6 +69,8 @@ _TESTED_THROUGH = {
     "publisher.flight": "publisher.test_publisher",
     "publisher.row_gatherer": "publisher.test_publisher",
     "publisher.version_source": "publisher.test_publisher",
+    "recovery.pending": "recovery.test_path",
+    "recovery.training_states": "recovery.test_restore",
     "sharding.dense": "publisher.test_publisher",
     "sharding.torchrec_api": "tracker.test_tracker",
     "sharding.untraced": "sharding.test_kernel_hooks",

@@ -1,0 +1,168 @@
+"""Compare a version with the job that restores it, before anything is written. Reads no objects of the store."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from delta_tracker.errors import InvalidArgumentError, RestoreMismatchError
+from delta_tracker.stream.format.manifest import DenseSpec, Part
+from delta_tracker.types import ShardSpec, TableSpec, TableStates
+
+DATA = "data"  # name of the position in the data, among the states of the ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Contents of a version.
+
+    Args:
+        tables: FQN to table.
+        states: FQN to the states of the rows, for each table with a fused optimizer.
+        unfused: FQN to the shard that this rank had, for each table without a fused optimizer. At another world size,
+            the shard of any rank.
+        dense: name to dense tensor.
+        training: names of the training states, which are the same for all ranks.
+        rank: names of the states of each rank, with :data:`DATA` if it is there.
+        world_size: number of ranks.
+    """
+
+    tables: Mapping[str, TableSpec]
+    states: Mapping[str, TableStates]
+    unfused: Mapping[str, ShardSpec]
+    dense: Mapping[str, DenseSpec]
+    training: Collection[str]
+    rank: Collection[str]
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Job on this rank that restores a version.
+
+    Args:
+        shards: FQN to this rank's shard, for each table.
+        fused: FQNs of the tables with a fused optimizer.
+        states: FQN to the states that this rank's fused optimizers keep; tables without rows on this rank are missing.
+        dense: name to dense tensor of the model.
+        training: names of the objects that receive the training states.
+        rank: name of each object that receives a state of a rank, with :data:`DATA` for the position in the data. The
+            value is True if the object can load the states of another number of ranks.
+        world_size: number of ranks.
+    """
+
+    shards: Mapping[str, ShardSpec]
+    fused: Collection[str]
+    states: Mapping[str, TableStates]
+    dense: Mapping[str, DenseSpec]
+    training: Collection[str] = field(default=())
+    rank: Mapping[str, bool] = field(default_factory=dict)
+    world_size: int = 1
+
+
+def check_fit(saved: Saved, job: Job, ignore: Collection[str] = ()) -> None:
+    """Check that the job can take everything that a version has, and that the version has everything that it needs.
+
+    Args:
+        saved: contents of the version.
+        job: the job on this rank.
+        ignore: names of tables, dense tensors and states that are not compared.
+
+    Raises:
+        RestoreMismatchError: for the first difference.
+        InvalidArgumentError: if a name in ``ignore`` is neither in the version nor in the job.
+    """
+    found = (saved.tables, saved.dense, saved.training, saved.rank, job.shards, job.dense, job.training, job.rank)
+    known = {name for names in found for name in names}
+    for name in ignore:
+        if name not in known:
+            raise InvalidArgumentError("ignore", name, f"Pass some of {sorted(known)}")
+    tables = {fqn: shard.table for fqn, shard in job.shards.items()}
+    for fqn in _names(saved.tables, tables, ignore):
+        _same(f"table {fqn!r}", saved.tables.get(fqn), tables.get(fqn))
+        _check_optimizer(fqn, saved, job)
+    for name in _names(saved.dense, job.dense, ignore):
+        _same(f"the dense tensor {name!r}", saved.dense.get(name), job.dense.get(name))
+    for name in _names(saved.training, job.training, ignore):
+        _same(f"training_state[{name!r}]", _presence(name, saved.training), _presence(name, job.training))
+    for name in _names(saved.rank, job.rank, ignore):
+        what = "data" if name == DATA else f"rank_state[{name!r}]"
+        _same(what, _presence(name, saved.rank), _presence(name, job.rank))
+        if saved.world_size != job.world_size and not job.rank[name]:
+            raise RestoreMismatchError(
+                f"{what}, which cannot load the states of another number of ranks (no load_rank_states),",
+                f"saved by {saved.world_size} ranks",
+                f"on {job.world_size} ranks",
+            )
+
+
+def wanted(part: Part, shards: Mapping[str, ShardSpec]) -> set[int]:
+    """Return the numbers of the blocks of a part that have rows and columns of this rank's shards.
+
+    Args:
+        part: record of the part.
+        shards: FQN to shard. Blocks of other tables are omitted.
+    """
+    return {
+        number
+        for number, block in enumerate(part.blocks)
+        if block.num_rows
+        and (shard := shards.get(block.table)) is not None
+        and _overlap(block.rows, (shard.row_offset, shard.row_offset + shard.num_rows))
+        and any(_overlap(block.columns, columns) for columns in shard.columns)
+    }
+
+
+def _check_optimizer(fqn: str, saved: Saved, job: Job) -> None:
+    """Check that the states of a table's optimizer can be restored to this rank's shard."""
+    expected, shard = saved.states.get(fqn), job.shards[fqn]
+    optimizer = f"the optimizer of {fqn!r}"
+    if expected is None or fqn not in job.fused:
+        _same(optimizer, "not fused" if expected is None else "fused", "fused" if fqn in job.fused else "not fused")
+        former = saved.unfused[fqn]
+        _same(f"the sharding of {fqn!r}", _copies(former), _copies(shard))
+        if saved.world_size == job.world_size and not shard.is_replicated:
+            # Its optimizer's state is that of a rank, and torch's load_state_dict compares no shapes.
+            _same(f"this rank's shard of {fqn!r}", _place(former), _place(shard))
+        return
+    own = job.states.get(fqn)
+    if own is None:
+        return
+    _same(optimizer, expected.optimizer, own.optimizer)
+    _same(f"the optimizer's state of {fqn!r}", _listed(expected), _listed(own))
+    if any(state.width == "range" for state in expected.states):
+        for columns in shard.columns:
+            if columns not in expected.columns:
+                what = f"the column ranges of {fqn!r}, for each of which a row has one number,"
+                raise RestoreMismatchError(what, list(expected.columns), list(shard.columns))
+
+
+def _names(saved: Iterable[str], found: Iterable[str], ignore: Collection[str]) -> list[str]:
+    return sorted({*saved, *found} - set(ignore))
+
+
+def _same(what: str, saved: object, found: object) -> None:
+    if saved != found:
+        missing = "missing"
+        raise RestoreMismatchError(what, missing if saved is None else saved, missing if found is None else found)
+
+
+def _presence(name: str, names: Iterable[str]) -> str | None:
+    return "there" if name in names else None
+
+
+def _copies(shard: ShardSpec) -> str:
+    return "replicated" if shard.is_replicated else "sharded"
+
+
+def _place(shard: ShardSpec) -> str:
+    rows = shard.row_offset, shard.row_offset + shard.num_rows
+    return f"the rows {rows} and columns {list(shard.columns)}" if shard.num_rows else "empty"
+
+
+def _listed(states: TableStates) -> str:
+    return ", ".join(f"{each.name} ({each.dtype} per {each.width})" for each in states.states) or "none"
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]

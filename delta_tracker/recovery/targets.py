@@ -1,0 +1,85 @@
+"""Map the rows of a version and their optimizer states to the memory of a model.
+
+Each state of a table is treated as a table of its own, so that the code that writes rows writes the states, too. The
+columns of such a *state table* are the columns of the table, or the numbers of its declared column ranges if the state
+has one number for each range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from delta_tracker.predictor.targets import find_targets
+from delta_tracker.row_target import Region, RowTarget, TensorTarget
+from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.types import ShardSpec, StateSpec, TableStates
+
+
+def row_targets(model: nn.Module, tables: Mapping[str, object]) -> dict[str, RowTarget]:
+    """Return the targets of the rows of a model's tables, by FQN. They also write the rows that are in a cache.
+
+    Args:
+        model: the model.
+        tables: mapping whose keys are the FQNs of the tables. Other tables and parameters are omitted.
+    """
+    return {fqn: target for fqn, target in find_targets(model).items() if fqn in tables}
+
+
+def state_targets(
+    shards: Mapping[str, ShardSpec], views: Mapping[str, Sequence[Sequence[Tensor]]], states: Mapping[str, TableStates]
+) -> dict[str, RowTarget]:
+    """Return the targets of the states of all tables, by the name of the state table.
+
+    Args:
+        shards: FQN to this rank's shard.
+        views: FQN to the live states of each column range of the shard, in order: each ``[R, columns]`` or ``[R, 1]``.
+        states: FQN to the states in the stream. Each column range of a shard of a table with a state of width ``range``
+            must be one of the declared ones.
+    """
+    found: dict[str, RowTarget] = {}
+    for fqn, table in states.items():
+        shard = shards[fqn]
+        rows = shard.row_offset, shard.row_offset + shard.num_rows
+        for index, spec in enumerate(table.states):
+            regions = [
+                Region(rows, _columns(spec, table, columns), held[index])
+                for columns, held in zip(shard.columns, views[fqn], strict=True)
+            ]
+            dim = shard.table.dim if spec.width == "columns" else len(table.columns)
+            name = state_table(fqn, spec)
+            found[name] = TensorTarget(shard.table.num_rows, dim, spec.dtype, regions)
+    return found
+
+
+def as_tables(rows: BlockRows, states: TableStates | None) -> list[BlockRows]:
+    """Return the rows of a block without their states, and the states as rows of the state tables.
+
+    Args:
+        rows: the rows with the states that ``states`` declares.
+        states: states of the table; None if it has none.
+    """
+    block = rows.block
+    found = [replace(rows, states=())]
+    for spec, read in zip(() if states is None else states.states, rows.states, strict=True):
+        assert states is not None, "there are states"
+        columns = _columns(spec, states, block.columns)
+        table = replace(block, table=state_table(block.table, spec), columns=columns, encoding=Encoding.of(spec.dtype))
+        found.append(BlockRows(table, rows.ids, read))
+    return found
+
+
+def state_table(fqn: str, spec: StateSpec) -> str:
+    """Return the name of the table of a state. It differs from all names of tables and other states."""
+    return f"{fqn}\n{spec.name}"
+
+
+def _columns(spec: StateSpec, table: TableStates, columns: tuple[int, int]) -> tuple[int, int]:
+    """Return the columns of a state table for a column range of the table."""
+    if spec.width == "columns":
+        return columns
+    number = table.columns.index(columns)
+    return number, number + 1

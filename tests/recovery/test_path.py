@@ -1,0 +1,238 @@
+"""Entries that lead to a version, with and without merged ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, NotRecoverableError
+from delta_tracker.recovery.path import recovery_path
+from delta_tracker.recovery.pending import local_rows, rows_after
+from delta_tracker.state_tree import pack
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import Merged, StreamLog, entry_name
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import ShardSpec, StateSpec, TableStates
+from tests.stream.streams import FQN, Writer
+
+_STATES = TableStates("EXACT_TEST", ((0, 4),), (StateSpec("sum", torch.float32, "range"),))
+
+
+class Stream:
+    """Versions 0 claim, 1 snapshot, 2..5 deltas of the row of their number, 6 snapshot, 7..12 deltas."""
+
+    def __init__(self) -> None:
+        self.storage = Storage("memory://")
+        self.writer = self.claim()
+        self.log = StreamLog(self.storage)
+        self.writer.snapshot()
+        for version in range(2, 13):
+            if version == 6:
+                self.writer.snapshot()
+            else:
+                self.writer.delta([version])
+
+    def claim(self, states: TableStates | None = _STATES) -> Writer:
+        writer = Writer(self.storage, states=states)
+        writer.training = [pack({}, "state")]
+        return writer
+
+    def merge(self, first: int, last: int, kind: str = "delta") -> Manifest:
+        """Create a merged entry. It has the part of its last version only, which is enough to find a path."""
+        ends = self.log.read(last)
+        assert ends is not None
+        parent = None if kind == "snapshot" else self.log.read(first).parent
+        entry = replace(ends, kind=kind, parent=parent, merges=ends.link)
+        if kind == "snapshot":
+            entry = replace(entry, snapshot=last, parts=self.log.read(6).parts)
+        assert self.log.create_merged(entry)
+        found = self.log.read_merged(Merged.of(entry))
+        assert found is not None
+        return found
+
+
+def found(stream: Stream, version: int | None = None) -> list[tuple[str, int]]:
+    path = recovery_path(StreamLog(stream.storage), version)
+    return [("merged" if each.merges else each.kind, each.version) for each in path]
+
+
+def chain(first: int, *rest: int) -> list[tuple[str, int]]:
+    return [("snapshot", first), *(("delta", version) for version in rest)]
+
+
+def test_the_path_begins_at_the_newest_snapshot() -> None:
+    stream = Stream()
+    assert found(stream) == chain(6, *range(7, 13))
+    assert found(stream, 12) == found(stream)
+    assert found(stream, 6) == chain(6)
+    assert found(stream, 5) == chain(1, 2, 3, 4, 5)
+    assert found(stream, 1) == chain(1)
+
+
+def test_a_claim_stands_for_the_version_before_it() -> None:
+    stream = Stream()
+    writer = stream.claim()
+    assert found(stream, 13) == found(stream, 12) == found(stream)
+    writer.delta([3])
+    assert found(stream) == chain(6, *range(7, 13), 14)
+
+
+def test_the_longest_merged_entries_up_to_the_version_are_used() -> None:
+    stream = Stream()
+    stream.merge(7, 8)
+    stream.merge(7, 10)
+    stream.merge(9, 12)
+    assert found(stream) == [*chain(6), ("merged", 10), ("merged", 12)]
+    assert found(stream, 11) == [*chain(6), ("merged", 10), ("delta", 11)]
+    assert found(stream, 9) == [*chain(6), ("merged", 8), ("delta", 9)]
+    stream.merge(0, 9, "snapshot")
+    assert found(stream) == [("merged", 9), ("merged", 12)]
+    assert found(stream, 8) == [*chain(6), ("merged", 8)]
+    assert recovery_path(stream.log, 9)[-1].training
+
+
+def test_an_unreadable_merged_entry_is_not_needed(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Stream()
+    entry = stream.merge(7, 10)
+    stream.storage.delete(Merged.of(entry).name)
+    stream.storage.create(Merged.of(entry).name, b"{}")
+    assert found(stream) == chain(6, *range(7, 13))
+    assert "a merged entry is unreadable" in caplog.text
+
+
+def test_a_merged_entry_of_another_history_is_not_used() -> None:
+    stream = Stream()
+    entry = stream.merge(7, 10)
+    stream.storage.delete(Merged.of(entry).name)
+    parent = replace(entry.parent, xxh3="0" * 32)
+    stream.storage.create(Merged.of(entry).name, replace(entry, parent=parent).to_json())
+    assert found(stream) == chain(6, *range(7, 13))
+
+
+def test_a_version_whose_log_entry_is_gone_is_found_as_a_merged_one() -> None:
+    stream = Stream()
+    stream.merge(0, 9, "snapshot")
+    for version in range(1, 10):
+        stream.storage.delete(entry_name(version))
+    assert found(stream, 9) == [("merged", 9)]
+    assert found(stream, 10) == [("merged", 9), ("delta", 10)]
+    with pytest.raises(NotRecoverableError, match=r"version 8 of memory:// cannot be restored: version 8 is missing"):
+        recovery_path(stream.log, 8)
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [(6, "version 6 is missing"), (8, "its snapshot, version 6, is missing")]
+)
+def test_a_missing_snapshot_is_named(version: int, words: str) -> None:
+    stream = Stream()
+    stream.storage.delete(entry_name(6))
+    with pytest.raises(NotRecoverableError, match=words):
+        recovery_path(stream.log, version)
+
+
+def test_a_missing_delta_is_named() -> None:
+    stream = Stream()
+    stream.storage.delete(entry_name(8))
+    with pytest.raises(NotRecoverableError, match="version 8 is missing"):
+        recovery_path(stream.log)
+    stream.merge(7, 7)
+    with pytest.raises(NotRecoverableError, match="version 8 is missing"):
+        recovery_path(stream.log)
+
+
+@pytest.mark.parametrize("version", [-1, 13, 1.0, True])
+def test_an_invalid_version_is_refused(version: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="up to 12"):
+        recovery_path(Stream().log, version)  # type: ignore[arg-type]
+
+
+def test_a_stream_without_versions_is_refused() -> None:
+    storage = Storage("memory://")
+    with pytest.raises(NotRecoverableError, match="the stream is empty"):
+        recovery_path(StreamLog(storage))
+    Writer(storage)
+    with pytest.raises(NotRecoverableError, match="only a claim"):
+        recovery_path(StreamLog(storage))
+
+
+def test_a_version_without_states_is_refused() -> None:
+    storage = Storage("memory://")
+    writer = Writer(storage)
+    writer.snapshot()
+    with pytest.raises(NotRecoverableError, match="version 1 was published without states"):
+        recovery_path(StreamLog(storage))
+
+
+def test_a_version_without_training_states_is_refused() -> None:
+    stream = Stream()
+    stream.writer.training = []
+    stream.writer.delta([1])
+    with pytest.raises(NotRecoverableError, match="no training states"):
+        recovery_path(stream.log)
+    assert found(stream, 12)
+
+
+@pytest.mark.parametrize(
+    "states", [None, replace(_STATES, optimizer="EXACT_OTHER"), replace(_STATES, states=()), "columns"], ids=str
+)
+def test_a_delta_after_other_tables_or_states_is_refused(states: TableStates | str | None) -> None:
+    stream = Stream()
+    if states == "columns":
+        states = replace(_STATES, columns=((0, 2), (2, 4)))
+    assert not isinstance(states, str)
+    stream.claim(states).delta([1])  # no publisher writes it without a snapshot
+    stream.claim().delta([2])
+    with pytest.raises(NotRecoverableError, match="version 14 has other tables, states or another format"):
+        recovery_path(stream.log)
+
+
+def test_an_unreadable_entry_is_an_error() -> None:
+    stream = Stream()
+    stream.storage.delete(entry_name(9))
+    stream.storage.create(entry_name(9), b"{}")
+    with pytest.raises(MalformedError):
+        recovery_path(stream.log)
+
+
+def shard(writer: Writer, first: int = 0, end: int = 20) -> dict[str, ShardSpec]:
+    return {FQN: ShardSpec(writer.spec, first, end - first, ((0, 4),))}
+
+
+def ids(rows: dict[str, Tensor] | None) -> list[int] | None:
+    return None if rows is None else rows[FQN].tolist() if FQN in rows else []
+
+
+def test_the_rows_after_a_version_are_those_of_the_later_deltas() -> None:
+    stream = Stream()
+    last = recovery_path(stream.log)[-1]
+    assert ids(rows_after(stream.log, last, 8, shard(stream.writer))) == [9, 10, 11, 12]
+    assert ids(rows_after(stream.log, last, 8, shard(stream.writer, 10, 12))) == [0, 1]
+    assert ids(rows_after(stream.log, last, 12, shard(stream.writer))) == []
+    assert ids(rows_after(stream.log, last, 6, shard(stream.writer))) == [7, 8, 9, 10, 11, 12]
+    assert rows_after(stream.log, last, 8, {}) == {}
+
+
+def test_the_rows_after_a_version_are_unknown_across_a_snapshot_or_a_gap() -> None:
+    stream = Stream()
+    last = recovery_path(stream.log)[-1]
+    assert rows_after(stream.log, last, 5, shard(stream.writer)) is None
+    stream.storage.delete(entry_name(9))
+    assert rows_after(stream.log, last, 8, shard(stream.writer)) is None
+    assert ids(rows_after(stream.log, last, 9, shard(stream.writer))) == [10, 11, 12]
+
+
+def test_a_damaged_part_of_a_later_version_is_an_error() -> None:
+    stream = Stream()
+    last = recovery_path(stream.log)[-1]
+    (part,) = stream.log.read(10).parts
+    stream.storage.delete(part.name)
+    with pytest.raises(CorruptPartError):
+        rows_after(stream.log, last, 8, shard(stream.writer))
+
+
+def test_local_rows_are_those_of_the_shard() -> None:
+    table = Stream().writer.spec
+    assert local_rows(torch.tensor([1, 4, 5, 9]), ShardSpec(table, 4, 5, ((0, 4),))).tolist() == [0, 1]

@@ -1,0 +1,143 @@
+"""Restores of real models, at the same and at other numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+from tests.recovery.restore_cases import same
+
+_CASES = "tests.recovery.restore_cases"
+
+
+def spec(world_size: int, *extra: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    last = world_size - 1
+    tables = [
+        {"name": "row", "rows": 17, "sharding": "row"},
+        {"name": "table", "rows": 10, "sharding": f"table:{last}"},
+        {"name": "column", "rows": 9, "sharding": f"column:0,{last}"},
+        {"name": "stacked", "rows": 11, "sharding": "column:0,0"},
+    ]
+    return {"tables": [*tables, *extra], **kwargs}
+
+
+def load(path: Path, what: str, world_size: int) -> list[dict[str, Any]]:
+    return [torch.load(path / f"{what}-{rank}of{world_size}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def cells(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the rows and states of all tables by FQN, row and column range, and the numbers of their kernels."""
+    found: dict[str, Any] = {}
+    for held in ranks:
+        for fqn, table in held["tables"].items():
+            for number, columns in enumerate(table["columns"]):
+                for place, row in enumerate(range(*table["rows"])):
+                    cell = [table["weights"][number][place], *(each[place] for each in table["states"][number])]
+                    assert same(found.setdefault(f"{fqn} {row} {columns}", cell), cell)
+                assert same(found.setdefault(fqn, table["scalars"]), table["scalars"])
+    return found
+
+
+_COPIED = {"name": "copied", "rows": 7, "sharding": "data"}
+_PLAIN = {"name": "plain", "rows": 8, "sharding": "row", "kernel": "dense"}
+
+
+@pytest.fixture(scope="module")
+def stream(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Publish three versions from two ranks, with row-wise Adagrad and a replicated table."""
+    path = tmp_path_factory.mktemp("restore")
+    two_ranks.run(f"{_CASES}:published", path=str(path), spec=spec(2, _COPIED))
+    return path
+
+
+def check_continued(path: Path, answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        assert (answer["version"], answer["num_batches"], answer["world_size"]) == (3, 7, 2)
+        assert (answer["event_time"], answer["rank_states"]) == (12.0, {})
+        assert not any(answer["pending"]["main"].values())
+        assert answer["notes"]["main"]["version"] == 3
+    assert same(load(path, "saved", 2), load(path, "restored", 2))
+    continued, resumed = load(path, "continued", 2), load(path, "resumed", 2)
+    assert same([each["losses"] for each in continued], [each["losses"] for each in resumed])
+    assert same(continued, resumed)
+
+
+def test_a_job_continues_bit_for_bit(two_ranks: RankPool, stream: Path) -> None:
+    answers = two_ranks.run(f"{_CASES}:restored", path=str(stream), spec=spec(2, _COPIED), ignore=[])
+    check_continued(stream, answers)
+
+
+@pytest.mark.parametrize("optimizer", ["Adagrad", "SGD"])
+def test_other_optimizers_continue_bit_for_bit(two_ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
+    made = spec(2, *([_COPIED, _PLAIN] if optimizer == "SGD" else []), optimizer=optimizer)
+    two_ranks.run(f"{_CASES}:published", path=str(tmp_path), spec=made)
+    check_continued(tmp_path, two_ranks.run(f"{_CASES}:restored", path=str(tmp_path), spec=made, ignore=[]))
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_the_state_is_equal_at_another_number_of_ranks(
+    one_rank: RankPool, four_ranks: RankPool, stream: Path, world_size: int
+) -> None:
+    pool = {1: one_rank, 4: four_ranks}[world_size]
+    made = spec(world_size, _COPIED)
+    answers = pool.run(f"{_CASES}:restored", path=str(stream), spec=made, ignore=["loader"])
+    for answer in answers:
+        assert answer["world_size"] == 2
+        assert answer["rank_states"] == {"loader": [{"count": 7}, {"count": 7}]}
+    before, after = load(stream, "saved", 2), load(stream, "restored", world_size)
+    assert same(cells(before), cells(after))
+    for held in after:
+        assert same(held["dense"], before[0]["dense"])
+        assert same(held["states"]["optimizer"], before[0]["states"]["optimizer"])
+        assert held["batches"] == 7
+
+
+def test_an_older_version_is_restored(two_ranks: RankPool, stream: Path) -> None:
+    made = spec(2, _COPIED)
+    answers = two_ranks.run(f"{_CASES}:restored", path=str(stream), spec=made, ignore=[], version=2, num_batches=2)
+    assert [(answer["version"], answer["num_batches"]) for answer in answers] == [(2, 5)] * 2
+    # Two batches later, the job is at the state of the last version.
+    resumed = load(stream, "resumed", 2)
+    for each in resumed:
+        del each["losses"]
+    assert same(load(stream, "saved", 2), resumed)
+
+
+@pytest.mark.parametrize("where", ["fit", "write", "load"])
+def test_an_interrupted_restore_leaves_a_model_that_says_so(two_ranks: RankPool, stream: Path, where: str) -> None:
+    first, second = two_ranks.run(f"{_CASES}:interrupted", path=str(stream), spec=spec(2, _COPIED), where=where)
+    assert first[0].startswith("StorageError: ")
+    assert second[0].startswith("RestoreFailedError: the restore failed: rank 0 failed with StorageError: ")
+    for messages in (first, second):
+        expected = "nothing was raised" if where == "fit" else "InterruptedRestoreError: the model is incomplete"
+        assert all(message.startswith(expected) for message in messages[1:]), messages
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(two_ranks: RankPool, stream: Path) -> None:
+    made = spec(2, _COPIED)
+    other = {**made, "tables": [{**each, "rows": 18} if each["name"] == "row" else each for each in made["tables"]]}
+    rows = [{**each, "sharding": "row"} if each["name"] == "column" else each for each in made["tables"]]
+    specs = {
+        "table": other,
+        "columns": {**made, "tables": rows},
+        "optimizer": {**made, "optimizer": "Adagrad"},
+        "no optimizer": made,
+        "version": made,
+        "reserved": made,
+    }
+    expected = {
+        "table": "table 'ec.embedding_bags.row' is 17 x 8 float32 in the version but 18 x 8 float32",
+        "columns": "the column ranges of 'ec.embedding_bags.column'",
+        "optimizer": "is EXACT_ROWWISE_ADAGRAD in the version but EXACT_ADAGRAD",
+        "no optimizer": "training_state['optimizer'] is there in the version but missing",
+        "version": "version",
+        "reserved": "ReservedConsumerError",
+        "cold": "Train two batches before restore()",
+    }
+    for messages in two_ranks.run(f"{_CASES}:refused", path=str(stream), specs=specs):
+        for what, words in expected.items():
+            assert words in messages[what], (what, messages[what])
