@@ -1,8 +1,9 @@
 """Mutated manifests and parts: ``python -m tests.stream.fuzz_stream --mutations 100000 --seed 0``.
 
-Each mutation of the frozen stream must be refused with a typed error, or give the same result as a second reader of the
-same bytes. Other exceptions, a changed table after an error, a hang, and memory out of proportion to the file's size
-are failures. Mutation ``n`` of a seed does not depend on the others: ``--only n`` repeats it.
+Each mutation of the frozen stream, and of a stream of format 2, must be refused with a typed error, or give the same
+result as a second reader of the same bytes. Other exceptions, a changed table after an error, a hang, and memory out of
+proportion to the file's size are failures. Mutation ``n`` of a seed does not depend on the others: ``--only n`` repeats
+it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import time
 import tracemalloc
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -34,15 +35,19 @@ import xxhash
 
 from delta_tracker import Predictor
 from delta_tracker.errors import CorruptPartError, MalformedError, StreamError
+from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format import part_reader as part_module
-from delta_tracker.stream.format.manifest import Manifest, Part
+from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.format.parse import parse_manifest
-from delta_tracker.stream.format.part_reader import PartReader
+from delta_tracker.stream.format.part_reader import PartReader, Ranged, read_training
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
+from tests.stream import states_stream
 from tests.stream.golden import reader as page
 from tests.stream.golden.make import ITEM, USER
-from tests.stream.mutations import Draw, mutate_entry, mutate_part
+from tests.stream.mutations import Draw, mutate_bytes, mutate_entry, mutate_object, mutate_part
+from tests.stream.states_stream import same_tree
 from tests.stream.streams import chunks_of
 
 _STREAM = Path(__file__).parent / "golden" / "format-1" / "stream"
@@ -58,21 +63,28 @@ class _Hang(BaseException):
 
 
 class Fuzzer:
-    """The frozen stream, its mutations, and checks of their results."""
+    """A stream, its mutations, and checks of their results.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        stream: directory of the stream.
+        seed: seed of all mutations.
+    """
+
+    def __init__(self, stream: Path, seed: int) -> None:
         self._seed = seed
-        names = [path.relative_to(_STREAM).as_posix() for path in sorted(_STREAM.rglob("*.json"))]
-        self._entries = {name: (_STREAM / name).read_bytes() for name in names}
+        names = [path.relative_to(stream).as_posix() for path in sorted(stream.rglob("*.json"))]
+        self._entries = {name: (stream / name).read_bytes() for name in names}
         self._manifests = {name: parse_manifest(name, data) for name, data in self._entries.items()}
-        self._parts = {
-            part.name: (_STREAM / part.name).read_bytes() for each in self._manifests.values() for part in each.parts
+        self._objects = {
+            stored.name: (stream / stored.name).read_bytes()
+            for each in self._manifests.values()
+            for stored in each.objects
         }
         self._storage = Storage("memory://")
-        for name, data in self._parts.items():
+        for name, data in self._objects.items():
             self._storage.put(name, [memoryview(data)])
         self._root = Path(tempfile.mkdtemp(prefix="fuzz-"))
-        shutil.copytree(_STREAM, self._root, dirs_exist_ok=True)
+        shutil.copytree(stream, self._root, dirs_exist_ok=True)
         self.outcomes: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.largest = 0.0  # peak memory as a multiple of the file's size
@@ -90,8 +102,10 @@ class Fuzzer:
         name = draw.choice(list(self._manifests))
         if draw.chance(0.5) or not self._manifests[name].parts:
             self._run_manifest(draw, name)
-        else:
+        elif self._manifests[name].format == 1:
             self._run_part(draw, name)
+        else:
+            self._run_object(draw, name)
 
     def _run_manifest(self, draw: Draw, name: str) -> None:
         data = mutate_entry(draw, self._entries[name])
@@ -107,46 +121,99 @@ class Fuzzer:
             self.outcomes["manifest refused"] += 1
             return
         assert parse_manifest(name, manifest.to_json()) == manifest
-        whole = [self._read(manifest, part, self._parts.get(part.name)) for part in manifest.parts]
+        whole = [self._read(manifest, part, self._objects) for part in manifest.parts]
+        whole += [self._read_training(stored, self._objects) for stored in manifest.training]
         self.outcomes["manifest right, parts " + ("right" if all(whole) else "refused")] += 1
 
     def _run_part(self, draw: Draw, name: str) -> None:
         manifest = self._manifests[name]
         part = draw.choice(manifest.parts)
-        data = mutate_part(draw, self._parts[part.name])
+        data = mutate_part(draw, self._objects[part.name])
         changed = part
         if draw.chance(0.9):
             changed = replace(part, num_bytes=len(data), xxh3=xxhash.xxh3_128_hexdigest(data))
         manifest = replace(manifest, parts=tuple(changed if each is part else each for each in manifest.parts))
-        self._storage.put(part.name, [memoryview(data)])
-        (self._root / part.name).write_bytes(data)
-        try:
-            is_right = self._read(manifest, changed, data)
-            assert not is_right or changed is not part or data == self._parts[part.name]
+        with self._stored(part.name, data) as objects:
+            is_right = self._read(manifest, changed, objects)
+            assert not is_right or changed is not part or data == self._objects[part.name]
             if draw.chance(0.1):
                 entry = manifest.to_json()
                 self._sync(draw, name, entry, parse_manifest(name, entry))
-        finally:
-            self._storage.put(part.name, [memoryview(self._parts[part.name])])
-            (self._root / part.name).write_bytes(self._parts[part.name])
         self.outcomes["part " + ("right" if is_right else "refused")] += 1
 
-    def _read(self, manifest: Manifest, part: Part, data: bytes | None) -> bool:
-        """Read a part in memory and in pieces; return True if both are correct, False if both refuse it."""
+    def _run_object(self, draw: Draw, name: str) -> None:
+        """Mutate an object of format 2: a part, its states, or a training state."""
+        manifest = self._manifests[name]
+        stored = draw.choice(manifest.objects)
+        changed = stored
+        if draw.chance(0.8):
+            data, body = mutate_object(draw, self._objects[stored.name], page.digests_of)
+            digest = xxhash.xxh3_128_hexdigest(data[body:])
+            changed = replace(stored, num_bytes=len(data), body=body, xxh3=digest)
+        else:
+            data = mutate_bytes(draw, self._objects[stored.name])
+            if draw.chance(0.5):  # digests of other bytes
+                changed = replace(stored, xxh3=xxhash.xxh3_128_hexdigest(data[stored.body :]))
+        with self._stored(stored.name, data) as objects:
+            if isinstance(changed, Stored) and stored in manifest.training:
+                is_right, kind = self._read_training(changed, objects), "training state"
+            else:
+                kind = "part" if isinstance(changed, Part) else "states"
+                part = next(each for each in manifest.parts if stored in (each, each.states))
+                new = changed if isinstance(changed, Part) else replace(part, states=changed)
+                manifest = replace(manifest, parts=tuple(new if each is part else each for each in manifest.parts))
+                is_right = self._read(manifest, new, objects)
+                if draw.chance(0.1):
+                    entry = manifest.to_json()
+                    with suppress(MalformedError):  # a body of another size
+                        self._sync(draw, name, entry, parse_manifest(name, entry))
+            record = {"num_bytes": changed.num_bytes, "body": changed.body, "xxh3": changed.xxh3}
+            assert not is_right or page.is_right(data, record)
+        self.outcomes[f"{kind} of format 2 " + ("right" if is_right else "refused")] += 1
+
+    @contextmanager
+    def _stored(self, name: str, data: bytes) -> Iterator[Mapping[str, bytes]]:
+        """Replace an object for a time. Yields all objects."""
+        self._storage.put(name, [memoryview(data)])
+        (self._root / name).write_bytes(data)
+        try:
+            yield {**self._objects, name: data}
+        finally:
+            self._storage.put(name, [memoryview(self._objects[name])])
+            (self._root / name).write_bytes(self._objects[name])
+
+    def _read(self, manifest: Manifest, part: Part, objects: Mapping[str, bytes]) -> bool:
+        """Read a part in memory, in pieces and in ranges; return True if all are correct, False if all refuse it."""
+        data = objects.get(part.name, b"")
+        states = b"" if part.states is None else objects.get(part.states.name, b"")
         found = []
-        for memory_bytes in (1 << 30, 0):
-            with self._bounded(len(data or b"")):
+        for mode in ("memory", "pieces", "ranges") if part.body else ("memory", "pieces"):
+            with self._bounded(len(data) + len(states)):
                 try:
-                    reader = PartReader(self._storage, part, manifest, memory_bytes=memory_bytes)
+                    reader, rows = _opened(self._storage, manifest, part, mode)
                 except CorruptPartError as error:
                     self._check_text(error)
                     found.append(False)
                     continue
-            assert data is not None
-            _check(reader, data)
+            _check(reader, rows, data, states)
             found.append(True)
-        assert found[0] == found[1], "memory and pieces differ"
+        assert len(set(found)) == 1, f"memory, pieces and ranges differ: {found}"
         return found[0]
+
+    def _read_training(self, stored: Stored, objects: Mapping[str, bytes]) -> bool:
+        data = objects.get(stored.name, b"")
+        with self._bounded(len(data)):
+            try:
+                tree = read_training(self._storage, stored).load()
+            except CorruptPartError as error:
+                self._check_text(error)
+                return False
+            except ValueError as error:
+                if "bool" not in str(error):  # the only values that are checked when they are read
+                    raise
+                return False
+        assert same_tree(page.training_of(data), tree), "decoded wrongly"
+        return True
 
     def _check_text(self, error: CorruptPartError | MalformedError) -> None:
         assert len(str(error)) < 3000
@@ -158,7 +225,7 @@ class Fuzzer:
         if name != entry_name(version):
             return
         storage = Storage("memory://")
-        for part in {part.name for each in self._manifests.values() for part in each.parts}:
+        for part in {part.name for each in self._manifests.values() for part in each.parts}:  # no states
             storage.put(part, [memoryview((self._root / part).read_bytes())])
         for before in range(version):
             storage.create(entry_name(before), self._entries[entry_name(before)])
@@ -201,8 +268,28 @@ class Fuzzer:
         self.largest = max(self.largest, taken / max(num_bytes, 1024))
 
 
-def _check(reader: PartReader, data: bytes) -> None:
-    """Check that every block and tensor equals what the second reader finds in the same bytes."""
+def _opened(storage: Storage, manifest: Manifest, part: Part, mode: str) -> tuple[PartReader, list[BlockRows]]:
+    """Open a part and its states; in ranges, also read everything, because only what is read is checked."""
+    if mode != "ranges":
+        reader = PartReader(storage, part, manifest, memory_bytes=1 << 30 if mode == "memory" else 0)
+        return reader, reader.with_states()
+    reader = PartReader(storage, part, manifest, source=Ranged(storage, part), blocks=range(len(part.blocks)))
+    rows = reader.with_states(None if part.states is None else Ranged(storage, part.states))
+    for each in rows:
+        for read in (each.read, *each.states):
+            for _ in each.chunks(5, read=read):
+                pass
+    reader.dense()
+    return reader, rows
+
+
+def _check(reader: PartReader, rows: list[BlockRows], data: bytes, states: bytes) -> None:
+    """Check that every block, state and tensor equals what the second reader finds in the same bytes."""
+    found = page.tensors_of(states) if states and reader.part.states is not None else {}
+    for index, each in enumerate(rows):
+        for number, read in enumerate(each.states):
+            stored = read(0, each.block.num_rows)
+            assert _numpy(stored).tobytes() == found[f"{index}.states.{number}"].tobytes()
     tensors = page.tensors_of(data)
     for index, block in enumerate(reader.part.blocks):
         chunks = list(chunks_of(reader.rows[index], 5))
@@ -229,7 +316,6 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def run(mutations: int, seed: int, only: int | None = None, report: Callable[[str], None] = print) -> int:
     """Run the mutations; return the number that failed."""
-    fuzzer = Fuzzer(seed)
     failures = 0
 
     def hang(_signal: int, _frame: FrameType | None) -> None:
@@ -238,11 +324,19 @@ def run(mutations: int, seed: int, only: int | None = None, report: Callable[[st
     signal.signal(signal.SIGALRM, hang)
     tracemalloc.start()
     start = time.monotonic()
-    with mock.patch.object(part_module, "_PIECE_BYTES", _PIECE_BYTES), np.errstate(all="ignore"):
+    with (
+        tempfile.TemporaryDirectory(prefix="states-") as directory,
+        mock.patch.object(part_module, "_PIECE_BYTES", _PIECE_BYTES),
+        mock.patch.object(digests_module, "PIECE_BYTES", _PIECE_BYTES),
+        mock.patch.object(page, "_PIECE_BYTES", _PIECE_BYTES),
+        np.errstate(all="ignore"),
+    ):
+        states_stream.make(Path(directory))
+        fuzzers = [Fuzzer(_STREAM, seed), Fuzzer(Path(directory), seed)]
         for number in range(mutations) if only is None else [only]:
             signal.setitimer(signal.ITIMER_REAL, _SECONDS)
             try:
-                fuzzer.run(number)
+                fuzzers[number % len(fuzzers)].run(number)
             except (Exception, _Hang) as error:
                 failures += 1
                 report(f"mutation {number} of seed {seed}: {type(error).__name__}: {str(error)[:300]}")
@@ -250,11 +344,15 @@ def run(mutations: int, seed: int, only: int | None = None, report: Callable[[st
                     raise
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-    for outcome, count in sorted(fuzzer.outcomes.items()):
+    outcomes = sum((fuzzer.outcomes for fuzzer in fuzzers), Counter[str]())
+    reasons = sum((fuzzer.reasons for fuzzer in fuzzers), Counter[str]())
+    largest = max(fuzzer.largest for fuzzer in fuzzers)
+    for outcome, count in sorted(outcomes.items()):
         report(f"{count:8d} {outcome}")
-    report(f"{len(fuzzer.reasons)} reasons, the rarest: {fuzzer.reasons.most_common()[-5:]}")
-    report(f"{failures} failed; at most {fuzzer.largest:.1f} times a file's bytes; {time.monotonic() - start:.0f} s")
-    fuzzer.close()
+    report(f"{len(reasons)} reasons, the rarest: {reasons.most_common()[-5:]}")
+    report(f"{failures} failed; at most {largest:.1f} times a file's bytes; {time.monotonic() - start:.0f} s")
+    for fuzzer in fuzzers:
+        fuzzer.close()
     return failures
 
 

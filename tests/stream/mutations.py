@@ -91,10 +91,8 @@ def mutate_bytes(draw: Draw, data: bytes) -> bytes:
 def mutate_part(draw: Draw, data: bytes) -> bytes:
     """Mutate a part: its header, ids, gaps, or any bytes."""
     kind = draw.below(5)
-    if kind == 0:
-        return mutate_bytes(draw, data)
-    if kind == 1:
-        return _with_header(data, lambda head: mutate_entry(draw, head), is_padded=draw.chance(0.9))
+    if kind < 2:
+        return mutate_part_bytes(draw, data, kind)
     if kind == 2:
         size = draw.choice(
             [0, 1, 7, 8, 2**16, 2**31, 2**40, 2**63, 2**64 - 1, len(data), len(data) - 8, len(data) - 16]
@@ -106,6 +104,51 @@ def mutate_part(draw: Draw, data: bytes) -> bytes:
     return _built(tensors)
 
 
+def mutate_object(draw: Draw, data: bytes, digests_of: Callable[[bytes], bytes]) -> tuple[bytes, int]:
+    """Mutate an object of format 2, and seal it with the digests of its new bytes.
+
+    Returns:
+        The object, and the size of its body.
+    """
+    kind = draw.below(5)
+    tensors = _tensors(data)
+    sealed = bytes(tensors.pop("digests")[2])
+    if kind < 2:
+        body = mutate_part_bytes(draw, data[: len(data) - len(sealed)], kind) or b"\0"  # a body is not empty
+        return body + digests_of(body), len(body)
+    for _ in range(draw.choice([1, 1, 2])):
+        _mutate_tensor(draw, tensors)
+    number = 1
+    while True:
+        size = len(digests_of(bytes(number)))
+        built = _built({**tensors, "digests": ["U8", [size], bytes(size)]})
+        body = built[: len(built) - size]
+        digests = digests_of(body)
+        if len(digests) == size:
+            return body + digests, len(body)
+        number = len(body)
+
+
+def mutate_part_bytes(draw: Draw, data: bytes, kind: int) -> bytes:
+    """Mutate the bytes of a part, or its header."""
+    if kind == 0:
+        return mutate_bytes(draw, data)
+    return _with_header(data, lambda head: mutate_entry(draw, head), is_padded=draw.chance(0.9))
+
+
+def _mutate_tree_bytes(draw: Draw, raw: bytes) -> bytes:
+    """Mutate an encoded training state: its text, or any bytes."""
+    length = int.from_bytes(raw[:8], "little")
+    if draw.chance(0.2) or length > len(raw):
+        return mutate_bytes(draw, raw)
+    try:
+        text = mutate_entry(draw, raw[8 : 8 + length])
+    except ValueError:  # mutated before
+        return mutate_bytes(draw, raw)
+    head = len(text).to_bytes(8, "little") + text
+    return head + bytes(-len(head) % 64) + raw[8 + length + -(8 + length) % 64 :]
+
+
 def _mutate_tensor(draw: Draw, tensors: dict[str, list[Any]]) -> None:
     """Change a tensor's length, ids or gaps; the file stays well-formed."""
     told = [name for name in tensors if name.rpartition(".")[2] in ("ids", "gaps", "escapes")]
@@ -113,7 +156,10 @@ def _mutate_tensor(draw: Draw, tensors: dict[str, list[Any]]) -> None:
         return
     name = draw.choice(told) if told and draw.chance(0.85) else draw.choice(list(tensors))
     dtype, shape, raw = tensors[name]
-    if name.endswith(".gaps"):
+    if name == "state" and draw.chance(0.95):
+        raw = _mutate_tree_bytes(draw, raw)
+        tensors[name] = [dtype, [len(raw)], raw]
+    elif name.endswith(".gaps"):
         raw = _mutate_gaps(draw, raw)
         tensors[name] = [dtype, [len(raw)], raw]
     elif dtype == "I64" and len(shape) == 1:

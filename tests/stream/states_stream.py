@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,3 +98,28 @@ def make(root: Path) -> None:
         maker.commit("delta", [maker.part(0, [maker.rows(USER, (0, 3), (0, 12), [0, 5, 11])])], {})
         rows = [maker.rows(ITEM, (0, 2), (0, 600), [1, 300, 599]), maker.rows(USER, (3, 4), (0, 7), [2])]
         maker.commit("delta", [maker.part(0, rows[:1]), maker.part(1, rows[1:])], {})
+
+
+def same_tree(found: object, expected: object) -> bool:
+    """Return True if two decoded trees are equal bit by bit.
+
+    Args:
+        found: a tree of the second reader, with an array for each tensor.
+        expected: a tree of the library, with tensors.
+    """
+    if isinstance(expected, Tensor):
+        expected = (expected.float() if expected.dtype == torch.bfloat16 else expected).numpy()
+    if type(found) is not type(expected):
+        return False
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return list(found) == list(expected) and all(same_tree(found[key], expected[key]) for key in expected)
+    if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(same_tree, found, expected))
+    return _bits(found) == _bits(expected)
+
+
+def _bits(value: object) -> object:
+    """Return a value that is equal for equal bits, also for NaN."""
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, value.tobytes()
+    return struct.pack("d", value) if isinstance(value, float) else value

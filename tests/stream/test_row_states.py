@@ -37,6 +37,7 @@ from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableSpec, TableStates
 from tests.stream import states_stream
 from tests.stream.golden import reader as page
+from tests.stream.states_stream import same_tree
 from tests.stream.streams import FQN, Writer
 
 STATES = TableStates(
@@ -371,20 +372,6 @@ def test_a_part_with_some_tables_with_states() -> None:
         assert np.array_equal(found[0].read(0, 4).numpy(), values.numpy())
 
 
-def _same(found: Any, expected: Any) -> bool:
-    """Return True if two trees are equal, with tensors on one side and arrays on the other."""
-    if isinstance(expected, Tensor):
-        values = expected.float() if expected.dtype == torch.bfloat16 else expected
-        return np.array_equal(found, values.numpy(), equal_nan=True)
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(_same(found[key], expected[key]) for key in expected)
-    if isinstance(expected, list | tuple):
-        return type(found) is type(expected) and all(map(_same, found, expected)) and len(found) == len(expected)
-    if isinstance(expected, np.ndarray):
-        return np.array_equal(found, expected)
-    return found == expected or (expected != expected and found != found)  # noqa: PLR0124  nan
-
-
 def test_a_reader_written_from_the_specification_reads_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,6 +409,6 @@ def test_a_reader_written_from_the_specification_reads_the_same(
         for name, state in found.items():
             assert np.array_equal(state.numpy(), states[f"{states_stream.USER}/{name}"])
         for stored in manifest.training:
-            assert _same(page.training_of((tmp_path / stored.name).read_bytes()), states_stream.TREE)
+            assert same_tree(page.training_of((tmp_path / stored.name).read_bytes()), states_stream.TREE)
             tree = read_training(log.storage, stored).load()
             assert pack(tree, "state") == pack(states_stream.TREE, "state")

@@ -14,11 +14,14 @@ _ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.promise("unpickled")
 def test_mutated_manifests_and_parts_are_refused_or_right() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.stream.fuzz_stream", "--mutations", "1500", "--seed", "1"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.stream.fuzz_stream", "--mutations", "2000", "--seed", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=_ROOT, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     counts = re.findall(r"^ *(\d+) (.+)$", run.stdout, flags=re.MULTILINE)
     found = {outcome: int(count) for count, outcome in counts}
     for outcome in ("manifest refused", "manifest right, parts right", "part refused", "part right", "sync refused"):
         assert found[outcome] > 10, run.stdout
+    for kind in ("part", "states", "training state"):
+        assert found[f"{kind} of format 2 refused"] > 10, run.stdout
+        assert found[f"{kind} of format 2 right"] > 2, run.stdout
     assert found["sync right"] > 0

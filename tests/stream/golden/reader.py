@@ -35,14 +35,16 @@ def _array(raw: bytes, dtype: str) -> np.ndarray[Any, Any]:
     return np.frombuffer(raw, _DTYPES[dtype])
 
 
+def digests_of(body: bytes) -> bytes:
+    """Return the digests that follow the body of an object of format 2."""
+    return b"".join(xxhash.xxh3_128_digest(body[at : at + _PIECE_BYTES]) for at in range(0, len(body), _PIECE_BYTES))
+
+
 def is_right(data: bytes, record: dict[str, Any]) -> bool:
     """Return True if an object of format 2 has the size, the hash and the digests that its record implies."""
-    body = record["body"]
-    digests = data[body:]
-    pieces = [data[:body][at : at + _PIECE_BYTES] for at in range(0, body, _PIECE_BYTES)]
-    is_sized = len(data) == record["num_bytes"] == body + 16 * len(pieces)
+    body, digests = data[: record["body"]], data[record["body"] :]
     is_hashed = xxhash.xxh3_128_hexdigest(digests) == record["xxh3"]
-    return is_sized and is_hashed and digests == b"".join(map(xxhash.xxh3_128_digest, pieces))
+    return len(data) == record["num_bytes"] and is_hashed and digests == digests_of(body)
 
 
 def training_of(data: bytes) -> Any:
