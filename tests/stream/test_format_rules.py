@@ -140,6 +140,11 @@ _RULES = {
     "A reader of draft 1 MUST treat `I64`": [
         "stream/test_parse.py::test_an_entry_of_a_newer_format_needs_a_newer_release"
     ],
+    "A reader that needs states MUST start": ["recovery/test_path.py::test_a_version_without_states_is_refused"],
+    "It MUST reject a later entry": [
+        "recovery/test_path.py::test_a_delta_after_other_tables_or_states_is_refused",
+        "recovery/test_path.py::test_a_claim_stands_for_the_version_before_it",
+    ],
 }
 
 
