@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -12,15 +12,17 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.publisher.declared_states import declared_states, states_message
 from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, check_alike
 from delta_tracker.publisher.host_copies import HostCopies
+from delta_tracker.publisher.training import TakenState
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import DenseSpec, Kind, Manifest, Part
-from delta_tracker.stream.format.parse import parse_manifest, parse_part
-from delta_tracker.stream.format.part_writer import PartWriter
+from delta_tracker.stream.format.manifest import STATES_FORMAT, DenseSpec, Kind, Manifest, Part, Stored
+from delta_tracker.stream.format.parse import parse_manifest, parse_part, parse_stored
+from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage, open_storage
-from delta_tracker.types import TableSpec
+from delta_tracker.types import TableSpec, TableStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,10 @@ class Draft:
         parts: parts of the version that this rank has already written.
         rows: rows to write.
         dense: dense tensors to write, by name.
-        copies: copies to wait for before ``rows`` and ``dense`` are read.
+        copies: copies to wait for before ``rows``, ``dense`` and ``training_tensors`` are read.
+        states: FQN to the states of this rank's rows; None for a version of format 1.
+        training: training state of this rank; None for a version of format 1.
+        training_tensors: copies of the tensors of ``training``, in their order.
     """
 
     kind: Kind
@@ -48,6 +53,9 @@ class Draft:
     rows: Sequence[BlockRows] = ()
     dense: Mapping[str, Tensor] = field(default_factory=dict)
     copies: HostCopies = field(default_factory=HostCopies)
+    states: Mapping[str, TableStates] | None = None
+    training: TakenState | None = None
+    training_tensors: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +66,13 @@ class Share:
         draft: contents that were written, or the error of the read.
         parts: the written parts; empty if the read failed.
         message: message to the other ranks that describes the parts, or the error of the read or write.
+        training: the written training state; None for a version of format 1, or if the read failed.
     """
 
     draft: Draft | Exception
     parts: Sequence[Part]
     message: Message
+    training: Stored | None = None
 
 
 class Coordinator:
@@ -77,6 +87,7 @@ class Coordinator:
 
     Attributes:
         head: manifest of the last committed version; before the first version, the manifest of the claim.
+        states: FQN to the states of whole tables in the next delta; empty for versions of format 1.
     """
 
     def __init__(self, exchange: Exchange, recorder: Recorder) -> None:
@@ -87,6 +98,8 @@ class Coordinator:
         self._claim: Claim | None = None
         self._described: tuple[Mapping[str, TableSpec], str, int] = {}, "no tables", 0
         self._storage: Storage
+        self._has_states = False
+        self.states: Mapping[str, TableStates] = {}
         self.head: Manifest
 
     @property
@@ -116,6 +129,19 @@ class Coordinator:
         exchange(Phase.OPENING, Message.of(lambda: self._open(url)))
         self._follow(exchange(Phase.CLAIMING, Message.of(lambda: self._take_stream() if self._rank == 0 else {})))
         exchange(Phase.CHECKING, Message.of(self._check_same_store))
+
+    def declare(self, messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> None:
+        """Write versions of format 2 from now on, with the states that the ranks declare.
+
+        Args:
+            messages: for each rank, a message with the result of :func:`states_message` under the key ``states``.
+            tables: FQN to table, the same on every rank.
+
+        Raises:
+            PublishError: if the ranks declare different states.
+        """
+        self.states = declared_states([message["states"] for message in messages], tables)
+        self._has_states = True
 
     def vote(self, phase: Phase, batch: int, tables: Mapping[str, TableSpec]) -> Vote:
         """Return a vote with this rank's phase, batch and tables. Not a collective."""
@@ -150,10 +176,9 @@ class Coordinator:
             StorageError: if the part cannot be written.
         """
         name = part_name(self.head.version + 1, self.head.generation, f"r{self._rank}")
-        writer = PartWriter(name, rows, dense)
+        states_name = self._name("s") if self._has_states else None
         with self._write_timer():
-            self._storage.put(name, writer.buffers())
-        return writer.part
+            return put_part(self._storage, name, rows, dense, states_name=states_name)
 
     def write(self, draft: Draft | Exception) -> Share:
         """Write this rank's parts of a version, and return the result. Errors are returned in the result's message.
@@ -162,21 +187,31 @@ class Coordinator:
             draft: contents to write, or the error of the read.
         """
         parts: list[Part] = []
+        training: Stored | None = None
 
         def act() -> dict[str, Any]:
+            nonlocal training
             if isinstance(draft, Exception):
                 raise draft
             parts.extend(draft.parts)
             if draft.rows or draft.dense:
                 draft.copies.wait()
                 parts.append(self.write_part(draft.rows, draft.dense))
-            return {
+            content: dict[str, Any] = {
                 "parts": [asdict(part) for part in parts] if self._rank else [],  # rank 0 has its own
                 "pending_rows": draft.pending_rows,
                 **self._place(draft.batches[1], draft.tables),
             }
+            if draft.training is not None:
+                draft.copies.wait()
+                training = self._write_training(draft.training, draft.training_tensors)
+                content |= {"training": asdict(training), "event_time": draft.training.event_time}
+                if draft.kind == "snapshot" and draft.states is not None:
+                    content["states"] = states_message(draft.states)
+            return content
 
-        return Share(draft, parts, Message.of(act))
+        message = Message.of(act)
+        return Share(draft, parts, message, training)
 
     def tally(self, share: Share, num_bytes: int) -> list[dict[str, Any]]:
         """Return the messages of all ranks' shares, in rank order. A collective.
@@ -210,6 +245,9 @@ class Coordinator:
         assert self._claim is not None, "only rank 0 commits"
         assert not isinstance(draft, Exception), "a failed draft is never committed"
         others = [parse_part(part) for message in messages[1:] for part in message["parts"]]
+        states = self.states
+        if draft.training is not None and draft.kind == "snapshot":
+            states = declared_states([message["states"] for message in messages], draft.tables)
         entry = Manifest(
             stream=self.head.stream,
             generation=self.head.generation,
@@ -224,8 +262,12 @@ class Coordinator:
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.dense.items()},
             parts=(*share.parts, *others),
         )
+        if draft.training is not None:
+            entry = replace(entry, format=STATES_FORMAT, states=states, **_training_fields(messages))
         with self._commit_timer():
-            return self._claim.commit(entry)
+            committed = self._claim.commit(entry)
+        self.states = states
+        return committed
 
     def publish(self, draft: Draft) -> Manifest:
         """Write and commit a version in one blocking call. A collective.
@@ -276,6 +318,14 @@ class Coordinator:
         self._follow(self._exchange.gather(own, num_bytes))
         return self.head
 
+    def _write_training(self, taken: TakenState, tensors: Sequence[Tensor]) -> Stored:
+        with self._write_timer():
+            return put_training(self._storage, self._name("t"), taken.tree.buffers(tensors), taken.tree.num_bytes)
+
+    def _name(self, role: str) -> str:
+        """Return a new name of an object of the next version, with states (``s``) or a training state (``t``)."""
+        return part_name(self.head.version + 1, self.head.generation, f"r{self._rank}{role}")
+
     def _open(self, url: str | Storage) -> dict[str, Any]:
         self._storage = open_storage(url, create=True)
         return {}
@@ -321,3 +371,12 @@ class Coordinator:
         """Return this rank's batch and tables as text, under the keys ``cut`` and ``tables``."""
         text, _ = self._describe(tables)
         return {"cut": f"batch {batch}", "tables": text}
+
+
+def _training_fields(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields ``training`` and ``event_time`` of an entry of format 2, from the messages of all ranks."""
+    times = [message["event_time"] for message in messages if message["event_time"] is not None]
+    return {
+        "training": tuple([parse_stored(message["training"]) for message in messages]),
+        "event_time": min(times, default=None),
+    }

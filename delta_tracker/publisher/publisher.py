@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -18,11 +18,14 @@ from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.cadence import Cadence, Pace
 from delta_tracker.publisher.coordinator import Coordinator, Draft, Share
+from delta_tracker.publisher.declared_states import states_message
 from delta_tracker.publisher.exchange import Count, Exchange, Message, Phase, Vote, check_alike
 from delta_tracker.publisher.flight import Committing, Copying, Flight, Writing
 from delta_tracker.publisher.gauges import PublisherGauges
 from delta_tracker.publisher.row_gatherer import EncodingChoice
-from delta_tracker.publisher.version_source import VersionSource
+from delta_tracker.publisher.training import Stateful
+from delta_tracker.publisher.version_source import Training, VersionSource
+from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.format.manifest import Kind, Manifest, Part
 from delta_tracker.stream.maintenance.retention import Retention
 from delta_tracker.stream.maintenance.upkeep import Upkeep
@@ -80,6 +83,15 @@ class Publisher:
         notifier: delivers a hint of each version to waiting predictors; None if predictors only poll.
         timeout: maximum wait for the other ranks, including the wait until every rank has built its publisher.
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
+        states: ``"optimizer"`` publishes the training state with each version, so that
+            :func:`~delta_tracker.recovery.restore.restore` can continue training from it: the states of the fused
+            optimizers for each published row, the dense tensors, the objects in ``training_state`` and ``rank_state``,
+            and the position in the data. The entries have format 2, which is a draft: a later release may change it,
+            and read only the values of earlier versions. With ``cadence.snapshot_every``, a publisher that resumed
+            starts with a delta. None publishes values only.
+        training_state: name to object with ``state_dict`` and ``load_state_dict``, such as the dense optimizer and the
+            learning rate scheduler. Rank 0's state is published. Needs ``states``.
+        rank_state: the same for objects whose state differs between the ranks. Each rank's state is published.
         name: label ``publisher`` of the metrics; None for ``"publisher"``. If another publisher of this process has the
             same name, a suffix ``-2``, ``-3``, ... is added.
 
@@ -87,7 +99,12 @@ class Publisher:
         UnknownConsumerError: if the tracker has no such consumer.
         ReservedConsumerError: if the consumer is already reserved.
         DetachedError: if the tracker is detached.
-        InvalidArgumentError: if an argument is invalid, if the dense names or the encoding do not fit the model, if
+        InterruptedRestoreError: if a restore of the model was interrupted.
+        UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError: if ``states`` is given and a table has
+            a training state that cannot be published, or is not fused and has no optimizer in ``training_state`` or
+            ``rank_state``.
+        InvalidArgumentError: if an argument is invalid, if ``states`` is given together with ``top_k`` or with an
+            encoding, if the dense names or the encoding do not fit the model, if
             ``top_k`` has no ``score`` and the tracking mode computes none, or if rank 0 uses another store.
         UnsafeStoreError: if the store has no atomic create.
         MalformedError: if the stream's newest entry is malformed.
@@ -114,6 +131,9 @@ class Publisher:
         timeout: timedelta = DEFAULT_TIMEOUT,
         monitor: Monitor | None = None,
         name: str | None = None,
+        states: Literal["optimizer"] | None = None,
+        training_state: Mapping[str, Stateful] | None = None,
+        rank_state: Mapping[str, Stateful] | None = None,
     ) -> None:
         self._tracker = tracker
         self._thread, self._process = threading.get_ident(), os.getpid()
@@ -124,6 +144,7 @@ class Publisher:
         self._error: Exception | None = None
         self._failure: tuple[object, ...] | None = None  # kind of the last failure since the last version
         self._num_versions = 0
+        self._first_multiple = 0  # lowest number of versions at which cadence.snapshot_every demands a snapshot
         self._num_steps = 0
         self._num_owed = 0  # votes of calls of step() that failed or were interrupted before they voted
         self._is_open = False
@@ -134,6 +155,9 @@ class Publisher:
                     raise InvalidArgumentError(argument, value, f"Pass a {kind.__name__}")
             if cadence is not None:
                 self._vote_every = cadence.calls_per_vote(self._exchange.group.world_size)
+            check_complete(tracker.model)
+            training = _training(states, training_state, rank_state)
+            self._first_multiple = 0 if training is None else 1
             self._source = VersionSource(
                 tracker,
                 consumer,
@@ -142,10 +166,13 @@ class Publisher:
                 encoding=encoding,
                 exchange=self._exchange,
                 recorder=self._recorder,
+                training=training,
             )
             return {
                 "arguments": "no top_k" if top_k is None else "top_k",
                 "vote_every": f"vote_every={self._vote_every}",
+                "kind": f"states={states!r}",
+                "states": states_message(self._source.states),
             }
 
         self._recorder = Recorder("publisher", self, name=name, monitor=monitor)
@@ -156,7 +183,10 @@ class Publisher:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._hints = Hints(notifier)
         try:
-            check_alike(self._exchange.exchange(Phase.BUILDING, Message.of(prepare)), "arguments", "vote_every")
+            messages = self._exchange.exchange(Phase.BUILDING, Message.of(prepare))
+            check_alike(messages, "arguments", "vote_every", "kind")
+            if states is not None:
+                self._writer.declare(messages, tracker.tables)
             self._writer.open(url)
             self._checked_source().resume(self._exchange, self._writer)
             if retention is not None or compact_every is not None:
@@ -375,12 +405,16 @@ class Publisher:
             wants_snapshot = (
                 self._checked_source().needs_snapshot
                 or self._writer.needs_snapshot
-                or (every is not None and self._num_versions % every == 0)
+                or (every is not None and self._is_multiple(every))
             )
             return vote._replace(is_due=pace.is_due(is_clock=self._is_first), wants_snapshot=wants_snapshot)
         except Exception as error:  # noqa: BLE001  step() must not raise it, and the other ranks wait for a vote
             self._fail(error)
             return vote
+
+    def _is_multiple(self, every: int) -> bool:
+        """Return True if ``cadence.snapshot_every`` demands that the next version is a snapshot."""
+        return self._num_versions >= self._first_multiple and self._num_versions % every == 0
 
     def _drop_votes(self) -> None:
         """Wait for the last votes without counting them."""
@@ -510,3 +544,21 @@ class Publisher:
                 self._checked_source().end(flight.read, None)
             except Exception:
                 _logger.exception("the read of a version that failed could not be aborted: the next one replaces it")
+
+
+def _training(
+    states: object, training_state: Mapping[str, Stateful] | None, rank_state: Mapping[str, Stateful] | None
+) -> Training | None:
+    """Return the objects whose states are published; None if only values are published.
+
+    Raises:
+        InvalidArgumentError: if ``states`` is invalid, or None although there are such objects.
+    """
+    if states == "optimizer":
+        return Training(training_state or {}, rank_state or {})
+    if states is not None:
+        raise InvalidArgumentError("states", states, 'Pass "optimizer" or None')
+    for name, objects in (("training_state", training_state), ("rank_state", rank_state)):
+        if objects is not None:
+            raise InvalidArgumentError(name, sorted(objects), 'Pass states="optimizer", too')
+    return None

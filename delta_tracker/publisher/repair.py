@@ -18,16 +18,18 @@ from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import read_parts
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.types import ShardSpec, TableSpec
+from delta_tracker.types import ShardSpec, TableSpec, TableStates
 
 _logger = logging.getLogger(__name__)
+
+Schema = tuple[int, Mapping[str, TableSpec], Mapping[str, TableStates]]
 
 
 def rows_to_repair(
     log: StreamLog,
     note: object,
     claim: Manifest,
-    tables: Mapping[str, TableSpec],
+    schema: Schema,
     shards: Mapping[str, ShardSpec],
 ) -> dict[str, Tensor] | None:
     """Return the rows of this rank that are in versions after a checkpoint.
@@ -36,14 +38,15 @@ def rows_to_repair(
         log: log of the stream.
         note: stream position in the checkpoint, as :meth:`~delta_tracker.stream.cursor.Place.to_dict` returned it.
         claim: manifest of the new publisher's claim.
-        tables: FQN to table of the trainer.
+        schema: format, tables and states of the new publisher's versions, as in
+            :attr:`~delta_tracker.stream.format.manifest.Manifest.schema`.
         shards: FQN to shard of this rank.
 
     Returns:
         FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if the rows
         cannot be determined, so that every row must be published. This is the case if ``note`` is not a position in
-        this stream, or if a later version is missing, is damaged, is a snapshot, has other tables, or does not follow
-        its predecessor.
+        this stream, if its version has another schema, or if a later version is missing, is damaged, is a snapshot, has
+        another schema, or does not follow its predecessor.
 
     Raises:
         StorageError: if the store cannot be read.
@@ -57,11 +60,13 @@ def rows_to_repair(
     found: dict[str, list[Tensor]] = {}
     link = place.link
     try:
+        if not _continues(log, link.version, schema):
+            return None
         for version in range(place.link.version + 1, claim.version + 1):
             entry = log.read(version)
             if entry is None or entry.parent != link or entry.stream != claim.stream or entry.kind == "snapshot":
                 return None
-            if entry.kind == "delta" and dict(entry.tables) != dict(tables):
+            if entry.kind == "delta" and not _is_alike(entry, schema):
                 return None
             link = entry.link
             for fqn, ids in _listed(log, entry, shards):
@@ -69,9 +74,28 @@ def rows_to_repair(
     except (CorruptPartError, MalformedError) as error:
         _logger.warning("a version after the checkpoint is unreadable; all rows are sent: %s", error)
         return None
-    if link != claim.link:
-        return None
-    return {fqn: torch.unique(torch.cat(ids)) for fqn, ids in found.items()}
+    return None if link != claim.link else {fqn: torch.unique(torch.cat(ids)) for fqn, ids in found.items()}
+
+
+def _continues(log: StreamLog, version: int, schema: Schema) -> bool:
+    """Return True if the versions up to ``version`` have ``schema``, so that a delta may follow them.
+
+    If retention deleted them, the newest snapshot is checked, which replaces them. The result is True for a stream with
+    claims only.
+    """
+    while version >= 0:
+        entry = log.read(version)
+        if entry is None:
+            entry = log.newest_snapshot()
+            return entry is not None and _is_alike(entry, schema)
+        if entry.kind != "claim":
+            return _is_alike(entry, schema)
+        version -= 1
+    return True
+
+
+def _is_alike(entry: Manifest, schema: Schema) -> bool:
+    return (entry.format, dict(entry.tables), dict(entry.states)) == (schema[0], dict(schema[1]), dict(schema[2]))
 
 
 def _listed(log: StreamLog, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:

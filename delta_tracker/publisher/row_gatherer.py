@@ -11,7 +11,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.publisher.host_copies import HostCopier, HostCopies, Source
-from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.block_rows import BlockRows, RowReader
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, IdForm
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -51,12 +51,14 @@ class Gathered:
     Args:
         rows: the rows.
         dense: name to dense tensor.
-        copies: the copies to wait for before ``rows`` and ``dense`` are read.
+        copies: the copies to wait for before ``rows``, ``dense`` and ``extra`` are read.
+        extra: copies of the additional tensors, in their order.
     """
 
     rows: Sequence[BlockRows]
     dense: Mapping[str, Tensor]
     copies: HostCopies
+    extra: Sequence[Tensor] = ()
 
 
 class Gatherer:
@@ -73,15 +75,31 @@ class Gatherer:
         tracker: tracker of the rows.
         encodings: FQN to encoding.
         writes_replicas: True if this rank writes replicated tables.
+        with_states: True to copy the optimizer's states of the rows, too.
     """
 
-    def __init__(self, tracker: ModelDeltaTracker, encodings: Mapping[str, Encoding], *, writes_replicas: bool) -> None:
+    def __init__(
+        self,
+        tracker: ModelDeltaTracker,
+        encodings: Mapping[str, Encoding],
+        *,
+        writes_replicas: bool,
+        with_states: bool = False,
+    ) -> None:
         self._tracker = tracker
         self._encodings = encodings
         self._writes_replicas = writes_replicas
+        self._with_states = with_states
         self._copier = HostCopier()
 
-    def gather(self, delta: Delta, *, whole: frozenset[str] = frozenset(), dense: Mapping[str, Tensor]) -> Gathered:
+    def gather(
+        self,
+        delta: Delta,
+        *,
+        whole: frozenset[str] = frozenset(),
+        dense: Mapping[str, Tensor],
+        extra: Sequence[Source] = (),
+    ) -> Gathered:
         """Start to copy rows and dense tensors with their current values. The thread does not wait for the copies.
 
         Omits tables that this rank does not write. The memory of the copies is reused once they have been
@@ -92,12 +110,14 @@ class Gatherer:
             delta: the changed rows.
             whole: FQNs of tables of which all rows are copied, instead of the rows in ``delta``.
             dense: name to dense tensor.
+            extra: additional tensors to copy at the same time.
 
         Returns:
             The copies, with one block of rows for each column range of a shard.
         """
         sources: list[Source] = []
-        blocks: list[tuple[Block, int | None, int]] = []  # a block, and the places of its ids and rows in sources
+        # A block, the places of its ids and of its rows in sources, and the number of states, which follow the rows.
+        blocks: list[tuple[Block, int | None, int, int]] = []
         for fqn, shard in self._shards():
             ids = delta[fqn].ids
             if fqn in whole or len(ids) == 0:
@@ -105,30 +125,38 @@ class Gatherer:
             form: IdForm = "gaps" if self._encodings[fqn].is_quantized else "list"
             at = len(sources)
             sources.append(Source(ids, offset=shard.row_offset))
-            for columns, view in self._columns(fqn, shard):
-                blocks.append((self._block(fqn, shard, columns, len(ids), form), at, len(sources)))
+            for columns, view, held in self._columns(fqn, shard):
+                blocks.append((self._block(fqn, shard, columns, len(ids), form), at, len(sources), len(held)))
                 sources.append(Source(view, ids))
+                if held:
+                    sources += [Source(state, ids) for state in held]
         for fqn, shard in self._shards() if whole else ():
             if fqn in whole and shard.num_rows:
-                for columns, view in self._columns(fqn, shard):
-                    blocks.append((self._block(fqn, shard, columns, shard.num_rows, "all"), None, len(sources)))
+                for columns, view, _ in self._columns(fqn, shard):
+                    blocks.append((self._block(fqn, shard, columns, shard.num_rows, "all"), None, len(sources), 0))
                     sources.append(Source(view))
         num_blocks = len(sources)
         if dense:
             sources += [Source(tensor if tensor.dim() else tensor.view(1)) for tensor in dense.values()]
+        num_own = len(sources)
+        sources += extra
         copies = self._copier.copy(sources)
+        copied = copies.tensors
         rows = []
-        for block, ids_at, at in blocks:
-            listed = None if ids_at is None else copies.tensors[ids_at]
-            rows.append(BlockRows(block, listed, partial(_encoded, copies.tensors[at], block)))
-        held = zip(dense.items(), copies.tensors[num_blocks:], strict=True)
-        return Gathered(rows, {name: copied.view(tensor.shape) for (name, tensor), copied in held}, copies)
+        for block, ids_at, at, num_states in blocks:
+            listed = None if ids_at is None else copied[ids_at]
+            states = _states(copied[at + 1 : at + 1 + num_states]) if num_states else ()
+            rows.append(BlockRows(block, listed, partial(_encoded, copied[at], block), states))
+        pairs = zip(dense.items(), copied[num_blocks:num_own], strict=True)
+        named = {name: each.view(tensor.shape) for (name, tensor), each in pairs}
+        return Gathered(rows, named, copies, copied[num_own:])
 
     def whole(self, tables: frozenset[str]) -> list[BlockRows]:
         """Return all rows of some tables, one block for each column range of a shard.
 
         Each chunk is copied when it is read, which another thread may do, with its values at that time. It has all
-        updates that were queued on the device when this method was called.
+        updates that were queued on the device when this method was called. The states of a row may be newer than its
+        values.
 
         Omits tables that this rank does not write.
 
@@ -140,11 +168,14 @@ class Gatherer:
         for fqn, shard in self._shards():
             if fqn not in tables or shard.num_rows == 0:
                 continue
-            for columns, view in self._columns(fqn, shard):
-                if view.device not in readers:
-                    readers[view.device] = self._copier.reader(view.device)
+            for columns, view, states in self._columns(fqn, shard):
+                for device in (view.device, *(state.device for state in states)):
+                    if device not in readers:
+                        readers[device] = self._copier.reader(device)
                 block = self._block(fqn, shard, columns, shard.num_rows, "all")
-                blocks.append(BlockRows(block, None, partial(_copied, readers[view.device], view, block)))
+                read = partial(_copied, readers[view.device], view, block)
+                kept = tuple(partial(_copied_state, readers[state.device], state) for state in states)
+                blocks.append(BlockRows(block, None, read, kept))
         return blocks
 
     def _shards(self) -> Iterator[tuple[str, ShardSpec]]:
@@ -153,19 +184,37 @@ class Gatherer:
             if shard.replica == 0 and (self._writes_replicas or not shard.is_replicated):
                 yield fqn, shard
 
-    def _columns(self, fqn: str, shard: ShardSpec) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """Yield each column range of a shard, and the live view of its rows."""
-        return zip(shard.columns, self._tracker.column_views(fqn), strict=True)
+    def _columns(self, fqn: str, shard: ShardSpec) -> Iterator[tuple[tuple[int, int], Tensor, Sequence[Tensor]]]:
+        """Yield each column range of a shard, the live view of its rows, and those of its states to copy."""
+        states: Sequence[Sequence[Tensor]] = [()] * len(shard.columns)
+        if self._with_states:
+            states = self._tracker.state_views(fqn)
+        return zip(shard.columns, self._tracker.column_views(fqn), states, strict=True)
 
     def _block(self, fqn: str, shard: ShardSpec, columns: tuple[int, int], num_rows: int, ids: IdForm) -> Block:
         rows = (shard.row_offset, shard.row_offset + shard.num_rows)
         return Block(fqn, rows, columns, num_rows, ids, self._encodings[fqn])
 
 
+def _states(states: Sequence[Tensor]) -> tuple[RowReader, ...]:
+    """Return readers of the copies of a block's states."""
+    return tuple(partial(_part_of, each) for each in states)
+
+
 def _encoded(held: Tensor, block: Block, begin: int, end: int) -> Tensor:
     """Return some rows of a copy as they are stored."""
     rows = held[begin:end]
     return rows if rows.dtype == block.encoding.dtype else encode_rows(rows, block.encoding)
+
+
+def _part_of(held: Tensor, begin: int, end: int) -> Tensor:
+    """Return some rows of a copy."""
+    return held[begin:end]
+
+
+def _copied_state(read: Callable[[Tensor], Tensor], view: Tensor, begin: int, end: int) -> Tensor:
+    """Copy the states of some rows now, and return them."""
+    return read(view[begin:end])
 
 
 def _copied(read: Callable[[Tensor], Tensor], view: Tensor, block: Block, begin: int, end: int) -> Tensor:

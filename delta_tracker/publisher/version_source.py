@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Exchange, Message, Phase
-from delta_tracker.publisher.repair import rows_to_repair
+from delta_tracker.publisher.repair import Schema, rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
+from delta_tracker.publisher.training import ConsumerState, Stateful, TrainingSource
 from delta_tracker.sharding.dense import dense_tensors
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, MAX_DIMS, Kind, Manifest, Part
+from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, FORMAT, MAX_DIMS, STATES_FORMAT, Kind, Manifest, Part
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.top_k import AllRanks, TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta
+from delta_tracker.types import Delta, TableStates
 
 _logger = logging.getLogger(__name__)
+
+_UPDATE_SECONDS = 5.0  # longest wait of training for an update in progress
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The user's objects whose states are in each version.
+
+    Args:
+        shared: name to object with the same state on every rank, of which rank 0's state is written.
+        per_rank: name to object with a state of its own on each rank.
+    """
+
+    shared: Mapping[str, Stateful]
+    per_rank: Mapping[str, Stateful]
 
 
 class VersionSource:
@@ -44,6 +64,8 @@ class VersionSource:
         exchange: communication with the other ranks. All ranks share the budget of ``top_k``. Only rank 0 writes
             replicated tables and dense tensors.
         recorder: records the time of reads and encodings.
+        training: objects whose states are in each version, together with the states of the fused optimizers; None for
+            versions of values only.
 
     Raises:
         UnknownConsumerError: if the tracker has no such consumer, or ``consumer`` is None and it has several.
@@ -63,6 +85,7 @@ class VersionSource:
         encoding: EncodingChoice,
         exchange: Exchange,
         recorder: Recorder,
+        training: Training | None = None,
     ) -> None:
         self._tracker = tracker
         self._top_k = top_k
@@ -70,11 +93,15 @@ class VersionSource:
         self._is_first = exchange.rank == 0
         self._ranks = AllRanks(exchange.group)
         encodings = choose_encodings(encoding, tracker)
-        self._gatherer = Gatherer(tracker, encodings, writes_replicas=self._is_first)
+        if training is not None:
+            _check_recoverable(tracker, encodings, top_k)
+        has_states = training is not None
+        self._gatherer = Gatherer(tracker, encodings, writes_replicas=self._is_first, with_states=has_states)
         self._dense()
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
             self.handle.check_top_k(top_k)
+            self._training = None if training is None else self._training_source(training)
         except BaseException:
             self.handle.release()
             raise
@@ -82,11 +109,33 @@ class VersionSource:
         self._encode_timer = recorder.encode_seconds.timer()
         self._meanwhile: ConsumerHandle | None = None  # second consumer, for changes while a snapshot is copied
         self._has_snapshot = self._is_repairing = False
+        self._watch = tracker.watch_states() if has_states else None
+        self._num_attached = 0
+        self._own: Mapping[str, TableStates] = {}
+        # The states in the last snapshot, and in the one that is being copied.
+        self._published: Mapping[str, TableStates] = self.states
+        self._copying: Mapping[str, TableStates] = {}
+        self._cuts: list[tuple[int, int]] = []  # log position and version of earlier cuts, ascending
+
+    @property
+    def states(self) -> Mapping[str, TableStates]:
+        """States of this rank's column ranges, by FQN; empty if the versions have no states."""
+        if self._training is not None and self._num_attached != self._tracker.num_attached:
+            self._own = dict(self._tracker.table_states)
+            self._num_attached = self._tracker.num_attached
+        return self._own
+
+    @property
+    def has_states(self) -> bool:
+        """True if each version has the training state."""
+        return self._training is not None
 
     @property
     def needs_snapshot(self) -> bool:
         """True if the next version must be a snapshot."""
-        return not self._has_snapshot or self.handle.needs_snapshot
+        if not self._has_snapshot or self.handle.needs_snapshot:
+            return True
+        return self._training is not None and self.states != self._published
 
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
         """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
@@ -96,7 +145,7 @@ class VersionSource:
 
         Args:
             exchange: communication with the other ranks.
-            writer: coordinator that has claimed the stream.
+            writer: coordinator that has claimed the stream, and that knows the states of all ranks.
 
         Raises:
             StorageError: if this rank cannot read the store.
@@ -110,13 +159,17 @@ class VersionSource:
             nonlocal rows
             # If rows were read from the consumer since the load, no version contains them: the position is invalid.
             note = self.handle.note if self.handle.is_as_restored else None
-            rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, tracker.tables, tracker.shards)
+            form = FORMAT if self._training is None else STATES_FORMAT
+            schema: Schema = form, tracker.tables, writer.states
+            rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, schema, tracker.shards)
             return {"knows": rows is not None}
 
         if all(vote["knows"] for vote in exchange.exchange(Phase.RESUMING, Message.of(find))) and rows is not None:
             for fqn, ids in rows.items():
                 self.handle.distrust(fqn, ids)
             self._has_snapshot = self._is_repairing = True
+            if self._training is not None and isinstance(self.handle.note, Mapping):
+                self._cuts = [(self.handle.position, Place.from_dict(self.handle.note).link.version)]
         self._note(writer.head)
 
     def copy(self) -> list[BlockRows]:
@@ -132,6 +185,7 @@ class VersionSource:
         if self._meanwhile is not None:  # left by an interrupted call
             self._meanwhile.release()
         self._meanwhile = self.handle.begin_copy()
+        self._copying = self.states
         with one_cut():
             return self._gatherer.whole(self._tracker.fused_tables)
 
@@ -144,9 +198,19 @@ class VersionSource:
 
         Returns:
             The contents of the version, and the uncommitted read for :meth:`end`.
+
+        Raises:
+            UpdateInProgressError: if the version has states and an update is still in progress after 5 seconds.
+            InvalidArgumentError: if an object's state cannot be published, or if the tables were resharded while the
+                version was copied.
         """
         tracker = self._tracker
+        if self._training is not None:
+            self._prepare(kind)
         with one_cut():
+            # First, because it calls the user's code, which may raise.
+            taken = None if self._training is None else self._training.take(self._consumers())
+            extra = () if taken is None else taken.sources
             if kind == "snapshot":
                 # The rows that changed during the copy. Tables without a fused optimizer are copied whole only now:
                 # their changes are found by comparison, which misses a value that changed and then changed back.
@@ -154,14 +218,14 @@ class VersionSource:
                 # Not committed, because an interrupted cut is repeated and must find the same rows.
                 changed = self._meanwhile.read(commit=False, with_states=False)
                 compared = frozenset(tracker.tables) - tracker.fused_tables
-                gathered = self._gatherer.gather(changed, whole=compared, dense=self._dense())
+                gathered = self._gatherer.gather(changed, whole=compared, dense=self._dense(), extra=extra)
                 read = self.handle.read(commit=False, with_states=False)
             else:
                 top_k = None if self._is_repairing else self._top_k
                 with self._read_timer():
                     read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
                 with self._encode_timer():
-                    gathered = self._gatherer.gather(read, dense=self._dense())
+                    gathered = self._gatherer.gather(read, dense=self._dense(), extra=extra)
         draft = Draft(
             kind=kind,
             batches=read.batches,
@@ -172,6 +236,9 @@ class VersionSource:
             rows=gathered.rows,
             dense=gathered.dense,
             copies=gathered.copies,
+            states=None if taken is None else self.states,
+            training=taken,
+            training_tensors=gathered.extra,
         )
         return draft, read
 
@@ -184,6 +251,10 @@ class VersionSource:
         """
         if committed is not None:  # first, so that the flags are equal on all ranks even if the code below fails
             self._has_snapshot, self._is_repairing = True, False
+            if committed.kind == "snapshot":
+                self._published = self._copying
+            if read is not None and self._training is not None:
+                self._cuts.append((read.stop, committed.version))
         if self._meanwhile is not None:
             self._meanwhile.release()
             self._meanwhile = None
@@ -214,6 +285,68 @@ class VersionSource:
         place = Place(head.stream, head.link).to_dict() if self._has_snapshot else None
         self.handle.annotate(place)
 
+    def _prepare(self, kind: Kind) -> None:
+        """Wait for updates in progress, and find states that were written in place since the last cut.
+
+        Raises:
+            UpdateInProgressError: if an update is still in progress after 5 seconds.
+            InvalidArgumentError: if the data position does not follow training, or if the tables were resharded since
+                the last snapshot or since this one began.
+        """
+        tracker = self._tracker
+        self.handle.wait_for_updates(_UPDATE_SECONDS)
+        if tracker.data_position is not None:
+            tracker.data_position.check()
+        if self.states != (self._copying if kind == "snapshot" else self._published):
+            raise InvalidArgumentError("tracker", "resharded", "Publish again: the next version is a snapshot")
+        assert self._watch is not None, "there are states"
+        for fqn in self._watch.written():
+            shard = tracker.shards[fqn]
+            every = torch.arange(shard.num_rows, device=tracker.state_views(fqn)[0][0].device)
+            for handle in (self.handle, self._meanwhile):
+                if handle is not None:
+                    handle.distrust(fqn, every)
+
+    def _consumers(self) -> dict[str, ConsumerState]:
+        """Return the pending rows of the other consumers, relative to the versions of this publisher."""
+        others = self.handle.others()
+        oldest = min((position for position, _ in others.values()), default=self.handle.position)
+        del self._cuts[: self._num_cuts(oldest) - 1 if self._num_cuts(oldest) else 0]
+        found = {}
+        for name, (position, carried) in others.items():
+            number = self._num_cuts(position)
+            left_out = {fqn: ids + self._tracker.shards[fqn].row_offset for fqn, ids in carried.items()}
+            found[name] = ConsumerState(self._cuts[number - 1][1] if number else None, left_out)
+        return found
+
+    def _num_cuts(self, position: int) -> int:
+        """Return the number of known cuts up to a position of the log."""
+        return bisect_right(self._cuts, position, key=lambda cut: cut[0])
+
+    def _training_source(self, training: Training) -> TrainingSource:
+        """Return the source of the training state.
+
+        Raises:
+            InvalidArgumentError: if an object has no state that can be published.
+            UnsupportedTableError: if an unfused table has no optimizer among the objects.
+        """
+        tracker, is_first = self._tracker, self._is_first
+
+        def dense() -> dict[str, Tensor]:
+            every = dense_tensors(tracker.model, tracker.model)
+            held = self._dense() if is_first else {}
+            return {name: tensor for name, tensor in every.items() if name not in held}
+
+        return TrainingSource(
+            tracker,
+            training.shared,
+            training.per_rank,
+            dense=dense,
+            unfused=tracker.unfused_storages(),
+            is_first=is_first,
+            publisher=self.handle.name,
+        )
+
     def _dense(self) -> dict[str, Tensor]:
         """Return the model's dense tensors that this rank writes, by name; empty on ranks other than 0.
 
@@ -229,3 +362,19 @@ class VersionSource:
                 remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"
                 raise InvalidArgumentError("dense", name, remedy)
         return found
+
+
+def _check_recoverable(tracker: ModelDeltaTracker, encodings: Mapping[str, Encoding], top_k: TopK | None) -> None:
+    """Check that the versions of a publisher can have the complete training state.
+
+    Raises:
+        InvalidArgumentError: if rows are encoded, or left out by ``top_k``.
+        UnsupportedModuleError, UnsupportedOptimizerError, UnsupportedTableError: if a table's state is not supported.
+    """
+    if top_k is not None:
+        raise InvalidArgumentError("top_k", top_k, "Pass None: a version with states has all changed rows")
+    for fqn, table in tracker.tables.items():
+        if encodings[fqn] is not Encoding.of(table.dtype):
+            remedy = f"Leave {fqn!r} out: a version with states has the rows in the table's dtype"
+            raise InvalidArgumentError("encoding", str(encodings[fqn]), remedy)
+    tracker.check_recoverable()

@@ -88,7 +88,7 @@ class StateWatch:
         The first call reports writes since the construction.
         """
         before, self._held = self._held, self._versions()
-        return [fqn for fqn, versions in self._held.items() if versions != before.get(fqn)]
+        return [fqn for fqn, versions in self._held.items() if versions != before.get(fqn, [])]
 
     def _versions(self) -> dict[str, list[tuple[int, int]]]:
         """Return the address and the version counter of each state of each table."""
@@ -177,8 +177,8 @@ def refuse_unrecoverable(model: nn.Module, found: Discovery) -> None:
         found: its tracked tables.
 
     Raises:
-        UnsupportedModuleError: if a table has managed collisions, whose ids a version does not have, or replicas in a
-            ``DMPCollection``.
+        UnsupportedModuleError: if a table is skipped, has managed collisions, whose ids a version does not have, or has
+            replicas in a ``DMPCollection``.
         UnsupportedOptimizerError: if a fused optimizer has counters per row or a global weight decay.
     """
     torchrec = load_torchrec()
@@ -187,6 +187,7 @@ def refuse_unrecoverable(model: nn.Module, found: Discovery) -> None:
         for name, module in model.named_modules()
         if isinstance(module, torchrec.without_rows) or hasattr(module, "_evict")
     }
+    obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
     obstacles |= {fqn: "a table of a DMPCollection" for fqn, shard in found.shards.items() if shard.num_replicas > 1}
     if obstacles:
         remedy = "Publish without states, and save checkpoints with torch.distributed.checkpoint"

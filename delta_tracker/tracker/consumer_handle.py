@@ -81,6 +81,11 @@ class ConsumerHandle:
         """The consumer's name."""
         return self._name
 
+    @property
+    def position(self) -> int:
+        """Log position of the consumer's cursor."""
+        return self._log.position(self._held())
+
     # Reading
 
     def read(

@@ -173,6 +173,7 @@ class ModelDeltaTracker:
         self._keys = itertools.count()
         self._num_past_errors = 0
         self._data_position: DataPosition[Any] | None = None
+        self._num_attached = 0
         self._hooks = self._attach()
         self._log_tables()
         self._metrics.watch(ModelDeltaTracker._show_gauges)
@@ -642,6 +643,11 @@ class ModelDeltaTracker:
         """
         return state_views(self._model.shard(fqn))
 
+    @property
+    def num_attached(self) -> int:
+        """Number of times that the tracker was attached. The shards change only at a call of :meth:`reattach`."""
+        return self._num_attached
+
     def watch_states(self) -> StateWatch:
         """Return a detector of in-place writes to the optimizer's states from now on."""
         return StateWatch(lambda: self._model.shards)
@@ -672,7 +678,7 @@ class ModelDeltaTracker:
         """Check that a stream can have the states of all fused optimizers.
 
         Raises:
-            UnsupportedModuleError: if the model has managed collisions, or a ``DMPCollection``.
+            UnsupportedModuleError: if the model has untracked tables, managed collisions, or a ``DMPCollection``.
             UnsupportedOptimizerError: if a fused optimizer has counters per row or a global weight decay.
             UnsupportedTableError: if a state has another dtype than float32, float16 or bfloat16.
         """
@@ -865,6 +871,7 @@ class ModelDeltaTracker:
 
     def _attach(self) -> list[Watcher]:
         self._model.is_attached = True
+        self._num_attached += 1
         MEMORY.join(self)
         forget_compiled_code()
         model, found, lookups = self._model.module, self._model.found, self._records_lookups

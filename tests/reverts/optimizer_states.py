@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.reverts.revert import Revert
 
 _CUT = "tests/sharding/test_optimizer_rows.py::test_a_cut_of_states[waiting]"
+_VERSIONS = "tests/publisher/test_states.py"
 _ROWS = "delta_tracker/sharding/optimizer_rows.py"
 
 REVERTS = [
@@ -39,5 +40,74 @@ REVERTS = [
         defect="loaded optimizer states are not found",
         generator="tests/sharding/test_optimizer_rows.py::test_case[written]",
         edits={_ROWS: [("(state.data_ptr(), state._version)  # noqa", "(state.data_ptr(), 0)  # noqa")]},
+    ),
+    Revert(
+        defect="rows that change while a snapshot is copied have the states of another time",
+        generator=f"{_VERSIONS}::test_a_version_has_the_rows_and_states_at_its_cut[RowWiseAdagrad]",
+        edits={
+            "delta_tracker/publisher/row_gatherer.py": [
+                (
+                    "                    sources += [Source(state, ids) for state in held]\n",
+                    "                    sources += [Source(torch.zeros_like(state), ids) for state in held]\n",
+                )
+            ],
+        },
+    ),
+    Revert(
+        defect="a merge chooses the states of a row without its values",
+        generator=f"{_VERSIONS}::test_case[merged]",
+        edits={
+            "delta_tracker/stream/maintenance/merging.py": [
+                (
+                    "    return rows.states[number]\n",
+                    "    return lambda begin, end: rows.states[number](0, end - begin)\n",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="a stream continues with a delta after its format changed",
+        generator=f"{_VERSIONS}::test_case[resumed]",
+        edits={
+            "delta_tracker/publisher/repair.py": [
+                ("        if not _continues(log, link.version, schema):\n", "        if False:\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="a resumed trainer sends all rows because of snapshot_every",
+        generator=f"{_VERSIONS}::test_case[resumed]",
+        edits={
+            "delta_tracker/publisher/publisher.py": [
+                ("self._first_multiple = 0 if training is None else 1", "self._first_multiple = 0")
+            ]
+        },
+    ),
+    Revert(
+        defect="loaded optimizer states are not published",
+        generator=f"{_VERSIONS}::test_case[in_progress]",
+        edits={
+            "delta_tracker/publisher/version_source.py": [
+                ("        for fqn in self._watch.written():\n", "        for fqn in ():\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="the training state is that of a later batch",
+        generator=f"{_VERSIONS}::test_case[in_progress]",
+        edits={
+            "delta_tracker/publisher/version_source.py": [
+                ("        self.handle.wait_for_updates(_UPDATE_SECONDS)\n", "")
+            ]
+        },
+    ),
+    Revert(
+        defect="other consumers lose the rows after a cut",
+        generator=f"{_VERSIONS}::test_case[contents]",
+        edits={
+            "delta_tracker/publisher/version_source.py": [
+                ("return bisect_right(self._cuts, position, key=lambda cut: cut[0])", "return len(self._cuts)")
+            ]
+        },
     ),
 ]

@@ -16,20 +16,21 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import DenseSpec, Manifest, Part
+from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, Block, DenseSpec, Manifest, Part
 from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
 from delta_tracker.stream.format.part_reader import PartReader, read_parts
-from delta_tracker.stream.format.part_writer import PartWriter
+from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, generation_error, part_name
 from delta_tracker.stream.maintenance.merging import listed_rows, newest_rows
 from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.types import TableSpec
+from delta_tracker.types import TableSpec, TableStates
 
 DEFAULT_MAX_BYTES = 1 << 30
 _ID_BYTES = 8
 
 _Dense = dict[str, Tensor]
+_Schema = tuple[int, Mapping[str, TableSpec], Mapping[str, TableStates]]
 
 
 def compact(
@@ -43,9 +44,9 @@ def compact(
     """Merge the deltas after the newest snapshot into a larger delta, or fold them into a new snapshot.
 
     The input includes merged deltas of earlier calls. A merged entry has the generation and writer of its last version,
-    and the cut, pending rows and tables of its last version that is not a claim. A merged snapshot keeps the blocks of
-    the old snapshot and replaces their rows with newer ones. Rows with another encoding or other columns than these
-    blocks are stored as additional blocks.
+    and the cut, pending rows, tables and training state of its last version that is not a claim. A merged snapshot
+    keeps the blocks of the old snapshot and replaces their rows with newer ones. Rows with another encoding or other
+    columns than these blocks are stored as additional blocks.
 
     A call holds at most ``max_bytes`` of versions in memory, and about 40 bytes per row while it sorts the rows. It
     reads the snapshot one part at a time. A part of up to 256 MiB is read as a whole. A larger part is read in pieces
@@ -84,10 +85,10 @@ def compact(
         # Count the deltas after the fold as well. Otherwise deltas that never fit together would accumulate.
         versions = _run(pieces, max_bytes - compaction.base_bytes)
         is_due = _num_new(versions) >= min_versions
-        num_bytes = sum(piece.num_bytes for piece in pieces if is_due or piece.merges is not None)
-        if versions and num_bytes >= fold * base.num_bytes and _tables(versions) == base.tables:
-            behind = sum(piece.num_bytes for piece in pieces[len(versions) :])
-            return compaction.fold(versions, fold * base.num_bytes - behind, is_due=is_due)
+        num_bytes = sum(_size(piece) for piece in pieces if is_due or piece.merges is not None)
+        if versions and num_bytes >= fold * _size(base) and _schema(versions) == base.schema:
+            behind = sum(_size(piece) for piece in pieces[len(versions) :])
+            return compaction.fold(versions, fold * _size(base) - behind, is_due=is_due)
         for start in range(len(pieces)):
             versions = _run(pieces[start:], max_bytes)
             if _num_new(versions) >= min_versions:
@@ -122,7 +123,11 @@ class _Compaction:
         self._started = now()
         blocks = [block for part in base.parts for block in part.blocks if block.num_rows]
         self._whole = [block for block in blocks if block.ids == "all"]
-        self.base_bytes = sum(block.num_rows * (block.row_bytes + _ID_BYTES) for block in blocks if block.ids != "all")
+        self.base_bytes = sum(
+            block.num_rows * (block.row_bytes + _state_bytes(block, base) + _ID_BYTES)
+            for block in blocks
+            if block.ids != "all"
+        )
 
     def fold(self, versions: Sequence[Manifest], least_bytes: float, *, is_due: bool) -> Manifest | None:
         """Merge the newest snapshot and ``versions`` into a new snapshot, or only ``versions`` into one small delta.
@@ -137,16 +142,16 @@ class _Compaction:
             The merged entry, even if another process created it first; None if the entry was deleted in the meantime.
         """
         rows, dense = self._read(versions)
-        tables = _tables(versions)
+        _, tables, _ = _schema(versions)
         if is_due:
             merged = list(newest_rows(rows, tables))
             if sum(each.num_bytes for each in merged) + sum(each.nbytes for each in dense.values()) < least_bytes:
                 return self._merge(versions, merged, dense)
         newest = list(newest_rows([*self._listed(), *rows], tables))
-        parts, base_dense = self._write_over(Overlay(newest), versions[-1])
+        parts, base_dense = self._write_over(Overlay(newest), versions)
         blocks = WholeBlocks(self._whole)
         outside = [left for each in newest for left in blocks.outside(each) if left.block.num_rows]
-        parts += self._put(outside, base_dense | dense, versions[-1])
+        parts += self._put(outside, base_dense | dense, versions)
         return self._create(_snapshot(self._base, versions), parts, base_dense | dense)
 
     def merge(self, versions: Sequence[Manifest]) -> Manifest | None:
@@ -156,10 +161,11 @@ class _Compaction:
             The merged entry, even if another process created it first; None if the entry was deleted in the meantime.
         """
         rows, dense = self._read(versions)
-        return self._merge(versions, list(newest_rows(rows, _tables(versions))), dense)
+        _, tables, _ = _schema(versions)
+        return self._merge(versions, list(newest_rows(rows, tables)), dense)
 
     def _merge(self, versions: Sequence[Manifest], newest: list[BlockRows], dense: _Dense) -> Manifest | None:
-        parts = self._put(newest, dense, versions[-1])
+        parts = self._put(newest, dense, versions)
         return self._create(_delta(versions), parts, dense)
 
     def _read(self, versions: Sequence[Manifest]) -> tuple[list[BlockRows], _Dense]:
@@ -179,12 +185,12 @@ class _Compaction:
                 # Do not hold the part in memory: the yielded rows are copies.
                 yield from listed_rows(PartReader(self._log.storage, part, self._base, memory_bytes=0))
 
-    def _write_over(self, overlay: Overlay, last: Manifest) -> tuple[list[Part], _Dense]:
+    def _write_over(self, overlay: Overlay, versions: Sequence[Manifest]) -> tuple[list[Part], _Dense]:
         """Write the snapshot's whole blocks to new parts, with newer rows in place of older ones.
 
         Args:
             overlay: newer rows.
-            last: last merged version, used for the names of the new parts.
+            versions: merged versions, which determine the format and the names of the new parts.
 
         Returns:
             Records of the new parts, and the snapshot's dense tensors by name.
@@ -194,26 +200,27 @@ class _Compaction:
         for part in self._base.parts:
             reader = PartReader(self._log.storage, part, self._base)
             dense |= {name: tensor.clone() for name, tensor in reader.dense().items()}
-            parts += self._put([overlay.over(rows) for rows in reader.rows if rows.ids is None], {}, last)
+            whole = [overlay.over(rows) for rows in reader.with_states() if rows.ids is None]
+            parts += self._put(whole, {}, versions)
         return parts, dense
 
-    def _put(self, rows: Sequence[BlockRows], dense: _Dense, last: Manifest) -> list[Part]:
-        """Write rows and dense tensors to a new part.
+    def _put(self, rows: Sequence[BlockRows], dense: _Dense, versions: Sequence[Manifest]) -> list[Part]:
+        """Write rows with their states, and dense tensors, to a new part.
 
         Args:
             rows: rows to write.
             dense: dense tensors to write, by name.
-            last: last merged version, used for the name of the part.
+            versions: merged versions, which determine the format and the name of the part.
 
         Returns:
             The record of the part in a list; an empty list if there is nothing to write.
         """
         if not rows and not dense:
             return []
-        name = part_name(last.version, last.generation, "c")
-        writer = PartWriter(name, rows, dense)
-        self._log.storage.put(name, writer.buffers())
-        return [writer.part]
+        name, states_name = (part_name(versions[-1].version, versions[-1].generation, author) for author in ("c", "cs"))
+        form, _, _ = _schema(versions)
+        has_states = form == STATES_FORMAT
+        return [put_part(self._log.storage, name, rows, dense, states_name=states_name if has_states else None)]
 
     def _create(self, draft: Manifest, parts: Sequence[Part], dense: _Dense) -> Manifest | None:
         specs = {name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in dense.items()}
@@ -228,7 +235,9 @@ class _Compaction:
         self._log.storage.sync("log")
         if not self._log.create_merged(draft):
             for part in parts:
-                self._log.storage.delete(part.name)
+                for written in (part, part.states):
+                    if written is not None:
+                        self._log.storage.delete(written.name)
         return self._log.read_merged(Merged.of(draft))
 
 
@@ -240,7 +249,7 @@ def _snapshot(base: Manifest, versions: Sequence[Manifest]) -> Manifest:
 def _delta(versions: Sequence[Manifest]) -> Manifest:
     """Return the manifest of the delta that merges ``versions``. The caller fills in the parts.
 
-    Claims have no cut, batches, pending rows or tables: these fields are taken from the other versions.
+    Claims have no cut, batches, pending rows, tables or training state: these fields are taken from the other versions.
     """
     last, newest = versions[-1], [version for version in versions if version.kind != "claim"]
     return replace(
@@ -251,7 +260,11 @@ def _delta(versions: Sequence[Manifest]) -> Manifest:
         batches=(min(version.batches[0] for version in newest), newest[-1].batches[1]),
         cut=newest[-1].cut,
         pending_rows=newest[-1].pending_rows,
+        format=newest[-1].format,
         tables=newest[-1].tables,
+        states=newest[-1].states,
+        training=newest[-1].training,
+        event_time=newest[-1].event_time,
         merges=last.link,
     )
 
@@ -284,7 +297,7 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
 
 
 def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
-    """Return the longest prefix of ``pieces`` with equal tables that fits ``max_bytes``.
+    """Return the longest prefix of ``pieces`` with equal formats, tables and states that fits ``max_bytes``.
 
     Returns an empty list if the prefix contains only claims.
     """
@@ -292,17 +305,30 @@ def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
     num_bytes = 0
     for piece in pieces:
         # Ids stored as gaps take 8 bytes each in memory.
-        num_bytes += piece.num_bytes + _ID_BYTES * piece.num_rows
-        tables = _tables([*run, piece])
-        if num_bytes > max_bytes or (piece.kind != "claim" and piece.tables != tables):
+        num_bytes += _size(piece) + _ID_BYTES * piece.num_rows
+        if num_bytes > max_bytes or (piece.kind != "claim" and piece.schema != _schema([*run, piece])):
             break
         run.append(piece)
     return run if any(piece.kind != "claim" for piece in run) else []
 
 
-def _tables(versions: Sequence[Manifest]) -> Mapping[str, TableSpec]:
-    """Return the tables of the first version that is not a claim; empty if all are claims."""
-    return next((version.tables for version in versions if version.kind != "claim"), {})
+def _schema(versions: Sequence[Manifest]) -> _Schema:
+    """Return the format, tables and states of the first version that is not a claim."""
+    return next((version.schema for version in versions if version.kind != "claim"), (FORMAT, {}, {}))
+
+
+def _size(version: Manifest) -> int:
+    """Return the size in bytes of a version's parts and of the states of their rows."""
+    return version.total_bytes - sum(each.num_bytes for each in version.training)
+
+
+def _state_bytes(block: Block, version: Manifest) -> int:
+    """Return the size in bytes of the states of one row of a block."""
+    states = version.states.get(block.table)
+    return sum(
+        state.dtype.itemsize * (block.num_columns if state.width == "columns" else 1)
+        for state in (() if states is None else states.states)
+    )
 
 
 def _num_new(versions: Sequence[Manifest]) -> int:

@@ -8,13 +8,14 @@ Readers get the same values in both cases, bit for bit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.block_rows import BlockRows, RowReader, gather
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, IdForm
 from delta_tracker.stream.format.part_reader import PartReader
@@ -24,14 +25,17 @@ Shape = tuple[tuple[int, int], Encoding]  # columns and encoding of a block
 
 
 def listed_rows(part: PartReader) -> list[BlockRows]:
-    """Read the listed rows of a part (the rows stored with their ids) into memory."""
-    return [rows.loaded() for rows in part.rows if rows.ids is not None and rows.block.num_rows]
+    """Read the listed rows of a part (the rows stored with their ids) and their states into memory."""
+    if all(block.ids == "all" for block in part.part.blocks):
+        return []
+    return [rows.loaded() for rows in part.with_states() if rows.ids is not None and rows.block.num_rows]
 
 
 def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> Iterator[BlockRows]:
     """Yield the newest rows of each table, in column ranges that do not overlap.
 
-    The values are gathered from ``rows`` lazily.
+    The values and states are gathered from ``rows`` lazily. All blocks of a table with states have their own encoding,
+    and column ranges that are equal or do not overlap.
 
     Args:
         rows: listed rows in memory, oldest first.
@@ -62,15 +66,36 @@ class _Winners:
     source: Tensor
     place: Tensor
 
-    def read(self, begin: int, end: int) -> Tensor:
-        """Return the newest rows of the ids with indices ``begin`` to ``end`` (exclusive), still encoded."""
+    def read(self, reader_of: Callable[[BlockRows], RowReader], begin: int, end: int) -> Tensor:
+        """Return the newest rows of the ids with indices ``begin`` to ``end`` (exclusive), still encoded.
+
+        Args:
+            reader_of: function that returns the reader of a source's values, or the reader of one of its states.
+            begin: index of the first id.
+            end: index after the last id.
+        """
         source, place = self.source[begin:end], self.place[begin:end]
-        block = self.sources[0].block
-        out = torch.empty(end - begin, block.encoding.width(block.num_columns), dtype=block.encoding.dtype)
+        like = reader_of(self.sources[0])(0, 0)
+        out = like.new_empty(end - begin, like.shape[1])
         for number in set(source.tolist()):
             wanted = (source == number).nonzero()[:, 0]
-            out.index_copy_(0, wanted, self.sources[number].gather(place[wanted]))
+            out.index_copy_(0, wanted, gather(reader_of(self.sources[number]), place[wanted]))
         return out
+
+    def rows(self, block: Block, ids: Tensor) -> BlockRows:
+        """Return the newest rows and their states. The same choice applies to the values and to each state."""
+        states = tuple(
+            partial(self.read, partial(_state, number=number)) for number in range(len(self.sources[0].states))
+        )
+        return BlockRows(block, ids, partial(self.read, _values), states)
+
+
+def _values(rows: BlockRows) -> RowReader:
+    return rows.read
+
+
+def _state(rows: BlockRows, *, number: int) -> RowReader:
+    return rows.states[number]
 
 
 def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
@@ -112,10 +137,11 @@ def _newest(table: TableSpec, columns: tuple[int, int], encoding: Encoding, sour
     form: IdForm = "gaps" if encoding.is_quantized else "list"
     block = Block(table.fqn, (0, table.num_rows), columns, len(ids), form, encoding)
     alike = [_shaped(each, columns, encoding, table.dtype) for each in sources]
-    return BlockRows(block, ids, _Winners(alike, source, winners - starts[source]).read)
+    return _Winners(alike, source, winners - starts[source]).rows(block, ids)
 
 
 def _shaped(rows: BlockRows, columns: tuple[int, int], encoding: Encoding, dtype: torch.dtype) -> BlockRows:
     if (rows.block.columns, rows.block.encoding) == (columns, encoding):
         return rows
+    assert not rows.states, "rows with states have equal column ranges and encodings"
     return rows.decoded(dtype).within(rows.block.rows, columns)
