@@ -1,4 +1,20 @@
-"""Training state of a rank at a cut: :class:`TrainingSource`. ``stream/FORMAT.md`` lists its fields."""
+"""Training state of a rank at a cut: :class:`TrainingSource`.
+
+The state is a dict with these keys:
+
+- ``library``: what the library restores, a dict with these keys:
+
+  - ``kernels``: FQN of each fused table to the numbers of its kernel, such as ``iter`` and ``lr``.
+  - ``shards``: FQN of each other table to this rank's block: ``rows``, ``columns`` and ``replicated``.
+  - ``dense``, on rank 0: name to dense tensor, for those that are not in the version; ``buffers``, on other ranks: name
+    to buffer.
+  - ``publisher``: name of the publisher's consumer. ``consumers``: name of each other consumer to its ``version`` and
+    ``left_out``, see :class:`ConsumerState`.
+  - ``batches``: number of steps of the tracker.
+
+- ``training``, only on rank 0, and ``rank``: states of the user's objects by name.
+- ``data``: state of the :class:`~delta_tracker.DataPosition`; None if there is none.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
+from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import DataPosition, ModelDeltaTracker
@@ -16,11 +15,6 @@ from tests.models import Spec, Table, shard
 from tests.tracker.flows_cases import _Parts
 
 _NUM_BATCHES = 12
-_PIPELINES = {
-    "base": TrainPipelineBase,
-    "lite": TrainPipelineSparseDistLite,
-    "sparse dist": TrainPipelineSparseDist,
-}
 
 
 class _Batches:
@@ -43,11 +37,15 @@ class _Batches:
         self.next = state["next"]
 
 
-def pipeline(rank: int, world_size: int, kind: str) -> list[int]:
+def pipeline(rank: int, world_size: int, name: str) -> list[int] | None:
     """Compare the position with the rows that each step changed. Return the numbers of batches ahead, by step.
 
-    After 4 steps, the position is restored, which the old pipeline notices and a new one continues.
+    After 4 steps, the position is restored, which the old pipeline notices and a new one continues. Returns None if
+    this TorchRec does not have a pipeline with this name.
     """
+    kind = getattr(train_pipelines, name, None)
+    if kind is None:
+        return None
     spec = Spec([Table("table", _NUM_BATCHES, "row")])
     model = shard(spec)
     parts = _Parts(model, spec)
@@ -58,7 +56,7 @@ def pipeline(rank: int, world_size: int, kind: str) -> list[int]:
         tracker.attach_data(data)
 
         def train(steps: range) -> None:
-            batches, trainer = iter(data), _PIPELINES[kind](parts, optimizer, torch.device("cpu"))
+            batches, trainer = iter(data), kind(parts, optimizer, torch.device("cpu"))
             for step in steps:
                 trainer.progress(batches)
                 tracker.step()

@@ -289,9 +289,14 @@ def test_a_loader_with_workers() -> None:
     assert fetched[:3] + rest == [[2 * step, 2 * step + 1] for step in range(10)]
 
 
-@pytest.mark.parametrize(("kind", "ahead"), [("base", 1), ("lite", 1), ("sparse dist", 2)])
-def test_torchrecs_pipelines(one_rank: RankPool, kind: str, ahead: int) -> None:
-    (aheads,) = one_rank.run(f"{_CASES}:pipeline", kind=kind)
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [("TrainPipelineBase", 1), ("TrainPipelineSparseDistLite", 1), ("TrainPipelineSparseDist", 2)],
+)
+def test_torchrecs_pipelines(one_rank: RankPool, name: str, ahead: int) -> None:
+    (aheads,) = one_rank.run(f"{_CASES}:pipeline", name=name)
+    if aheads is None:
+        pytest.skip(f"this torchrec has no {name}")
     rest = [max(0, min(ahead, 11 - step)) for step in range(4, 12)]
     assert aheads == [ahead] * 4 + rest
 
