@@ -34,7 +34,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
 
-Scalars = Mapping[str, int | float]
+Scalars = Mapping[str, int | float | Tensor]
 
 
 def table_states(shard: LocalShard) -> TableStates | None:
@@ -102,28 +102,26 @@ class StateWatch:
         }
 
 
-def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int | float]]:
-    """Return the numbers of the kernel of each fused table that this rank holds.
-
-    Waits once for each device that has kernels.
+def kernel_scalars(shards: Mapping[str, LocalShard]) -> dict[str, dict[str, int | float | Tensor]]:
+    """Return the numbers of the kernel of each fused table that this rank holds, without a wait for a device.
 
     Args:
         shards: table FQN to shard.
 
     Returns:
-        Table FQN to the numbers ``iter``, ``iter_cpu``, ``lr`` (learning rate of the kernel), ``group_lr`` (learning
-        rate of the optimizer object), ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
+        Table FQN to the numbers ``iter`` (of a kernel on a device, a live tensor without dimensions), ``iter_cpu``,
+        ``lr`` (learning rate of the kernel), ``group_lr`` (learning rate of the optimizer object), ``eps``, ``beta1``,
+        ``beta2`` and ``weight_decay``.
 
     Raises:
         InvalidArgumentError: if the column ranges of a table are in several kernels with different numbers.
     """
-    kernels = _fused_kernels(shards)
-    counts = _iterations(kernels)
-    numbers = {id(kernel): _scalars(kernel, count) for kernel, count in zip(kernels, counts, strict=True)}
-    found: dict[str, dict[str, int | float]] = {}
+    numbers = {id(kernel): _scalars(kernel) for kernel in _fused_kernels(shards)}
+    found: dict[str, dict[str, int | float | Tensor]] = {}
     for fqn, shard in shards.items():
-        each = [numbers[id(kernel)] for kernel, _ in shard.places if kernel.is_fused]
-        if any(other != each[0] for other in each):
+        each = list({id(kernel): numbers[id(kernel)] for kernel, _ in shard.places if kernel.is_fused}.values())
+        # Kernels on a device are compared without ``iter``, which would wait for the device: iter_cpu counts the same.
+        if any(_comparable(other) != _comparable(each[0]) for other in each[1:]):
             raise InvalidArgumentError("optimizer", each, f"Train all column ranges of {fqn!r} with the same settings")
         if each:
             found[fqn] = dict(each[0])
@@ -149,7 +147,7 @@ def check_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalar
                 raise RestoreMismatchError(f"the optimizer's iteration of {fqn!r}", "missing", "needed")
             first, numbers = held.setdefault(id(kernel), (fqn, scalars[fqn]))
             for name, number in scalars[fqn].items():
-                if numbers[name] != number:
+                if bool(numbers[name] != number):
                     what = f"the optimizer's {name} of {fqn!r} and {first!r}"
                     raise RestoreMismatchError(
                         what, f"{number} and {numbers[name]}", "the same, as they share a kernel"
@@ -216,22 +214,14 @@ def _fused_kernels(shards: Mapping[str, LocalShard]) -> list[Kernel]:
     return list(found.values())
 
 
-def _iterations(kernels: list[Kernel]) -> list[int]:
-    """Return ``iter`` of each kernel. Waits once for each device."""
-    counters = [tbe_of(kernel.module).iter for kernel in kernels]
-    found = [0] * len(counters)
-    for device in {counter.device for counter in counters}:
-        places = [place for place, counter in enumerate(counters) if counter.device == device]
-        held = torch.cat([counters[place].view(1) for place in places]).tolist()
-        for place, count in zip(places, held, strict=True):
-            found[place] = count
-    return found
+def _comparable(scalars: Mapping[str, int | float | Tensor]) -> dict[str, int | float]:
+    return {name: number for name, number in scalars.items() if not isinstance(number, Tensor)}
 
 
-def _scalars(kernel: Kernel, count: int) -> dict[str, int | float]:
+def _scalars(kernel: Kernel) -> dict[str, int | float | Tensor]:
     tbe = tbe_of(kernel.module)
     return {
-        "iter": count,
+        "iter": int(tbe.iter) if tbe.iter.device.type == "cpu" else tbe.iter.view(()),
         "iter_cpu": int(tbe.iter_cpu),
         "lr": float(tbe.learning_rate_tensor),
         "group_lr": float(_group(kernel)["lr"]),
@@ -242,14 +232,14 @@ def _scalars(kernel: Kernel, count: int) -> dict[str, int | float]:
 def _write(kernel: Kernel, scalars: Scalars) -> None:
     tbe, group = tbe_of(kernel.module), _group(kernel)
     with torch.no_grad():
-        tbe.iter.fill_(scalars["iter"])
-        tbe.iter_cpu = tbe.iter_cpu.cpu().fill_(scalars["iter_cpu"])
-        tbe.learning_rate_tensor.fill_(scalars["lr"])
+        tbe.iter.fill_(int(scalars["iter"]))
+        tbe.iter_cpu = tbe.iter_cpu.cpu().fill_(int(scalars["iter_cpu"]))
+        tbe.learning_rate_tensor.fill_(float(scalars["lr"]))
     if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(scalars["group_lr"])
+        group["lr"].fill_(float(scalars["group_lr"]))
     else:
-        group["lr"] = scalars["group_lr"]
-    tbe.optimizer_args = tbe.optimizer_args._replace(**{name: scalars[name] for name in _HYPERPARAMETERS})
+        group["lr"] = float(scalars["group_lr"])
+    tbe.optimizer_args = tbe.optimizer_args._replace(**{name: float(scalars[name]) for name in _HYPERPARAMETERS})
 
 
 def _group(kernel: Kernel) -> dict[str, Any]:

@@ -652,11 +652,11 @@ class ModelDeltaTracker:
         """Return a detector of in-place writes to the optimizer's states from now on."""
         return StateWatch(lambda: self._model.shards)
 
-    def kernel_scalars(self) -> dict[str, dict[str, int | float]]:
+    def kernel_scalars(self) -> dict[str, dict[str, int | float | Tensor]]:
         """Return the iteration counters and hyperparameters of the fused optimizers on this rank, by table FQN.
 
         The keys are ``iter``, ``iter_cpu``, ``lr``, ``group_lr``, ``eps``, ``beta1``, ``beta2`` and ``weight_decay``.
-        Waits for the device.
+        ``iter`` of a kernel on a device is a live tensor, because a number would need a wait for the device.
 
         Raises:
             InvalidArgumentError: if the column ranges of a table have different numbers.

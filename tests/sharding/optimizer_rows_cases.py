@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,6 +113,10 @@ def scalars(rank: int, world_size: int) -> None:
         assert all(each["lr"] == 0.25 for each in target.kernel_scalars().values())
         other(batch(other_spec, generator)).backward()
         assert target.kernel_scalars()[first]["iter_cpu"] == read[first]["iter_cpu"] + 1
+        device_kernel = tbe_of(shards[first].places[0][0].module)
+        counter = torch.zeros(1, dtype=torch.int64, device="meta")  # raises if its value is read
+        with mock.patch.object(device_kernel, "iter", counter):
+            assert target.kernel_scalars()[first]["iter"].device.type == "meta"
         column = target._model.shards["ec.embedding_bags.stacked"].places
         if len({id(each) for each, _ in column}) > 1:
             tbe_of(column[0][0].module).iter_cpu += 1
