@@ -14,9 +14,10 @@ from delta_tracker.cli.survey import contiguous
 from delta_tracker.cli.text import plain, several, size
 from delta_tracker.cli.times import Skews
 from delta_tracker.errors import CorruptPartError, MalformedError
-from delta_tracker.stream.format.manifest import Link, Manifest, Part
-from delta_tracker.stream.format.part_reader import PartReader
+from delta_tracker.stream.format.manifest import Link, Manifest, Part, Stored
+from delta_tracker.stream.format.part_reader import PartReader, Ranged, read_training
 from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.storage.storage import Storage
 
 # Parts up to this size are read as a whole, larger ones in pieces of 8 MiB.
 _MEMORY_BYTES = 32 << 20
@@ -24,9 +25,9 @@ _MEMORY_BYTES = 32 << 20
 _HELP = """Check everything that a reader of the stream may read.
 
 Each entry of the log must follow the format, name its predecessor by hash, and not decrease the generation. Each part
-must have the size, the hash, the tensors and the ids that its entry records. The same holds for merged entries, which
-must replace entries of this log. Reads every byte, in bounded memory, and changes nothing. Skips entries that retention
-deletes during the check.
+must have the size, the hash, the tensors and the ids that its entry records, and so must the optimizer states and the
+training states of format 2. The same holds for merged entries, which must replace entries of this log. Reads every
+byte, in bounded memory, and changes nothing. Skips entries that retention deletes during the check.
 
 Exit code 0 if nothing is damaged, 1 otherwise.
 
@@ -96,8 +97,8 @@ class _Check:
         skews: differences between the clocks of the publishers and the store's.
         num_entries: number of well-formed entries of the log.
         num_merged: number of well-formed merged entries.
-        num_parts: number of checked parts, including damaged ones.
-        num_bytes: bytes of these parts.
+        num_parts: number of checked parts and other objects, including damaged ones.
+        num_bytes: bytes of these objects.
     """
 
     stream: Stream
@@ -178,37 +179,49 @@ class _Check:
         return -1 if snapshot is None else snapshot.version
 
     def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None]) -> None:
-        for part in manifest.parts:
+        for each, check in self._checks(manifest):
             try:
-                self._check_part(part, manifest)
+                check()
             except CorruptPartError as error:
                 there = again()
                 if there is None or there.xxh3 != manifest.xxh3:
                     return  # retention deleted the version
-                if self._is_without_parts(manifest, part):
+                if self._is_without_parts(manifest, each):
                     return
                 self._find(error.path, error.reason, manifest.version)
             self.num_parts += 1
-            self.num_bytes += part.num_bytes
+            self.num_bytes += each.num_bytes
 
-    def _is_without_parts(self, manifest: Manifest, part: Part) -> bool:
-        """Return True if ``part`` is missing because retention deleted it.
+    def _is_without_parts(self, manifest: Manifest, stored: Part | Stored) -> bool:
+        """Return True if an object is missing because retention deleted it.
 
-        Retention keeps an entry that precedes a claim, but deletes the entry's parts.
+        Retention keeps an entry that precedes a claim, but deletes the entry's objects.
         """
         log = self.stream.log
-        return manifest.version < self._start and log.storage.size(part.name) is None and log.precedes_claim(manifest)
+        return manifest.version < self._start and log.storage.size(stored.name) is None and log.precedes_claim(manifest)
 
-    def _check_part(self, part: Part, manifest: Manifest) -> None:
-        if not self.is_quick:
-            PartReader(self.stream.storage, part, manifest, memory_bytes=_MEMORY_BYTES)
+    def _checks(self, manifest: Manifest) -> Iterator[tuple[Part | Stored, Callable[[], object]]]:
+        """Yield each object of an entry, and a function that checks it. The functions raise CorruptPartError."""
+        if self.is_quick:
+            for each in manifest.objects:
+                yield each, partial(self._check_size, each)
             return
-        found = self._sizes.get(part.name)
-        found = self.stream.storage.size(part.name) if found is None else found
+        storage = self.stream.storage
+        for part in manifest.parts:
+            reader = _PartCheck(storage, part, manifest)
+            yield part, reader.open
+            if part.states is not None:
+                yield part.states, reader.check_states
+        for stored in manifest.training:
+            yield stored, partial(_check_training, storage, stored)
+
+    def _check_size(self, stored: Part | Stored) -> None:
+        found = self._sizes.get(stored.name)
+        found = self.stream.storage.size(stored.name) if found is None else found
         if found is None:
-            raise CorruptPartError(part.name, "it does not exist")
-        if found != part.num_bytes:
-            raise CorruptPartError(part.name, f"it has {found} bytes instead of {part.num_bytes}")
+            raise CorruptPartError(stored.name, "it does not exist")
+        if found != stored.num_bytes:
+            raise CorruptPartError(stored.name, f"it has {found} bytes instead of {stored.num_bytes}")
 
     def _merged_problems(self, manifest: Manifest, head: Manifest) -> Iterator[str]:
         if manifest.stream != head.stream:
@@ -219,6 +232,40 @@ class _Check:
 
     def _find(self, where: str, problem: str, version: int) -> None:
         self.findings.append(Finding(plain(where), plain(problem), version >= self._start))
+
+
+class _PartCheck:
+    """Check of a part, and then of the states of its rows. The methods raise CorruptPartError.
+
+    Args:
+        storage: store of the stream.
+        part: record of the part.
+        manifest: entry that lists the part.
+    """
+
+    def __init__(self, storage: Storage, part: Part, manifest: Manifest) -> None:
+        self._storage = storage
+        self._part = part
+        self._manifest = manifest
+        self._reader: PartReader | None = None
+
+    def open(self) -> None:
+        """Check every byte of the part."""
+        self._reader = PartReader(self._storage, self._part, self._manifest, memory_bytes=_MEMORY_BYTES)
+
+    def check_states(self) -> None:
+        """Check every byte of the object with the states. Without a valid part, check only its hashes."""
+        assert self._part.states is not None, "the part has states"
+        if self._reader is None:
+            Ranged(self._storage, self._part.states, is_whole=True).finish()
+        else:
+            self._reader.with_states()
+
+
+def _check_training(storage: Storage, stored: Stored) -> None:
+    """Check every byte and the structure of a training state. Raises CorruptPartError."""
+    Ranged(storage, stored, is_whole=True).finish()
+    read_training(storage, stored)
 
 
 def _chain_problems(manifest: Manifest, before: Manifest | None, head: Manifest) -> Iterator[str]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from delta_tracker.cli import verify as verify_command
+from delta_tracker.state_tree import pack
+from delta_tracker.stream.format import digests
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import PartReader
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import StateSpec, TableStates
 from tests.cli.commands import Cli, entry, flip, path_of, url_of
 from tests.stream.streams import Writer
 
@@ -122,3 +127,64 @@ def test_claims_that_retention_keeps_are_no_damage(cli: Cli, writer: Writer) -> 
     assert "1 entry: retention keeps claims" in cli("inspect", url)
     report = cli.json("report", url)
     assert (report["faults"], report["versions"]["missing"]) == ([], 0)
+
+
+@pytest.fixture
+def states_writer(tmp_path: Path) -> Writer:
+    """A stream of a claim, a snapshot and a delta of format 2: for each version a part, states and training states."""
+    states = TableStates("EXACT_TEST", ((0, 3), (3, 4)), (StateSpec("sum", torch.float32, "range"),))
+    writer = Writer(Storage((tmp_path / "states").as_uri(), create=True), states=states)
+    writer.training = [pack({"a": torch.arange(30)}, "state"), pack({"b": 1.5}, "state")]
+    writer.snapshot()
+    writer.delta([1, 7])
+    return writer
+
+
+@pytest.mark.parametrize("reads_pieces", [False, True])
+def test_verify_reads_every_byte_of_states_and_training_states(
+    cli: Cli, states_writer: Writer, reads_pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reads_pieces:
+        monkeypatch.setattr(verify_command, "_MEMORY_BYTES", 0)
+        monkeypatch.setattr(digests, "PIECE_BYTES", 64)
+        states_writer.delta([3])
+    url = url_of(states_writer)
+    paths = sorted(path_of(states_writer, "parts").iterdir())
+    assert len(paths) == (12 if reads_pieces else 8)
+    if reads_pieces:
+        paths = paths[8:]  # of the version with such pieces
+        monkeypatch.setattr(verify_command, "contiguous", lambda versions: len(versions) - 1)
+    else:
+        found = cli.json("verify", url)
+        assert (found["ok"], found["parts"]) == (True, 8)
+        assert found["bytes"] == sum(path.stat().st_size for path in paths)
+    for path in paths:
+        good = path.read_bytes()
+        for at in {0, len(good) // 3, len(good) // 2, len(good) - 1}:
+            flip(path, at)
+            wheres = {each["where"] for each in json.loads(cli("verify", url, "--json", code=1))["findings"]}
+            assert f"parts/{path.name}" in wheres, (path, at)
+            path.write_bytes(good)
+
+
+def test_verify_compares_the_sizes_of_all_objects(cli: Cli, states_writer: Writer) -> None:
+    url = url_of(states_writer)
+    assert cli.json("verify", url, "--quick")["ok"]
+    version = entry(states_writer, 2)
+    states, training = version.parts[0].states, version.training[1]
+    assert states is not None
+    path_of(states_writer, states.name).unlink()
+    path_of(states_writer, training.name).write_bytes(b"short")
+    expected = {states.name: "it does not exist", training.name: f"it has 5 bytes instead of {training.num_bytes}"}
+    for arguments in ((), ("--quick",)):
+        found = cli.json("verify", url, *arguments, code=1)["findings"]
+        assert {each["where"]: each["problem"] for each in found} == expected
+
+
+def test_verify_checks_states_without_their_part(cli: Cli, states_writer: Writer) -> None:
+    part = entry(states_writer, 1).parts[0]
+    assert part.states is not None
+    flip(path_of(states_writer, part.name))
+    flip(path_of(states_writer, part.states.name))
+    found = cli.json("verify", url_of(states_writer), code=1)["findings"]
+    assert [each["where"] for each in found] == [part.name, part.states.name]

@@ -13,16 +13,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_tracker.errors import FencedError, InvalidArgumentError, MalformedError, StorageError
+from delta_tracker.state_tree import pack
 from delta_tracker.stream.cursor import StreamCursor
+from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, part_name
 from delta_tracker.stream.maintenance import retention as retention_module
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import HEARTBEAT_SECONDS, ORPHAN_SECONDS, Retained, Retention, retain
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import StateSpec, TableStates
 from tests.stream.histories import Clock, ClockedStorage, History, Reader
 from tests.stream.streams import Writer
 from tests.sweeps import SWEEPS_ARE_WHOLE
@@ -693,3 +697,75 @@ def test_a_pass_syncs_before_and_between_its_deletions(
     with _disk_calls(tmp_path, monkeypatch) as calls:
         assert retain(storage, Retention(versions=1, grace_seconds=0)) == Retained()
     assert calls == [], "nothing to delete"
+
+
+@pytest.fixture
+def states_writer(clock: Clock) -> Writer:
+    """Make the versions 0 claim, 1 snapshot, 2 delta, 3 snapshot, 4 delta of format 2, ten seconds apart."""
+    states = TableStates("EXACT_TEST", ((0, 4),), (StateSpec("sum", torch.float32, "range"),))
+    writer = Writer(ClockedStorage(clock), states=states)
+    writer.training = [pack({"rank": rank}, "state") for rank in range(2)]
+    for number in range(4):
+        clock.seconds += 10
+        writer.delta([number]) if number % 2 else writer.snapshot()
+    return writer
+
+
+def objects(manifest: Manifest | None) -> dict[str, int]:
+    assert manifest is not None
+    return {each.name: each.num_bytes for each in manifest.objects}
+
+
+def test_the_states_and_training_states_of_kept_versions_stay(states_writer: Writer, clock: Clock) -> None:
+    storage, log = states_writer.storage, StreamLog(states_writer.storage)
+    kept = objects(log.read(3)) | objects(log.read(4))
+    gone = objects(log.read(1)) | objects(log.read(2))
+    assert (len(kept), len(gone)) == (8, 8), "each has a part, its states and two training states"
+    retained = retain(storage, Retention(grace_seconds=0, versions=1), clock)
+    assert set(storage.names("parts")) == kept.keys()
+    assert retained == Retained(versions=2, num_bytes=sum(gone.values()))
+    clock.seconds += 2 * ORPHAN_SECONDS
+    kept |= objects(states_writer.delta([5]))
+    assert retain(storage, Retention(grace_seconds=0), clock) == Retained()
+    assert set(storage.names("parts")) == kept.keys()
+
+
+def test_a_training_state_that_a_merged_entry_shares_stays(states_writer: Writer, clock: Clock) -> None:
+    storage, log = states_writer.storage, StreamLog(states_writer.storage)
+    states_writer.delta([5])
+    snapshot, last = log.read(3), log.read(4)
+    assert snapshot is not None
+    assert last is not None
+    merged = replace(last, kind="snapshot", parent=None, snapshot=4, parts=snapshot.parts, merges=last.link)
+    assert log.create_merged(merged)
+    retain(storage, Retention(grace_seconds=0, versions=1), clock)
+    assert log.versions() == [0, 4, 5], "the parent of the head stays"
+    clock.seconds += 10
+    states_writer.delta([6])
+    retain(storage, Retention(grace_seconds=0, versions=1), clock)
+    assert log.versions() == [0, 5, 6]
+    assert objects(merged).keys() <= set(storage.names("parts"))
+
+
+def test_the_bytes_of_all_objects_count(states_writer: Writer, clock: Clock) -> None:
+    log = StreamLog(states_writer.storage)
+    (three, four) = (sum(objects(log.read(version)).values()) for version in (3, 4))
+    retain(log, Retention(grace_seconds=0, num_bytes=three + four - 1), clock)
+    assert log.versions() == [0, 3, 4]  # the parent of the head stays
+    states_writer.snapshot()
+    five = sum(objects(log.read(5)).values())
+    retain(log, Retention(grace_seconds=0, num_bytes=five + four), clock)
+    assert log.versions() == [0, 4, 5]
+    retain(log, Retention(grace_seconds=0, num_bytes=five + four - 1), clock)
+    assert log.versions() == [0, 4, 5]
+
+
+def test_orphans_of_failed_versions_with_states_are_deleted(states_writer: Writer, clock: Clock) -> None:
+    storage = states_writer.storage
+    named = set(storage.names("parts"))
+    for author in ("r0", "r0s", "r1t", "c", "cs"):
+        storage.put(part_name(4, 1, author), [memoryview(b"left")])
+    clock.seconds += 2 * ORPHAN_SECONDS
+    states_writer.delta([5])
+    assert retain(storage, Retention(), clock).orphans == 5
+    assert named <= set(storage.names("parts"))
