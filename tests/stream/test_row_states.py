@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from delta_tracker import Predictor
-from delta_tracker.errors import CorruptPartError
+from delta_tracker.errors import CorruptPartError, NewerFormatError
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -149,6 +149,26 @@ def test_a_predictor_needs_no_states() -> None:
     assert torch.equal(model[FQN], writer.table)
     read = {name for name, *_ in writer.storage.ranges} | set(writer.storage.wholes)
     assert not [name for name in read if "r0s" in name or "r0t" in name]
+
+
+def test_a_predictor_of_an_older_release_keeps_its_version_and_asks_for_an_upgrade() -> None:
+    writer = _writer()
+    model = writer.model()
+    predictor = Predictor(model, writer.storage, dense=False)
+    writer.snapshot()
+    predictor.sync()
+    manifest = writer.delta([1])
+    held = model[FQN].clone()
+    newer = manifest.to_json().replace(b'"draft":1', b'"draft":2')
+    writer.storage.replace(entry_name(2), newer)
+    for _ in range(2):
+        with pytest.raises(NewerFormatError, match="Upgrade"):
+            predictor.sync()
+        assert predictor.version == 1
+        assert torch.equal(model[FQN], held)
+    writer.storage.replace(entry_name(2), manifest.to_json())
+    assert predictor.sync() == 2
+    assert torch.equal(model[FQN], writer.table)
 
 
 def test_training_states_are_read_in_ranges() -> None:

@@ -1,4 +1,8 @@
-"""Reader of parts. It compares a whole part with the part's record before it returns any row or tensor."""
+"""Readers of parts, of the states of their rows, and of training states.
+
+By default, a reader compares a whole object with its record before it returns any row or tensor. An object of format 2
+can also be read in ranges, each of which is checked before it is returned.
+"""
 
 from __future__ import annotations
 
