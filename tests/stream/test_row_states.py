@@ -33,6 +33,7 @@ from delta_tracker.stream.format.part_reader import (
 )
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import StreamLog, entry_name
+from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableSpec, TableStates
 from tests.stream import states_stream
@@ -356,6 +357,53 @@ def test_rows_keep_their_states_when_they_are_selected() -> None:
     assert listed.num_bytes == 3 * (16 + 4 + 16 + 8)
     with pytest.raises(AssertionError, match="states cannot be split"):
         whole.within((10, 16), (0, 2))
+
+
+@pytest.mark.parametrize("fold", [1e9, 1e-9], ids=["delta", "snapshot"])
+def test_a_compaction_keeps_the_states_with_their_rows(fold: float) -> None:
+    writer = _writer()
+    writer.change(list(range(20)))
+    writer.snapshot()
+    for ids in ([1, 2, 3], [2, 5], [3, 19], [2, 7]):
+        last = writer.delta(ids)
+    merged = compact(writer.storage, fold=fold)
+    assert merged is not None
+    assert (merged.kind, merged.schema, merged.training) == (
+        "delta" if fold > 1 else "snapshot", last.schema, last.training
+    )  # fmt: skip
+    rows = [each for reader in read_parts(writer.storage, merged) for each in reader.with_states()]
+    ids = [1, 2, 3, 5, 7, 19] if fold > 1 else list(range(20))
+    assert sorted(rows[0].ids.tolist() if fold > 1 else range(20)) == ids
+    _check(sorted(rows, key=lambda each: each.block.columns), writer, ids)
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        None,
+        replace(STATES, optimizer="EXACT_ADAGRAD"),
+        replace(STATES, columns=((0, 2), (2, 4))),
+        replace(STATES, states=STATES.states[::-1]),
+    ],
+    ids=["format", "optimizer", "columns", "states"],
+)
+def test_versions_with_other_states_are_not_merged(states: TableStates | None) -> None:
+    writer = _writer()
+    writer.dense = {}
+    writer.snapshot()
+    for _ in range(3):
+        writer.delta([1, 2])
+    other = Writer(writer.storage, states=states)
+    for _ in range(3):
+        other.delta([3, 4])  # no publisher writes it without a snapshot
+    log = StreamLog(writer.storage)
+    for fold in (1e9, 1e-9):
+        compact(log, fold=fold)
+        for entry in map(log.read_merged, log.merged()):
+            versions = range(0 if entry.parent is None else entry.parent.version + 1, entry.version + 1)
+            held = [version for version in map(log.read, versions) if version.kind != "claim"]
+            assert all(version.schema == entry.schema for version in held)
+    assert log.merged()
 
 
 def test_tables_without_states_have_no_object_with_states() -> None:
