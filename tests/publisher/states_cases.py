@@ -23,6 +23,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.publisher import version_source
 from delta_tracker.publisher.cadence import Cadence
+from delta_tracker.recovery.restore import restore
 from delta_tracker.sharding.interrupted import mark, unmark
 from delta_tracker.state_tree import StateReader
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -397,3 +398,40 @@ def merged(rank: int, world_size: int, root: str) -> None:
                     assert torch.equal(read(0, block.num_rows), expected)
         dist.barrier()
     trainer.close()
+
+
+def restored(rank: int, world_size: int, root: str, optimizer: str) -> None:
+    """A restored job continues bit for bit, and its first version has no rows and is a delta."""
+    url, copy = f"file://{root}/stream", f"file://{root}/copy"
+    trainer = Trainer(rank, world_size, url, optimizer=optimizer)
+    for _ in range(3):
+        trainer.train()
+        trainer.publisher.publish()
+    trainer.train()
+    last = trainer.publisher.publish()
+    trainer.publisher.close()
+    again = Trainer(rank, world_size, copy, optimizer=optimizer)
+    again.publisher.close()
+    for _ in range(2):
+        again.train()
+    found = restore(again.model, url, tracker=again.tracker, training_state={"dense": again.optimizer})
+    assert found.version == last.version
+    assert found.num_batches == again.tracker.num_batches == trainer.tracker.num_batches == 4
+    again.generator.set_state(trainer.generator.get_state())
+    again.url, again.publisher = url, again.publish_to(url)
+    first = again.publisher.publish()
+    assert (first.kind, first.format) == ("delta", 2)
+    assert sum(block.num_rows for part in first.parts for block in part.blocks) == 0
+    for _ in range(4):
+        trainer.train()
+        again.train()
+        assert again.publisher.publish().kind == "delta"
+        for fqn in trainer.tracker.tables:
+            assert torch.equal(again.tracker.read_rows(fqn), trainer.tracker.read_rows(fqn)), fqn
+            for own, other in zip(again.tracker.state_views(fqn), trainer.tracker.state_views(fqn), strict=True):
+                assert all(torch.equal(one, two) for one, two in zip(own, other, strict=True)), fqn
+        assert again.tracker.kernel_scalars() == trainer.tracker.kernel_scalars()
+    dist.barrier()
+    again.check()
+    again.close()
+    trainer.tracker.detach()

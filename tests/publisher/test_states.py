@@ -16,6 +16,11 @@ def test_a_version_has_the_rows_and_states_at_its_cut(two_ranks: RankPool, tmp_p
     two_ranks.run(f"{_CASES}:published", root=str(tmp_path), optimizer=optimizer)
 
 
+@pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "Adagrad", "SGD"])
+def test_a_restored_job_continues_the_stream(two_ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
+    two_ranks.run(f"{_CASES}:restored", root=str(tmp_path), optimizer=optimizer)
+
+
 @pytest.mark.parametrize("case", ["contents", "in_progress", "refused", "resumed", "merged"])
 def test_case(two_ranks: RankPool, tmp_path: Path, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}", root=str(tmp_path))
