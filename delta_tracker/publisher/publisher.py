@@ -234,6 +234,10 @@ class Publisher:
     def step(self) -> None:
         """Publish when a bound of the cadence is reached. Call it on every rank after each ``tracker.step()``.
 
+        With ``states``, call it in the last line of the training loop, and with gradient accumulation only after the
+        last batch that is accumulated: a version has the state from which the next batch continues. Training then waits
+        up to 5 seconds for an update in progress.
+
         Training waits while the rows are read, and twice per version for a short message from the other ranks. The
         ranks vote on each state of a version. With ``Cadence.vote_every`` of k, every k-th call counts the votes that
         the k-th call before it sent, and sends the next ones; the other calls do nothing. A version therefore takes at
@@ -275,6 +279,8 @@ class Publisher:
         Raises:
             FencedError: if a newer publisher has claimed the stream; raised on every rank. Nothing was published.
             PublishError: if another rank failed, called another method, or is at another batch; every row stays
+                pending.
+            UpdateInProgressError: with ``states``, if an update was still in progress after 5 seconds; every row stays
                 pending.
             StorageError: if this rank could not write; every row stays pending. If the store failed during the commit,
                 the version may have been committed; the next version then follows it.

@@ -33,6 +33,7 @@ from delta_tracker.types import Delta, TableStates
 
 _logger = logging.getLogger(__name__)
 
+_TESTED = frozenset({"EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"})
 _UPDATE_SECONDS = 5.0  # longest wait of training for an update in progress
 
 
@@ -115,6 +116,8 @@ class VersionSource:
         # The states in the last snapshot, and in the one that is being copied.
         self._published: Mapping[str, TableStates] = self.states
         self._copying: Mapping[str, TableStates] = {}
+        if untested := sorted({each.optimizer for each in self.states.values()} - _TESTED):
+            _logger.warning("the published states of these optimizers have not been tested: %s", ", ".join(untested))
         self._cuts: list[tuple[int, int]] = []  # log position and version of earlier cuts, ascending
 
     @property

@@ -287,6 +287,17 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
     trainer.publisher.publish()
     dist.barrier()
     trainer.check()
+    # As after a reshard: only a snapshot may have other column ranges.
+    source = trainer.publisher._source
+    assert source is not None
+    source._published = {} if rank else source._published
+    assert source.needs_snapshot == bool(rank)
+    assert trainer.publisher.publish().kind == "snapshot"
+    source._published = {}
+    with mock.patch.object(type(source), "needs_snapshot", False):
+        failed = _raised(trainer.publisher.publish, seconds=1)
+    assert isinstance(failed, InvalidArgumentError)
+    assert trainer.publisher.publish().kind == "snapshot"
     trainer.close()
 
 
