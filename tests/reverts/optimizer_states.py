@@ -34,7 +34,7 @@ REVERTS = [
     Revert(
         defect="the learning rate of a restored kernel is that of its optimizer object",
         generator="tests/sharding/test_optimizer_rows.py::test_case[scalars]",
-        edits={_ROWS: [('        group["lr"] = scalars["group_lr"]\n', "        pass\n")]},
+        edits={_ROWS: [('        group["lr"] = float(scalars["group_lr"])\n', "        pass\n")]},
     ),
     Revert(
         defect="loaded optimizer states are not found",

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.digests import DIGEST_BYTES, DIGESTS_KEY, PieceHasher, num_digests, total_bytes
 from delta_tracker.stream.format.encoding import pack_ids
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, Part, Stored
+from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Part, Stored
 from delta_tracker.stream.storage.local import pieces
 from delta_tracker.stream.storage.storage import Storage
 
@@ -31,50 +32,42 @@ TRAINING_KEY = "state"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """Tensor in the file. Its bytes are the concatenation of ``buffers``."""
+    """Tensor in the file. Its bytes are the concatenation of ``chunks``."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    buffers: Iterable[memoryview]
-
-    @classmethod
-    def of(cls, key: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Iterable[Tensor]) -> _Entry:
-        """Return the entry of a tensor whose values are the concatenation of ``chunks``."""
-        return cls(key, dtype, shape, _buffers_of(key, dtype, chunks))
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    chunks: Iterable[Tensor | memoryview]
 
 
+_ITEM_SIZE = attrgetter("dtype.itemsize")
+
+
+@dataclass(slots=True, eq=False)
 class _FileWriter:
     """Writer that yields the bytes of one safetensors file in a single pass.
 
     Args:
-        entries: tensors in the order of the file. The buffers of each are read once.
+        entries: tensors in the order of the file. The chunks of each are read once.
         has_digests: True for a file of format 2, which ends with the digests of the pieces before them.
-
-    Attributes:
         num_bytes: size of the file in bytes; 0 until :meth:`buffers` is exhausted.
         body: number of bytes before the digests; 0 without digests.
         xxh3: 128-bit xxh3 of the bytes from ``body`` on, in hex; empty until :meth:`buffers` is exhausted.
     """
 
-    def __init__(self, entries: Sequence[_Entry], *, has_digests: bool) -> None:
-        self._entries = entries
-        self._has_digests = has_digests
-        self.num_bytes = 0
-        self.body = 0
-        self.xxh3 = ""
+    entries: Sequence[_Entry]
+    has_digests: bool
+    num_bytes: int = 0
+    body: int = 0
+    xxh3: str = ""
 
     def buffers(self) -> Iterator[memoryview]:
         """Yield buffers whose concatenation is the file. Write each one before requesting the next."""
-        if not self._has_digests:
+        if not self.has_digests:
             digest = xxhash.xxh3_128()
             num_bytes = 0
-            for buffer in pieces(self._contents(self._header(0))):  # small pieces stay in the cache until written
+            head, _ = self._header(0)
+            for buffer in pieces(self._contents(head)):  # small pieces stay in the cache until written
                 digest.update(buffer)
                 num_bytes += len(buffer)
                 yield buffer
@@ -91,37 +84,46 @@ class _FileWriter:
 
     def _header_with_digests(self) -> tuple[bytes, int]:
         """Return the header and the size of the body, which determine each other: the header has the digests' size."""
-        sizes, number = sum(entry.num_bytes for entry in self._entries), 1
+        number = 1
         while True:
-            head = self._header(number)
-            body = len(head) + sizes
+            head, size = self._header(number)
+            body = len(head) + size
             if num_digests(body) == number:
                 return head, body
             number = num_digests(body)
 
-    def _header(self, number: int) -> bytes:
-        """Return the bytes before the first tensor, for a file with this number of digests."""
+    def _header(self, number: int) -> tuple[bytes, int]:
+        """Return the bytes before the first tensor, and the number of bytes of all tensors but the digests.
+
+        Args:
+            number: number of digests; 0 for a file without digests.
+        """
         header: dict[str, Any] = {}
-        end = 0
-        shapes = [(entry.key, entry.dtype, list(entry.shape), entry.num_bytes) for entry in self._entries]
-        if self._has_digests:
-            shapes.append((DIGESTS_KEY, torch.uint8, [DIGEST_BYTES * number], DIGEST_BYTES * number))
-        for key, dtype, shape, num_bytes in shapes:
-            begin, end = end, end + num_bytes
-            header[key] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        end = size = 0
+        entries = [*self.entries]
+        if number:
+            entries.append(_Entry(DIGESTS_KEY, torch.uint8, (DIGEST_BYTES * number,), ()))
+        for entry in entries:
+            begin, end, size = end, end + math.prod(entry.shape) * entry.dtype.itemsize, end
+            header[entry.key] = {
+                "dtype": DTYPE_NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [begin, end],
+            }
         head = json.dumps(header, separators=(",", ":")).encode()
         head += b" " * (-len(head) % ALIGNMENT)
-        return len(head).to_bytes(SIZE_BYTES, "little") + head
+        return len(head).to_bytes(SIZE_BYTES, "little") + head, size if number else end
 
     def _contents(self, head: bytes) -> Iterator[memoryview]:
         yield memoryview(head)
-        for entry in self._entries:
+        for entry in self.entries:
             given = 0
-            for buffer in entry.buffers:
-                given += len(buffer)
-                if len(buffer):
-                    yield buffer
-            assert given == entry.num_bytes, f"{entry.key} has {given} bytes instead of {entry.num_bytes}"
+            for chunk in entry.chunks:
+                given += chunk.nbytes
+                if chunk.nbytes:
+                    yield _bytes_of(chunk, entry) if isinstance(chunk, Tensor) else chunk
+            num_bytes = math.prod(entry.shape) * entry.dtype.itemsize
+            assert given == num_bytes, f"{entry.key} has {given} bytes instead of {num_bytes}"
 
 
 class PartWriter:
@@ -132,6 +134,9 @@ class PartWriter:
         rows: rows to write, without their states. Each chunk is read after the preceding one was written.
         dense: dense tensors to write, by name; None if there are none.
         has_digests: True for a part of format 2, which ends with the digests of its pieces.
+
+    Attributes:
+        file: writer of the part's bytes.
     """
 
     def __init__(
@@ -143,17 +148,22 @@ class PartWriter:
         has_digests: bool = False,
     ) -> None:
         self._name = name
-        self._blocks = tuple(each.block for each in rows)
         self._dense = tuple(dense or ())
-        entries = [entry for index, each in enumerate(rows) for entry in _entries(index, each)]
+        blocks: list[Block] = []
+        entries: list[_Entry] = []
+        for index, each in enumerate(rows):
+            blocks.append(each.block)
+            entries += _entries(index, each)
+        self._blocks = tuple(blocks)
         for index, tensor in enumerate((dense or {}).values()):
-            entries.append(_Entry.of(dense_key(index), tensor.dtype, tuple(tensor.shape), [tensor]))
-        self._file = _FileWriter(_aligned(entries), has_digests=has_digests)
+            entries.append(_Entry(dense_key(index), tensor.dtype, tuple(tensor.shape), [tensor]))
+        # Wide items first, so that each tensor starts at a multiple of its item size.
+        self.file = _FileWriter(sorted(entries, key=_ITEM_SIZE, reverse=True), has_digests=has_digests)
 
     @property
     def part(self) -> Part:
         """Record of the part for the manifest; available once :meth:`buffers` is exhausted."""
-        file = self._file
+        file = self.file
         assert file.num_bytes, "buffers() is not exhausted"
         return Part(self._name, file.num_bytes, file.xxh3, self._blocks, self._dense, file.body)
 
@@ -162,7 +172,7 @@ class PartWriter:
 
         The buffers are views of the tensors' memory: write each one before requesting the next.
         """
-        return self._file.buffers()
+        return self.file.buffers()
 
 
 def put_part(
@@ -191,14 +201,15 @@ def put_part(
         StorageError: if the store fails. Either object may have been created.
     """
     writer = PartWriter(name, rows, dense, has_digests=states_name is not None)
-    storage.put(name, writer.buffers())
+    storage.put(name, writer.file.buffers())
     if states_name is None:
-        assert not any(each.states for each in rows), "format 1 has no states"
+        for each in rows:
+            assert not each.states, "format 1 has no states"
         return writer.part
     entries = [entry for index, each in enumerate(rows) for entry in _state_entries(index, each)]
     if not entries:
         return writer.part
-    return replace(writer.part, states=_put(storage, states_name, _aligned(entries)))
+    return replace(writer.part, states=_put(storage, states_name, sorted(entries, key=_ITEM_SIZE, reverse=True)))
 
 
 def put_training(storage: Storage, name: str, buffers: Iterable[memoryview], num_bytes: int) -> Stored:
@@ -225,11 +236,6 @@ def _put(storage: Storage, name: str, entries: Sequence[_Entry]) -> Stored:
     return Stored(name, file.num_bytes, file.body, file.xxh3)
 
 
-def _aligned(entries: Sequence[_Entry]) -> list[_Entry]:
-    """Return the entries with wide items first, so that each tensor starts at a multiple of its item size."""
-    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
-
-
 def dense_key(index: int) -> str:
     """Return the key under which a part's file stores the ``index``-th dense tensor."""
     return f"dense.{index}"
@@ -244,30 +250,24 @@ def _entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
     block = rows.block
     if block.ids == "list":
         assert rows.ids is not None, "a list of ids"
-        yield _Entry.of(f"{index}.ids", torch.int64, (block.num_rows,), [rows.ids])
+        yield _Entry(f"{index}.ids", torch.int64, (block.num_rows,), [rows.ids])
     elif block.ids == "gaps":
         assert rows.ids is not None, "a list of ids"
         packed, escapes = pack_ids(rows.ids)
-        yield _Entry.of(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed])
-        yield _Entry.of(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes])
+        yield _Entry(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed])
+        yield _Entry(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes])
     width = block.encoding.width(block.num_columns)
-    yield _Entry.of(f"{index}.values", block.encoding.dtype, (block.num_rows, width), rows.chunks())
+    yield _Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), rows.chunks())
 
 
 def _state_entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
     for number, read in enumerate(rows.states):
         like = read(0, 0)
         shape = rows.block.num_rows, like.shape[1]
-        yield _Entry.of(state_key(index, number), like.dtype, shape, rows.chunks(read=read))
+        yield _Entry(state_key(index, number), like.dtype, shape, rows.chunks(read=read))
 
 
-def _buffers_of(key: str, dtype: torch.dtype, chunks: Iterable[Tensor]) -> Iterator[memoryview]:
-    for chunk in chunks:
-        assert chunk.dtype == dtype, f"{key} is {dtype}, not {chunk.dtype}"
-        if chunk.nbytes:
-            yield _bytes_of(chunk)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor, entry: _Entry) -> memoryview:
+    assert tensor.dtype == entry.dtype, f"{entry.key} is {entry.dtype}, not {tensor.dtype}"
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data
