@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from delta_tracker.predictor.predictor import Predictor
     from delta_tracker.publisher.cadence import Cadence
     from delta_tracker.publisher.publisher import Publisher
+    from delta_tracker.recovery.restore import restore
     from delta_tracker.row_target import RowTarget
     from delta_tracker.stream.format.encoding import Encoding
     from delta_tracker.stream.maintenance.retention import Retention
@@ -53,6 +54,7 @@ __all__ = [
     "TableSpec",
     "TopK",
     "TrackingMode",
+    "restore",
 ]
 
 _HOMES = {
@@ -76,6 +78,7 @@ _HOMES = {
     "TableSpec": "delta_tracker.types",
     "TopK": "delta_tracker.tracker.top_k",
     "TrackingMode": "delta_tracker.types",
+    "restore": "delta_tracker.recovery.restore",
 }
 
 

@@ -568,7 +568,7 @@ class RestoreFailedError(StreamError, RuntimeError):
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(
-            f"the restore failed: rank {rank} failed with {reason}",
+            f"the restore failed: rank {rank} failed with {reason.removesuffix('.')}",
             "Fix the problem on that rank and restore again on all ranks",
         )
         self.rank = rank

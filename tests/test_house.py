@@ -263,6 +263,7 @@ def test_the_public_names() -> None:
         "TableSpec",
         "TopK",
         "TrackingMode",
+        "restore",
     ]
     assert all(getattr(delta_tracker, name).__doc__ for name in delta_tracker.__all__)
 

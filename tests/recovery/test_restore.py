@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def stream(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def check_continued(path: Path, answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         assert (answer["version"], answer["num_batches"], answer["world_size"]) == (3, 7, 2)
-        assert (answer["event_time"], answer["rank_states"]) == (12.0, {})
+        assert (answer["event_time"], answer["rank_states"]) == (10.0, {})
         assert not any(answer["pending"]["main"].values())
         assert answer["notes"]["main"]["version"] == 3
     assert same(load(path, "saved", 2), load(path, "restored", 2))
@@ -66,11 +67,13 @@ def check_continued(path: Path, answers: list[dict[str, Any]]) -> None:
     assert same(continued, resumed)
 
 
+@pytest.mark.promise("resumed")
 def test_a_job_continues_bit_for_bit(two_ranks: RankPool, stream: Path) -> None:
     answers = two_ranks.run(f"{_CASES}:restored", path=str(stream), spec=spec(2, _COPIED), ignore=[])
     check_continued(stream, answers)
 
 
+@pytest.mark.promise("resumed")
 @pytest.mark.parametrize("optimizer", ["Adagrad", "SGD"])
 def test_other_optimizers_continue_bit_for_bit(two_ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     made = spec(2, *([_COPIED, _PLAIN] if optimizer == "SGD" else []), optimizer=optimizer)
@@ -78,22 +81,48 @@ def test_other_optimizers_continue_bit_for_bit(two_ranks: RankPool, tmp_path: Pa
     check_continued(tmp_path, two_ranks.run(f"{_CASES}:restored", path=str(tmp_path), spec=made, ignore=[]))
 
 
+@pytest.mark.promise("resumed")
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_the_state_is_equal_at_another_number_of_ranks(
     one_rank: RankPool, four_ranks: RankPool, stream: Path, world_size: int
 ) -> None:
     pool = {1: one_rank, 4: four_ranks}[world_size]
-    made = spec(world_size, _COPIED)
-    answers = pool.run(f"{_CASES}:restored", path=str(stream), spec=made, ignore=["loader"])
+    made, reshards = spec(world_size, _COPIED), world_size == 4
+    ignore = ["random"] if reshards else ["random", "data"]
+    answers = pool.run(f"{_CASES}:restored", path=str(stream), spec=made, ignore=ignore, reshards=reshards)
+    positions = [{"batches": 7, "event_time": 10.0 + rank, "loader": {"count": 7}} for rank in range(2)]
     for answer in answers:
         assert answer["world_size"] == 2
-        assert answer["rank_states"] == {"loader": [{"count": 7}, {"count": 7}]}
+        assert sorted(answer["rank_states"]) == sorted(ignore)
+        assert len(answer["rank_states"]["random"]) == 2
+        assert reshards or answer["rank_states"]["data"] == positions
     before, after = load(stream, "saved", 2), load(stream, "restored", world_size)
     assert same(cells(before), cells(after))
     for held in after:
         assert same(held["dense"], before[0]["dense"])
         assert same(held["states"]["optimizer"], before[0]["states"]["optimizer"])
         assert held["batches"] == 7
+        assert not reshards or held["states"]["data"]["loader"] == {"count": 14}
+
+
+def test_a_publisher_continues_without_a_snapshot(two_ranks: RankPool, stream: Path, tmp_path: Path) -> None:
+    shutil.copytree(stream / "stream", tmp_path / "stream")
+    for first, second, num_batches in two_ranks.run(f"{_CASES}:continued", path=str(tmp_path), spec=spec(2, _COPIED)):
+        assert first == ["delta", 0], "the writes of the restore are not published"
+        assert second[0] == "delta"
+        assert 0 < second[1] < 90
+        assert num_batches == 8
+
+
+def test_other_consumers_miss_no_row(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(f"{_CASES}:consumers", path=str(tmp_path), spec=spec(2))
+
+
+def test_each_rank_reads_its_share(two_ranks: RankPool, tmp_path: Path) -> None:
+    made = {"tables": [{"name": "row", "rows": 1000, "sharding": "row"}]}
+    for found in two_ranks.run(f"{_CASES}:shared_reads", path=str(tmp_path), spec=made):
+        assert found["objects"] >= 4
+        assert 36 * 500 <= found["read"] <= found["all"] / 2 + 3 * 1024 * found["objects"]
 
 
 def test_an_older_version_is_restored(two_ranks: RankPool, stream: Path) -> None:
@@ -117,6 +146,7 @@ def test_an_interrupted_restore_leaves_a_model_that_says_so(two_ranks: RankPool,
         assert all(message.startswith(expected) for message in messages[1:]), messages
 
 
+@pytest.mark.promise("refused")
 def test_what_does_not_fit_is_refused_and_changes_nothing(two_ranks: RankPool, stream: Path) -> None:
     made = spec(2, _COPIED)
     other = {**made, "tables": [{**each, "rows": 18} if each["name"] == "row" else each for each in made["tables"]]}

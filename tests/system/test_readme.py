@@ -30,4 +30,8 @@ def test_python_blocks_run(name: str) -> None:
 
 
 def test_the_documents_with_python_blocks() -> None:
-    assert {name for name, blocks in _BLOCKS.items() if blocks} == {"README.md", "delta_tracker/monitor/README.md"}
+    assert {name for name, blocks in _BLOCKS.items() if blocks} == {
+        "README.md",
+        "delta_tracker/README.md",
+        "delta_tracker/monitor/README.md",
+    }
