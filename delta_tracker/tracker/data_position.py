@@ -50,6 +50,9 @@ class DataPosition(Generic[T]):
     torch's ``DataLoader`` with 2 workers, and with TorchRec's ``TrainPipelineBase``, ``TrainPipelineSparseDistLite``
     and ``TrainPipelineSparseDist`` on the CPU.
 
+    A missing step is noticed when ``max_ahead`` is exceeded, which by default allows for a few of them. Set it to the
+    number of batches that the pipeline is ahead, to notice each one.
+
     To train several epochs, iterate again. At the end of an epoch the position is after its last batch: after a
     restore, the loader has to accept this state, and to return no batch before the next epoch.
 
@@ -108,9 +111,16 @@ class DataPosition(Generic[T]):
 
         Raises:
             InvalidArgumentError: by the iterator, if a newer iterator exists or the position was restored after the
-                first batch of the iterator. Also if the time of a batch is invalid.
+                first batch of the iterator. At its first batch, if earlier batches were fetched and not trained, since
+                the position cannot follow if these are dropped. Also if the time of a batch is invalid.
         """
         with self._lock:
+            if self._drawn:
+                remedy = (
+                    "Train all fetched batches before the first batch of a new iterator, with one tracker.step() for "
+                    "each. To drop them, call load_state_dict(state_dict())"
+                )
+                raise InvalidArgumentError("batches ahead", len(self._drawn), remedy)
             self._generation += 1
             mine = self._generation
         batches = iter(self._loader)

@@ -284,12 +284,16 @@ class ModelDeltaTracker:
             position: the position. It must belong to no other tracker.
 
         Raises:
-            InvalidArgumentError: if ``position`` is not a DataPosition, or the tracker has another one.
+            InvalidArgumentError: if ``position`` is not a DataPosition, if the tracker has another one, or if batches
+                were fetched and not trained, because their steps may have been missed.
         """
         if not isinstance(position, DataPosition):
             raise InvalidArgumentError("position", type(position), "Pass a DataPosition of the loader")
         if self._data_position not in (None, position):
             raise InvalidArgumentError("position", position, "Keep the tracker's DataPosition: it already has one")
+        if position.num_ahead:
+            remedy = "Attach the position before the first batch is fetched, or after it is restored"
+            raise InvalidArgumentError("batches ahead", position.num_ahead, remedy)
         self._data_position = position
 
     def mark_changed(self, fqn: str, ids: Tensor | None = None) -> None:

@@ -90,10 +90,20 @@ def test_iterators_of_the_old_position_are_refused_and_take_nothing() -> None:
         next(batches)
     assert data.num_ahead == 0
     assert next(fresh) == 2
-    older = fresh
+    data.advance()
     assert next(iter(data)) == 3
     with pytest.raises(InvalidArgumentError, match=r"Call iter\(\) again"):
-        next(older)
+        next(fresh)
+
+
+def test_a_new_iterator_drops_no_batch_silently() -> None:
+    data = DataPosition(_Loader())
+    batches, _ = _trained(data, 2, ahead=2)
+    with pytest.raises(InvalidArgumentError, match=r"batches ahead=2 .*To drop them, call load_state_dict"):
+        next(iter(data))
+    assert next(batches) == 4  # the old iterator is still valid
+    data.load_state_dict(data.state_dict())
+    assert next(iter(data)) == 2
 
 
 def test_a_batch_that_is_fetched_while_the_position_is_restored_is_refused() -> None:
@@ -307,11 +317,16 @@ def test_a_tracker_moves_its_position() -> None:
     step, attach = partial(ModelDeltaTracker.step, tracker), partial(ModelDeltaTracker.attach_data, tracker)
     step()
     data = DataPosition(_Loader())
+    batches = iter(data)
+    next(batches)
+    with pytest.raises(InvalidArgumentError, match=r"batches ahead=1 .*before the first batch"):
+        attach(data)
+    data.advance()
     attach(data)
     attach(data)
-    next(iter(data))
+    next(batches)
     step()
-    assert (len(counts), data.num_batches) == (2, 1)
+    assert (len(counts), data.num_batches) == (2, 2)
     step()  # without a batch: the training step does not fail
     with pytest.raises(InvalidArgumentError, match="steps without a batch"):
         data.check()
