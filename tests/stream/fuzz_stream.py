@@ -35,13 +35,14 @@ import xxhash
 
 from delta_tracker import Predictor
 from delta_tracker.errors import CorruptPartError, MalformedError, StreamError
+from delta_tracker.recovery.path import recovery_path
 from delta_tracker.stream.format import digests as digests_module
 from delta_tracker.stream.format import part_reader as part_module
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import Manifest, Part, Stored
 from delta_tracker.stream.format.parse import parse_manifest
 from delta_tracker.stream.format.part_reader import PartReader, Ranged, read_training
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
 from tests.stream import states_stream
 from tests.stream.golden import reader as page
@@ -117,6 +118,7 @@ class Fuzzer:
                 manifest = None
         if draw.chance(0.1):
             self._sync(draw, name, data, manifest)
+            self._recover(name, data)
         if manifest is None:
             self.outcomes["manifest refused"] += 1
             return
@@ -167,6 +169,7 @@ class Fuzzer:
                     entry = manifest.to_json()
                     with suppress(MalformedError):  # a body of another size
                         self._sync(draw, name, entry, parse_manifest(name, entry))
+                    self._recover(name, entry)
             record = {"num_bytes": changed.num_bytes, "body": changed.body, "xxh3": changed.xxh3}
             assert not is_right or page.is_right(data, record)
         self.outcomes[f"{kind} of format 2 " + ("right" if is_right else "refused")] += 1
@@ -257,6 +260,38 @@ class Fuzzer:
         for fqn, table in tables.items():
             assert np.array_equal(table.numpy(), state[fqn], equal_nan=True), "applied wrongly"
         self.outcomes["sync right"] += 1
+
+    def _recover(self, name: str, data: bytes) -> None:
+        """Read what a restore reads, from the snapshot before this entry on."""
+        version = self._manifests[name].version
+        if self._manifests[name].format == 1:
+            return
+        storage = Storage("memory://")
+        for stored in self._objects:
+            storage.put(stored, [memoryview((self._root / stored).read_bytes())])
+        entries = {each: self._entries[entry_name(each)] for each in range(version)} | {version: data}
+        for number, entry in entries.items():
+            storage.create(entry_name(number), entry)
+        found: dict[str, torch.Tensor] = {}
+        try:
+            path = recovery_path(StreamLog(storage))
+            if path[0].tables != states_stream.TABLES:
+                return
+            for manifest in path:
+                states_stream.apply(storage, manifest, found)
+            for stored in path[-1].training:
+                read_training(storage, stored)
+        except StreamError:
+            self.outcomes["recovery refused"] += 1
+            return
+        expected: dict[str, np.ndarray[Any, Any]] = {}
+        for manifest in path:
+            entry = json.loads(entries[manifest.version])
+            page.apply(self._root, entry, expected)
+            page.apply_states(self._root, entry, expected)
+        for key, each in found.items():
+            assert np.array_equal(each.numpy(), expected[key].astype("f4"), equal_nan=True), f"recovered wrongly: {key}"
+        self.outcomes["recovery right"] += 1
 
     @contextmanager
     def _bounded(self, num_bytes: int) -> Iterator[None]:

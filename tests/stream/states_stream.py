@@ -16,6 +16,8 @@ from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, DenseSpec, Kind, Manifest, Part
+from delta_tracker.stream.format.overlay import Overlay
+from delta_tracker.stream.format.part_reader import PartReader, Ranged
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage
@@ -98,6 +100,41 @@ def make(root: Path) -> None:
         maker.commit("delta", [maker.part(0, [maker.rows(USER, (0, 3), (0, 12), [0, 5, 11])])], {})
         rows = [maker.rows(ITEM, (0, 2), (0, 600), [1, 300, 599]), maker.rows(USER, (3, 4), (0, 7), [2])]
         maker.commit("delta", [maker.part(0, rows[:1]), maker.part(1, rows[1:])], {})
+
+
+def apply(storage: Storage, manifest: Manifest, state: dict[str, Tensor]) -> None:
+    """Apply the rows and states of a version in ranges, as a restore does, to float32 tensors.
+
+    Args:
+        storage: store of the stream.
+        manifest: manifest of the version, whose tables have the sizes of ``TABLES``.
+        state: tables by name, and states by ``table/state``, as in the second reader. Missing ones are added.
+    """
+    rows: list[BlockRows] = []
+    for part in manifest.parts:
+        reader = PartReader(storage, part, manifest, source=Ranged(storage, part))
+        rows += reader.with_states(None if part.states is None else Ranged(storage, part.states))
+    for fqn, table in manifest.tables.items():
+        state.setdefault(fqn, torch.zeros(table.num_rows, table.dim))
+    for fqn, found in manifest.states.items():
+        num_rows, dim = manifest.tables[fqn].num_rows, manifest.tables[fqn].dim
+        for spec in found.states:
+            width = dim if spec.width == "columns" else len(found.columns)
+            state.setdefault(f"{fqn}/{spec.name}", torch.zeros(num_rows, width))
+    listed = [each for each in rows if each.ids is not None]
+    overlay = Overlay(listed)
+    for each in (*(overlay.over(each) for each in rows if each.ids is None), *listed):
+        block = each.block
+        at = torch.arange(*block.rows) if each.ids is None else each.ids
+        decoded = each.decoded(manifest.tables[block.table].dtype)
+        state[block.table][at, slice(*block.columns)] = decoded.read(0, block.num_rows).float()
+        if not each.states:
+            continue
+        found = manifest.states[block.table]
+        number = found.columns.index(block.columns)
+        for spec, read in zip(found.states, each.states, strict=True):
+            columns = slice(*block.columns) if spec.width == "columns" else slice(number, number + 1)
+            state[f"{block.table}/{spec.name}"][at, columns] = read(0, block.num_rows).float()
 
 
 def same_tree(found: object, expected: object) -> bool:

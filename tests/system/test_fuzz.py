@@ -24,4 +24,6 @@ def test_mutated_manifests_and_parts_are_refused_or_right() -> None:
     for kind in ("part", "states", "training state"):
         assert found[f"{kind} of format 2 refused"] > 10, run.stdout
         assert found[f"{kind} of format 2 right"] > 2, run.stdout
+    assert found["recovery refused"] > 10, run.stdout
+    assert found["recovery right"] > 0, run.stdout
     assert found["sync right"] > 0
