@@ -154,11 +154,14 @@ def sharding_of(table: Table, kernel: str) -> Callable[..., Any]:
     return with_kernel(generators[kind](), kernel)
 
 
-def shard(spec: Spec, learning_rate: float = 0.1) -> DistributedModelParallel:
-    """Build the model of ``spec``, sharded over all ranks as its tables define, with fused row-wise Adagrad."""
+def shard(spec: Spec, learning_rate: float = 0.1, dense: nn.Module | None = None) -> DistributedModelParallel:
+    """Build the model of ``spec``, sharded over all ranks as its tables define, with fused row-wise Adagrad.
+
+    The layer on the rows is ``dense``, by default a new linear layer. It has ``in_features``.
+    """
     torch.manual_seed(0)
     model = Model(spec, "meta")
-    model.dense = nn.Linear(spec.tables[0].dim, 1, device=spec.device)
+    model.dense = nn.Linear(spec.tables[0].dim, 1, device=spec.device) if dense is None else dense
     fused_optimizer = {"SGD": torch.optim.SGD}.get(spec.optimizer) or getattr(torchrec.optim, spec.optimizer)
     parameters = dict(model.ec.named_parameters())
     for table in spec.tables:

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.optim  # torchrec would import it in every rank of every life, which takes a second
 from torch import Tensor
 from torch import distributed as dist
 
@@ -40,7 +41,7 @@ from delta_tracker.tracker.row_sets.numba import load_loops
 from tests.models import Spec, Table, batch, shard
 
 _TIMEOUT = timedelta(seconds=30)
-_LIFE_SECONDS = 60.0
+_LIFE_SECONDS = 60.0  # of the ranks of a life together
 _MAX_ACTIONS = 40
 _DONE = "done"
 
@@ -207,37 +208,54 @@ def _fork(action: Callable[[], None], log: Path) -> int:
         os._exit(code)
 
 
+def live(name: str, ranks: Sequence[Callable[[], None]], root: Path, progress: Progress, end: float | None) -> None:
+    """Fork a process for each rank of a life, and wait until they end.
+
+    Args:
+        name: name of the life, for its files and its errors.
+        ranks: what each rank does.
+        root: directory of the ranks' errors.
+        progress: counter of rank 0's actions.
+        end: number of actions after which all ranks are killed, with a fraction of an action's duration; None to
+            let the ranks end by themselves.
+
+    Raises:
+        AssertionError: if a rank raised before the kill, or did not end by itself in time.
+    """
+    logs = [root / f"{name}-rank-{rank}.log" for rank in range(len(ranks))]
+    pids = [_fork(action, log) for action, log in zip(ranks, logs, strict=True)]
+    deadline, ended, is_due = time.monotonic() + _LIFE_SECONDS, set[int](), False
+    while len(ended) < len(pids) and time.monotonic() < deadline:
+        if end is not None and not is_due and progress.count >= int(end):
+            is_due, deadline = True, time.monotonic() + end % 1 * 2 * progress.seconds_each
+        ended |= {pid for pid in pids if pid not in ended and os.waitpid(pid, os.WNOHANG)[0]}
+        time.sleep(0.001)
+    for pid in pids:
+        if pid not in ended:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    # A killed rank may leave a partial line.
+    errors = [log.read_text() for pid, log in zip(pids, logs, strict=True) if pid in ended and log.exists()]
+    # The rank that is killed second may have noticed the death of the first.
+    faults = [error for error in errors if "RankLostError" not in error and "Connection closed" not in error]
+    if end is None:
+        faults = errors
+    if faults or (end is None and len(ended) < len(pids)):
+        raise AssertionError(f"{name} of {len(pids)} ranks: {faults or 'it did not end'}")
+
+
 def run(seed: int, root: Path, num_lives: int = 4) -> dict[str, Any]:
     """Run all lives of a seed; raise the first failure."""
     draw = random.Random(f"lives of {seed}")
     for life in range(num_lives):
         is_last = life == num_lives - 1
         world_size = draw.choice([1, 2])
-        logs = [root / f"life-{life}-rank-{rank}.log" for rank in range(world_size)]
         progress = Progress()
-        pids = [
-            _fork(partial(_rank, root, seed, life, progress, rank, world_size, is_last=is_last), logs[rank])
-            for rank in range(world_size)
+        ranks = [
+            partial(_rank, root, seed, life, progress, rank, world_size, is_last=is_last) for rank in range(world_size)
         ]
-        num_actions, num_more = draw.randrange(_MAX_ACTIONS), draw.uniform(0.0, 2.0)
-        deadline, codes = time.monotonic() + _LIFE_SECONDS, dict[int, int]()
-        while len(codes) < world_size and time.monotonic() < deadline:
-            if not is_last and progress.count >= num_actions:
-                deadline, num_actions = time.monotonic() + num_more * progress.seconds_each, 1 << 62
-            for pid in pids:
-                if pid not in codes and os.waitpid(pid, os.WNOHANG)[0]:
-                    codes[pid] = 0
-            time.sleep(0.001)
-        for pid in pids:
-            if pid not in codes:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        # A killed rank may leave a partial line.
-        errors = [log.read_text() for pid, log in zip(pids, logs, strict=True) if pid in codes and log.exists()]
-        # The rank that is killed second may have noticed the death of the first.
-        faults = [error for error in errors if "RankLostError" not in error and "Connection closed" not in error]
-        if faults or (is_last and len(codes) < world_size):
-            raise AssertionError(f"seed {seed}, life {life} of {world_size} ranks: {faults or 'it did not end'}")
+        end = None if is_last else draw.randrange(_MAX_ACTIONS) + draw.random()
+        live(f"seed {seed}, life {life}", ranks, root, progress, end)
     checkpoints = len(list(root.glob(f"checkpoints/*/{_DONE}")))
     versions = len(list(root.glob("stream/log/*.json")))
     repairs = len(list(root.glob("repaired-*")))

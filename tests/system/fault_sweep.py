@@ -29,13 +29,22 @@ from torch import Tensor
 from torch import distributed as dist
 
 from delta_tracker import ModelDeltaTracker, Predictor, Publisher
-from delta_tracker.errors import FencedError, NoSnapshotError, PublishError, StorageError
-from delta_tracker.stream.format.part_reader import dense_of, read_parts
+from delta_tracker.errors import (
+    FencedError,
+    InterruptedRestoreError,
+    NoSnapshotError,
+    PublishError,
+    RestoreFailedError,
+    StorageError,
+)
+from delta_tracker.recovery.restore import restore
+from delta_tracker.stream.format.manifest import STATES_FORMAT, Manifest
+from delta_tracker.stream.format.part_reader import PartReader, dense_of, read_parts, read_training
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage, StoredObject
-from tests.models import Spec, Table, batch, shard
+from tests.models import Spec, Table, batch, kernels_of, shard
 
 When = Literal["before", "within", "after"]
 _SPEC = Spec([Table("row", 17, "row"), Table("column", 9, "column:0,0"), Table("first", 10, "table:0")])
@@ -109,23 +118,54 @@ class Watched(Storage):
 
 
 class Trainer:
-    """A model in training and its publisher."""
+    """A model in training and its publisher, which publishes the states of the optimizers if ``has_states`` is set."""
 
     def __init__(self, storage: Storage, seed: int) -> None:
         self.storage = storage
+        self.has_states = False
         self.model = shard(_SPEC)
+        self.optimizer = torch.optim.Adam(self.model.module.dense.parameters())
         self.tracker = ModelDeltaTracker(self.model, ["stream"])
         self._generator = torch.Generator().manual_seed(seed)
         self.publisher: Publisher
         self.train(seed % 3 + 1)
 
     def claim(self) -> None:
-        self.publisher = Publisher(self.tracker, self.storage, dense=self.model.module.dense)
+        self.publisher = Publisher(
+            self.tracker,
+            self.storage,
+            dense=self.model.module.dense,
+            states="optimizer" if self.has_states else None,
+            training_state={"optimizer": self.optimizer} if self.has_states else None,
+        )
+
+    def restore(self) -> int:
+        """Restore the newest version, and return it."""
+        training_state = {"optimizer": self.optimizer}
+        return restore(self.model, self.storage, tracker=self.tracker, training_state=training_state).version
 
     def train(self, num_batches: int = 2) -> None:
         for _ in range(num_batches):
+            self.optimizer.zero_grad()
             self.model(batch(_SPEC, self._generator)).backward()
+            self.optimizer.step()
             self.tracker.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """Copy all tensors that a restore has to write."""
+        dense = {f"dense.{name}": each for name, each in self.model.module.dense.state_dict().items()}
+        moments = {
+            f"optimizer.{number}.{name}": each
+            for number, states in self.optimizer.state_dict()["state"].items()
+            for name, each in states.items()
+        }
+        states = {
+            f"{kernel_number}.{number}.{name}": each
+            for kernel_number, kernel in enumerate(kernels_of(self.model.module.ec))
+            for number, states in enumerate(kernel.emb_module.split_optimizer_states())
+            for name, each in enumerate(states)
+        }
+        return {name: each.detach().clone() for name, each in (dense | moments | states).items()} | self.tables()
 
     def tables(self) -> dict[str, Tensor]:
         """Copy each table from the blocks of its columns."""
@@ -138,7 +178,8 @@ class Trainer:
 class Reader:
     """A predictor that polls, and must hold a version exactly or not at all.
 
-    A trainer's tables are in ``next.pt`` before it publishes, and in a file of the version's number once it was seen.
+    A trainer's tables and state are in the folder ``next`` before it publishes, and in one of the version's number once
+    it was seen.
     """
 
     def __init__(self, url: str, expected: Path) -> None:
@@ -153,11 +194,13 @@ class Reader:
         self.num_polls = 0
 
     def announce(self, trainer: Trainer) -> None:
-        """Record the trainer's tables before it publishes."""
+        """Record the trainer's tables and state before it publishes."""
         self.poll()
-        draft = self._expected / "draft.pt"
-        torch.save(trainer.tables(), draft)
-        draft.rename(self._expected / "next.pt")
+        (draft := self._expected / "draft").mkdir()
+        torch.save(trainer.tables(), draft / "tables.pt")
+        torch.save(trainer.state(), draft / "state.pt")
+        shutil.rmtree(self._expected / "next", ignore_errors=True)
+        draft.rename(self._expected / "next")
 
     def poll(self) -> None:
         """Sync, and check the tables of the version reached."""
@@ -169,10 +212,19 @@ class Reader:
                 assert all(bool((table == -1).all()) for table in self._tables.values())
                 return
             assert self._predictor.manifest is not None
-            seen = self._expected / f"{self._predictor.manifest.version}.pt"
+            seen = self._expected / f"{self._predictor.manifest.version}"
             if not seen.exists():
-                shutil.copy(self._expected / "next.pt", seen)
-            _assert_equal(self._tables, torch.load(seen))
+                shutil.copytree(self._expected / "next", seen)
+            _assert_equal(self._tables, torch.load(seen / "tables.pt"))
+
+    def check_restored(self) -> None:
+        """Check that another trainer restores the newest version exactly, if it has the states of optimizers."""
+        self.poll()
+        manifest = self._predictor.manifest
+        if manifest is not None and manifest.format == STATES_FORMAT:
+            trainer = Trainer(Storage(self._url), seed=1)
+            assert trainer.restore() == manifest.version
+            _assert_equal(trainer.state(), torch.load(self._expected / f"{manifest.version}" / "state.pt"))
 
     def finish(self, trainer: Trainer) -> None:
         """Check that the reader, a new reader and the dense tensors equal the trainer."""
@@ -229,10 +281,21 @@ def check_log(url: str) -> None:
             assert all(found in (None, expected) for found, expected in sizes)
         else:
             read_parts(log.storage, entry)
+            _read_states(log.storage, entry)
     for merged in log.merged():
         manifest = log.read_merged(merged)
         assert manifest is not None
         read_parts(log.storage, manifest)
+        _read_states(log.storage, manifest)
+
+
+def _read_states(storage: Storage, manifest: Manifest) -> None:
+    for part in manifest.parts:
+        for rows in PartReader(storage, part, manifest).with_states():
+            for read in rows.states:
+                read(0, rows.block.num_rows)
+    for stored in manifest.training:
+        read_training(storage, stored).load()
 
 
 @dataclass
@@ -321,6 +384,39 @@ def _retention(stage: Stage) -> None:
     stage.try_again(lambda: retain(stage.storage, Retention(versions=1, grace_seconds=0.0)))
 
 
+def _states(stage: Stage) -> None:
+    stage.trainer.has_states = True
+    stage.trainer.claim()
+    stage.storage.is_armed = True
+    stage.try_again(stage.publish)
+    stage.trainer.train()
+    stage.try_again(stage.publish)
+
+
+def _restore(stage: Stage) -> None:
+    stage.trainer.has_states = True
+    stage.trainer.claim()
+    stage.publish()
+    stage.trainer.train()
+    stage.publish()
+    expected = stage.trainer.state()
+    trainer = Trainer(stage.storage, seed=1)
+    before = trainer.state()
+    stage.storage.is_armed = True
+    try:
+        trainer.restore()
+    except (StorageError, RestoreFailedError):
+        try:
+            trainer.model(batch(_SPEC, torch.Generator()))
+        except InterruptedRestoreError:
+            pass
+        else:
+            _assert_equal(trainer.state(), before)
+        trainer.restore()
+    _assert_equal(trainer.state(), expected)
+    trainer.train()
+
+
 # Each arms the storage before the first swept operation.
 SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "claim": _claim,
@@ -331,9 +427,13 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "compaction": _compaction,
     "fold": _fold,
     "retention": _retention,
+    "states": _states,
+    "restore": _restore,
 }
 # Only kills are swept here: tests/stream/test_upkeep_faults.py sweeps failures, and races need two publishers.
 _UPKEEP = ("compaction", "fold", "retention")
+# A restore writes nothing to the store, so that only its failures are swept.
+_LEFT_OUT = {"kills": ("restore",), "failures": _UPKEEP, "races": (*_UPKEEP, "restore")}
 
 
 def _play(stage: Stage, scenario: str) -> None:
@@ -379,6 +479,7 @@ def _restarted(root: Path) -> None:
     stage = _stage(root, lambda _number, _name, _when: None)
     stage.reader.poll()
     check_log(stage.storage.url)
+    stage.reader.check_restored()
     _go_on(stage, seed=7)
 
 
@@ -409,6 +510,7 @@ def _failed(root: Path, point: Point) -> None:
         stage.reader.finish(stage.trainer)
         stage.trainer.train()
     check_log(stage.storage.url)
+    stage.reader.check_restored()
     _go_on(stage, seed=5)
 
 
@@ -540,7 +642,7 @@ def sweep(mode: str, root: Path, every: int = 1) -> dict[str, int]:
     Raises:
         AssertionError: at the first point that violates a promise, or if a point was never reached.
     """
-    scenarios = [scenario for scenario in SCENARIOS if mode == "kills" or scenario not in _UPKEEP]
+    scenarios = [scenario for scenario in SCENARIOS if scenario not in _LEFT_OUT[mode]]
     all_points = points(root, scenarios)
     for index, point in enumerate(all_points[::every]):
         directory = root / f"{index}"

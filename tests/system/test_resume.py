@@ -1,0 +1,31 @@
+"""Trainers that are killed and continue from their stream; ``python -m tests.system.resume`` runs more of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+_ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.promise("equal", "atomic", "resumed")
+@pytest.mark.timeout(600)
+def test_a_killed_trainer_continues_bit_for_bit() -> None:
+    seeds = 5
+    arguments = ["--seeds", str(seeds)]
+    arguments += ["--steps", "30"] if SWEEPS_ARE_WHOLE else ["--steps", "6", "--actions", "8", "--short"]
+    program = [sys.executable, "-W", "ignore", "-m", "tests.system.resume", *arguments]
+    done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=580, cwd=_ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["seeds"] == seeds
+    for name in ("SGD", "Adagrad", "RowWiseAdagrad", "none", "data", "dense", "grid", "1 ranks", "2 ranks", "4 ranks"):
+        assert seen.get(name, 0) >= 1, name
+    assert "empty" not in seen, "a trainer was killed before its first version"
+    assert seen["batches"] > seeds
