@@ -74,7 +74,12 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "published_rows": _counter("published_rows", "Rows in committed versions.", "publisher", "table", is_logical=True),
     "published_bytes": _counter(
-        "published_bytes", "Bytes of parts in committed versions.", "publisher", "kind", unit="bytes", is_logical=True
+        "published_bytes",
+        "Bytes of committed versions, with their states.",
+        "publisher",
+        "kind",
+        unit="bytes",
+        is_logical=True,
     ),
     "published_versions": _counter("published_versions", "Committed versions.", "publisher", "kind", is_logical=True),
     "applied_rows": _counter("applied_rows", "Rows written to a predictor's model.", "predictor", "table"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from delta_tracker.errors import FencedError, PublishError, RankLostError, StorageError
+from delta_tracker.errors import FencedError, PublishError, RankLostError, StorageError, UpdateInProgressError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.monitor.series import Cell
 from delta_tracker.stream.format.manifest import Kind, Manifest
 
-_FAILURES = (FencedError, PublishError, RankLostError, StorageError)
+_FAILURES = (FencedError, PublishError, RankLostError, StorageError, UpdateInProgressError)
 
 
 class PublisherGauges:
@@ -54,7 +54,7 @@ class PublisherGauges:
             )
         versions, num_bytes = self._version_cells[kind]
         versions.add(1)
-        num_bytes.add(manifest.num_bytes)
+        num_bytes.add(manifest.total_bytes if manifest.training else manifest.num_bytes)
         for fqn, num_rows in manifest.rows_by_table.items():
             if fqn not in self._row_cells:
                 self._row_cells[fqn] = self._recorder.published_rows.cell(table=fqn)

@@ -21,6 +21,7 @@ from delta_tracker.errors import (
     PublishError,
     UpdateInProgressError,
 )
+from delta_tracker.monitor import Monitor
 from delta_tracker.publisher import version_source
 from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.recovery.restore import restore
@@ -34,6 +35,7 @@ from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from tests.models import Spec, Table, batch, ordinary_optimizer, shard
+from tests.monitor.figures import Figures
 from tests.publisher.publishing_cases import empty_model
 
 _Model = dict[str, list[Tensor]]  # table FQN to the values and each state of the whole table
@@ -260,7 +262,10 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
     """A cut during an update waits, fails on all ranks, and loses no row; so does one with an object that raises."""
     url = f"file://{root}"
     held = _Held(rank)
-    trainer = Trainer(rank, world_size, url, rank_state={"rank": held})
+    monitor = Monitor()
+    trainer = Trainer(rank, world_size, url, rank_state={"rank": held}, monitor=monitor)
+    figures, failures = Figures(monitor), {"publisher": "publisher", "reason": "UpdateInProgressError"}
+    assert figures.of("publish_failures", **failures) == 0
     trainer.train()
     trainer.publisher.publish()
     trainer.train()
@@ -269,6 +274,7 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
         held.rank = object()  # type: ignore[assignment]
     failed = _raised(trainer.publisher.publish, seconds=0.01)
     assert isinstance(failed, UpdateInProgressError)
+    assert figures.of("publish_failures", **failures) == 1
     del output
     gc.collect()
     failed = _raised(trainer.publisher.publish, seconds=0.01)
