@@ -120,13 +120,13 @@ def restore(  # noqa: PLR0913  all but two have a default
     Args:
         model: the model.
         url: url of the stream, or its :class:`~delta_tracker.stream.storage.storage.Storage`.
-        version: version to restore; None for the newest. Rank 0's value is used.
+        version: version to restore, the same on all ranks; None for the newest.
         tracker: tracker of the model; None if there is none.
         training_state: objects whose states are the same on all ranks, by the names that the publisher had.
         rank_state: objects whose states differ by rank, by the names that the publisher had.
         data: position in the training data.
         ignore: names of tables, dense tensors, training states and states of ranks (``"data"`` for ``data``) that are
-            in the version or in this job, and are not restored.
+            in the version or in this job, and are not restored; the same on all ranks.
         timeout: maximum wait for the slowest rank, in each of four steps. One step reads and writes all rows.
 
     Returns:
@@ -244,7 +244,7 @@ class _Restoration:
     def run(self) -> Restored:
         exchange = self._exchange
         messages = exchange.exchange(Phase.RESOLVING, Message.of(self._resolve))
-        check_alike(messages, "version", failed=RestoreFailedError)
+        check_alike(messages, "version", "ignore", failed=RestoreFailedError)
         version, xxh3 = messages[0]["chosen"]
         exchange.exchange(Phase.FITTING, Message.of(lambda: self._fit(version, xxh3)))
         plan = self._fitted()
@@ -276,7 +276,8 @@ class _Restoration:
         if self._rank == 0:
             last = recovery_path(log, self._version)[-1]
             chosen = last.version, last.link.xxh3
-        return {"chosen": chosen, "version": f"version={self._version!r}"}
+        names = sorted(map(str, self._ignore))
+        return {"chosen": chosen, "version": f"version={self._version!r}", "ignore": f"ignore={names}"}
 
     def _fit(self, version: int, xxh3: str) -> dict[str, Any]:
         """Compare the version with the job on this rank, and prepare all writes. Writes nothing."""

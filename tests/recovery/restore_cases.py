@@ -7,7 +7,7 @@ restores a version and continues. Both write what they hold to files, which the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -212,7 +212,12 @@ def restored(
     pending = {name: trainer.tracker.num_pending(name) for name in ("main", "other")}
     losses = trainer.train(num_batches)
     torch.save({**trainer.held(), "losses": losses}, Path(path) / f"resumed-{rank}of{world_size}.pt")
-    return {**asdict(found), "pending": pending, "notes": dict(trainer.tracker.annotations)}
+    unloaded = {name: states if name == "data" else len(states) for name, states in found.rank_states.items()}
+    return {
+        **asdict(replace(found, rank_states=unloaded)),
+        "pending": pending,
+        "notes": dict(trainer.tracker.annotations),
+    }
 
 
 def continued(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[Any]:
@@ -344,6 +349,8 @@ def refused(rank: int, world_size: int, path: str, specs: dict[str, dict[str, An
             arguments["training_state"] = {}
         if what == "version":
             arguments["version"] = 99 if rank == 0 else None
+        if what == "ignore" and rank == 0:
+            arguments["ignore"] = ["random"]
         if what == "reserved":
             handle = trainer.tracker.reserve("other", holder="a test")
         try:

@@ -11,6 +11,7 @@ import torch
 
 from tests.ranks import RankPool
 from tests.recovery.restore_cases import same
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _CASES = "tests.recovery.restore_cases"
 
@@ -74,7 +75,7 @@ def test_a_job_continues_bit_for_bit(two_ranks: RankPool, stream: Path) -> None:
 
 
 @pytest.mark.promise("resumed")
-@pytest.mark.parametrize("optimizer", ["Adagrad", "SGD"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"] if SWEEPS_ARE_WHOLE else ["SGD"])
 def test_other_optimizers_continue_bit_for_bit(two_ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     made = spec(2, *([_COPIED, _PLAIN] if optimizer == "SGD" else []), optimizer=optimizer)
     two_ranks.run(f"{_CASES}:published", path=str(tmp_path), spec=made)
@@ -94,7 +95,7 @@ def test_the_state_is_equal_at_another_number_of_ranks(
     for answer in answers:
         assert answer["world_size"] == 2
         assert sorted(answer["rank_states"]) == sorted(ignore)
-        assert len(answer["rank_states"]["random"]) == 2
+        assert answer["rank_states"]["random"] == 2
         assert reshards or answer["rank_states"]["data"] == positions
     before, after = load(stream, "saved", 2), load(stream, "restored", world_size)
     assert same(cells(before), cells(after))
@@ -157,6 +158,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(two_ranks: RankPool, s
         "optimizer": {**made, "optimizer": "Adagrad"},
         "no optimizer": made,
         "version": made,
+        "ignore": made,
         "reserved": made,
     }
     expected = {
@@ -165,6 +167,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(two_ranks: RankPool, s
         "optimizer": "is EXACT_ROWWISE_ADAGRAD in the version but EXACT_ADAGRAD",
         "no optimizer": "training_state['optimizer'] is there in the version but missing",
         "version": "version",
+        "ignore": "rank 1 failed with ignore=[] where rank 0 has ignore=['random']",
         "reserved": "ReservedConsumerError",
         "cold": "Train two batches before restore()",
     }
