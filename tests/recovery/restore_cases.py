@@ -17,17 +17,20 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import DataPosition, ModelDeltaTracker, Publisher
 from delta_tracker.errors import DeltaTrackerError, StorageError
 from delta_tracker.recovery import restore as restore_module
+from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.restore import restore
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.format import digests
 from delta_tracker.stream.format.part_reader import read_parts
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from tests import models
 from tests.models import Model, Spec, Table, batch, shard
@@ -220,10 +223,13 @@ def restored(
     }
 
 
-def continued(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[Any]:
-    """After a restore, a new publisher continues with deltas, from which another job restores the trainer's state."""
+def continued(rank: int, world_size: int, path: str, spec: dict[str, Any], version: int | None) -> list[Any]:
+    """After a restore, a new publisher continues with deltas, from which another job restores the trainer's state.
+
+    It also restores this state from what a compaction has merged.
+    """
     trainer = warm(spec_of(**spec), rank)
-    trainer.restore(path)
+    trainer.restore(path, version)
     publisher = trainer.publisher(path)
     versions = [publisher.publish()]
     trainer.train(1)
@@ -233,6 +239,14 @@ def continued(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> li
     found = other.restore(path)
     assert same(other.held(), trainer.held())
     assert found.version == versions[-1].version
+    storage = Storage(f"file://{path}/stream")
+    if rank == 0:
+        compact(storage)
+        assert any(each.merges for each in recovery_path(StreamLog(storage)))
+    dist.barrier()
+    merged = warm(spec_of(**spec), rank)
+    merged.restore(path)
+    assert same(merged.held(), trainer.held())
     return [*([each.kind, each.num_rows] for each in versions), found.num_batches]
 
 

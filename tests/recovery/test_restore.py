@@ -106,13 +106,21 @@ def test_the_state_is_equal_at_another_number_of_ranks(
         assert not reshards or held["states"]["data"]["loader"] == {"count": 14}
 
 
-def test_a_publisher_continues_without_a_snapshot(two_ranks: RankPool, stream: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [None, 2])
+def test_a_publisher_continues_without_a_snapshot(
+    two_ranks: RankPool, stream: Path, tmp_path: Path, version: int | None
+) -> None:
     shutil.copytree(stream / "stream", tmp_path / "stream")
-    for first, second, num_batches in two_ranks.run(f"{_CASES}:continued", path=str(tmp_path), spec=spec(2, _COPIED)):
-        assert first == ["delta", 0], "the writes of the restore are not published"
+    answers = two_ranks.run(f"{_CASES}:continued", path=str(tmp_path), spec=spec(2, _COPIED), version=version)
+    for first, second, num_batches in answers:
+        if version is None:
+            assert first == ["delta", 0], "the writes of the restore are not published"
+        else:
+            assert first[0] == "delta", "it takes the rows of the later version back"
+            assert 0 < first[1] < 90
         assert second[0] == "delta"
         assert 0 < second[1] < 90
-        assert num_batches == 8
+        assert num_batches == (8 if version is None else 6)
 
 
 def test_other_consumers_miss_no_row(two_ranks: RankPool, tmp_path: Path) -> None:
