@@ -22,6 +22,7 @@ PROGRAMS: dict[str, list[str]] = {
     "bench_predict": [],
     "bench_freshness": [],
     "bench_quality": [],
+    "bench_recovery": [],
 }
 """Arguments of each program."""
 PRINTING: dict[str, list[str]] = {

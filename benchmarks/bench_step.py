@@ -67,14 +67,19 @@ class Dlrm(nn.Module):
 
     Args:
         table_set: the tables, all with the same number of columns.
+        optimizer: optimizer of the tables, fused into the backward pass.
+        shrink: divisor of the widths of the layers.
     """
 
-    def __init__(self, table_set: Sequence[Table]) -> None:
+    def __init__(
+        self, table_set: Sequence[Table], optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, shrink: int = 1
+    ) -> None:
         super().__init__()
         dim, num_vectors = table_set[0].dim, len(table_set) + 1
-        self.ebc = bags(table_set)
-        self.bottom = _perceptron(_NUM_DENSE, 512, 256, dim)
-        self.top = _perceptron(dim + num_vectors * (num_vectors - 1) // 2, 1024, 1024, 512, 256, 1)
+        self.ebc = bags(table_set, optimizer)
+        self.bottom = _perceptron(_NUM_DENSE, 512 // shrink, 256 // shrink, dim)
+        widths = (1024 // shrink, 1024 // shrink, 512 // shrink, 256 // shrink)
+        self.top = _perceptron(dim + num_vectors * (num_vectors - 1) // 2, *widths, 1)
         self._pairs = torch.triu_indices(num_vectors, num_vectors, offset=1).unbind()
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:

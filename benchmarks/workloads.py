@@ -78,8 +78,10 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def bags(table_set: Sequence[Table]) -> EmbeddingBagCollection:
-    """Return a collection of the tables on the meta device, with SGD fused into the backward pass."""
+def bags(
+    table_set: Sequence[Table], optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+) -> EmbeddingBagCollection:
+    """Return a collection of the tables on the meta device, with the optimizer fused into the backward pass."""
     made = EmbeddingBagCollection(
         device=torch.device("meta"),
         tables=[
@@ -89,7 +91,7 @@ def bags(table_set: Sequence[Table]) -> EmbeddingBagCollection:
             for table in table_set
         ],
     )
-    apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.1})
+    apply_optimizer_in_backward(optimizer, made.parameters(), {"lr": 0.1})
     return made
 
 

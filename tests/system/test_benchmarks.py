@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import bench_gpu, gpu_needs
+from benchmarks.bench_recovery import shortest_intervals
 from benchmarks.harness import Report, Sample, interleaved
 from benchmarks.summary import markdown
 from benchmarks.targets import Target
@@ -31,7 +32,7 @@ _IN_SWEEPS = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="some 10 s each: `m
         *("bench_predict", "bench_publish", "bench_step"),
         *(
             pytest.param(name, marks=_IN_SWEEPS)
-            for name in ("bench_freshness", "bench_quality", "bench_read", "bench_store")
+            for name in ("bench_freshness", "bench_quality", "bench_read", "bench_recovery", "bench_store")
         ),
     ],
 )
@@ -170,6 +171,23 @@ def test_a_target_is_met_missed_or_not_measured(tmp_path: Path) -> None:
         "≤ 1.00 |  | not measured |",
         "≤ 1.00 |  | not measured |",
     ]
+
+
+def test_the_shortest_interval_of_a_stream_keeps_one_percent() -> None:
+    found = {
+        "no checkpoint": {"seconds": [0.1]},
+        "dcp.save": {"excess": [2.0]},
+        "dcp.async_save": {"excess": [1.0]},
+        "delta_tracker every 10": {"excess": [0.02], "tracking": [0.005]},
+        "delta_tracker every 100": {"excess": [0.04], "tracking": [0.005]},
+    }
+    intervals = shortest_intervals(found, (10, 100))
+    # 0.02 s are more than half a percent of 10 steps, and 0.04 s are less than that of 100 steps.
+    assert intervals == pytest.approx({"dcp.save": 200, "dcp.async_save": 100, "delta_tracker": 10})
+    found["delta_tracker every 100"]["excess"] = [0.1]
+    assert shortest_intervals(found, (10, 100))["delta_tracker"] == pytest.approx(20)
+    found["delta_tracker every 100"]["tracking"] = [0.01]
+    assert shortest_intervals(found, (10, 100))["delta_tracker"] == math.inf
 
 
 def test_cases_run_in_turns_and_warm_ups_do_not_count() -> None:
