@@ -25,12 +25,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.distributed.optim  # torchrec would import it in every rank of every life, which takes a second
 from torch import Tensor
 from torch import distributed as dist
 
@@ -193,6 +193,12 @@ def _rank(root: Path, seed: int, life: int, progress: Progress, rank: int, world
     dist.destroy_process_group()
 
 
+def import_early() -> None:
+    """Import modules that each rank of each life would import otherwise, which takes a second for each module."""
+    load_loops()
+    import_module("torch.distributed.optim")
+
+
 def _fork(action: Callable[[], None], log: Path) -> int:
     pid = os.fork()
     if pid:
@@ -269,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
-    load_loops()  # every rank of every life would take a second to import numba
+    import_early()
     totals = {"checkpoints": 0, "versions": 0, "repairs": 0}
     for seed in range(options.first, options.first + options.seeds):
         root = Path(tempfile.mkdtemp(prefix="crash-"))

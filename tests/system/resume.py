@@ -49,8 +49,7 @@ from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.restore import Restored, restore
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.tracker.row_sets.numba import load_loops
-from tests.system.crash import Progress, live
+from tests.system.crash import Progress, import_early, live
 from tests.system.resumed_trainer import Job, Loader, Trainer, differences, whole_tables
 
 _TIMEOUT = timedelta(seconds=30)
@@ -377,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    load_loops()  # every rank of every life would take a second to import numba
+    import_early()
     covered: Counter[str] = Counter()
     for seed in range(options.first, options.first + options.seeds):
         root, begin = Path(tempfile.mkdtemp(prefix="resume-")), time.monotonic()

@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", ["kills", "failures", "races"])
 def test_every_operation(tmp_path: Path, mode: str) -> None:
-    every = "1" if SWEEPS_ARE_WHOLE else "14" if mode == "kills" else "12"
+    every = "1" if SWEEPS_ARE_WHOLE else "24" if mode == "kills" else "20"
     command = [sys.executable, "-W", "ignore", "-m", "tests.system.fault_sweep", mode, str(tmp_path), "--every", every]
     run = subprocess.run(command, capture_output=True, text=True, timeout=590, cwd=_ROOT, check=False)
     assert run.returncode == 0, run.stderr
