@@ -1,7 +1,7 @@
 """Take each fix out of a copy of the package, and see its generator fail: ``python -m tests.reverts [WORD ...]``.
 
-With words, only the defects whose descriptions or generators contain one of them. With ``--daily``, every fifth one:
-CI runs another fifth on each of five days, to stay within its limit. Each copy runs in a fork of this process, two at a
+With words, only the defects whose descriptions or generators contain one of them. With ``--daily``, every tenth one:
+CI runs another tenth on each of ten days, to stay within its limit. Each copy runs in a fork of this process, two at a
 time: the forks share the imports of pytest and torch, which take longer than most generators. Exits with 1 if a
 generator passed without the fix, or failed for another reason than an assertion.
 """
@@ -32,7 +32,7 @@ _NUM_SHOWN = 30
 _AT_ONCE = 2
 _POLL_SECONDS = 0.05
 _DAY_SECONDS = 86_400
-_NUM_DAYS = 5  # days on which CI runs all reverts
+_NUM_DAYS = 10  # days on which CI runs all reverts
 
 
 class Trial:

@@ -18,8 +18,7 @@ _ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.timeout(600)
 def test_a_killed_trainer_continues_bit_for_bit() -> None:
     seeds = 5 if SWEEPS_ARE_WHOLE else 1
-    arguments = ["--seeds", str(seeds)]
-    arguments += ["--steps", "30"] if SWEEPS_ARE_WHOLE else ["--steps", "6", "--actions", "8", "--short"]
+    arguments = ["--seeds", str(seeds), "--steps", "6", "--actions", "8", "--short"]
     program = [sys.executable, "-W", "ignore", "-m", "tests.system.resume", *arguments]
     done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=580, cwd=_ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
