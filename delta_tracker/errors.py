@@ -169,11 +169,15 @@ class NoShardedModuleError(DeltaTrackerError, ValueError):
 class UnsupportedTableError(DeltaTrackerError, ValueError):
     """A table has an unsupported sharding type or kernel; see ``table`` and ``reason``."""
 
-    def __init__(self, table: str, reason: str) -> None:
-        super().__init__(
-            f"table {table!r} cannot be tracked: {reason}",
-            "Change its sharding plan, or name it in fqns_to_skip to train it untracked",
-        )
+    def __init__(
+        self,
+        table: str,
+        reason: str,
+        remedy: str = "Change its sharding plan, or name it in fqns_to_skip to train it untracked",
+        *,
+        problem: str = "cannot be tracked",
+    ) -> None:
+        super().__init__(f"table {table!r} {problem}: {reason}", remedy)
         self.table = table
         self.reason = reason
 
@@ -485,7 +489,9 @@ class PublishError(StreamError, RuntimeError):
 class RankLostError(StreamError, RuntimeError):
     """A rank died, exceeded a timeout, or was interrupted; all rows stay pending. See ``reason``."""
 
-    def __init__(self, reason: str, remedy: str = "Restart the job: a new Publisher claims the stream") -> None:
+    def __init__(
+        self, reason: str, remedy: str = "Restart the job on all ranks; a new Publisher then claims the stream"
+    ) -> None:
         super().__init__(f"a rank was lost: {reason}", remedy)
         self.reason = reason
 

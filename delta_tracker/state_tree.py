@@ -36,7 +36,7 @@ _MAX_SHOWN = 200
 # The JSON text of a value, with the comma after it, has at least this many bytes.
 _MIN_VALUE_BYTES = 3
 
-_TENSOR_DTYPES = {
+TENSOR_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -50,7 +50,7 @@ _TENSOR_DTYPES = {
     "C64": torch.complex64,
     "C128": torch.complex128,
 }
-_TENSOR_NAMES = {dtype: name for name, dtype in _TENSOR_DTYPES.items()}
+_TENSOR_NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 _ARRAY_DTYPES = {
     descr: np.dtype(descr)
     for descr in (
@@ -247,7 +247,7 @@ class StateReader:
             raise ValueError("a bool tensor has bytes other than 0 and 1")
         if node[0] == "n":
             return data.numpy().view(_ARRAY_DTYPES[node[1]]).reshape(node[2])
-        return data.view(_TENSOR_DTYPES[node[1]]).reshape(node[2])
+        return data.view(TENSOR_DTYPES[node[1]]).reshape(node[2])
 
     def _data(self, begin: int, end: int) -> Tensor:
         """Return a copy of bytes of the data. Other than what ``read`` returns, it is aligned for every dtype."""
@@ -405,8 +405,8 @@ class _Checker:
         match node:
             case ["b", begin, end]:
                 self._check_span(begin, end, None)
-            case ["t", str(dtype), list(shape), begin, end] if dtype in _TENSOR_DTYPES:
-                self._check_span(begin, end, _num_bytes(shape, _TENSOR_DTYPES[dtype].itemsize))
+            case ["t", str(dtype), list(shape), begin, end] if dtype in TENSOR_DTYPES:
+                self._check_span(begin, end, _num_bytes(shape, TENSOR_DTYPES[dtype].itemsize))
             case ["n", str(dtype), list(shape), begin, end] if dtype in _ARRAY_DTYPES:
                 self._check_span(begin, end, _num_bytes(shape, _ARRAY_DTYPES[dtype].itemsize))
             case _:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from delta_tracker import state_tree
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.state_tree import StateReader, flatten, pack, unpack
-from delta_tracker.stream.format.manifest import DENSE_DTYPES
 
 _SHAPES = st.lists(st.integers(0, 3), max_size=4)
 
@@ -37,7 +36,7 @@ def _tensor(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
     return data.random_(0, 2, generator=torch.Generator().manual_seed(seed)).view(dtype).reshape(shape)
 
 
-_TENSORS = st.builds(_tensor, st.sampled_from([*state_tree._TENSOR_DTYPES.values()]), _SHAPES, st.integers(0, 99))
+_TENSORS = st.builds(_tensor, st.sampled_from([*state_tree.TENSOR_DTYPES.values()]), _SHAPES, st.integers(0, 99))
 _ARRAYS = st.builds(_filled, st.sampled_from([*state_tree._ARRAY_DTYPES.values()]), _SHAPES, st.integers(0, 99))
 _LEAVES = (
     st.none()
@@ -280,10 +279,6 @@ def test_empty_tensors_of_any_strides() -> None:
     found = unpack(pack([empty, torch.empty(3, 0, 2), np.empty((0, 2))], "state"))
     assert isinstance(found, list)
     assert [tuple(each.shape) for each in found] == [(0,), (3, 0, 2), (0, 2)]
-
-
-def test_the_dtypes_of_dense_tensors_are_encoded() -> None:
-    assert {name: state_tree._TENSOR_DTYPES[name] for name in DENSE_DTYPES} == DENSE_DTYPES
 
 
 # Reading

@@ -224,8 +224,10 @@ def _check_unfused(
     for fqn, (storages, is_replicated) in unfused.items():
         if not storages <= (whole if is_replicated else of_ranks):
             argument = "training_state" if is_replicated else "rank_state, because each rank has a part of it"
-            reason = f"its optimizer is not fused, and is not in {argument}: pass the optimizer that has its parameter"
-            raise UnsupportedTableError(fqn, reason)
+            reason = f"its optimizer is not fused, and is not in {argument}"
+            raise UnsupportedTableError(
+                fqn, reason, "Pass the optimizer that has its parameter", problem="cannot be published with states"
+            )
 
 
 def _storages(objects: Mapping[str, Stateful]) -> Iterator[int]:

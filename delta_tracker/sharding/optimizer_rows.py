@@ -32,6 +32,7 @@ from delta_tracker.types import StateSpec, TableStates
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Names of fbgemm's WeightDecayMode without further states or counters.
 _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
+_PROBLEM = "cannot be published with states"
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
 
 Scalars = Mapping[str, int | float | Tensor]
@@ -50,7 +51,9 @@ def table_states(shard: LocalShard) -> TableStates | None:
     """
     found = {(_optimizer(kernel), _specs(shard, kernel, slot)) for kernel, slot in shard.places if kernel.is_fused}
     if len(found) > 1:
-        raise UnsupportedTableError(shard.spec.table.fqn, "its column ranges have different optimizers")
+        raise UnsupportedTableError(
+            shard.spec.table.fqn, "its column ranges have different optimizers", problem=_PROBLEM
+        )
     for optimizer, states in found:
         return TableStates(optimizer, shard.spec.columns, states)
     return None
@@ -257,7 +260,7 @@ def _specs(shard: LocalShard, kernel: Kernel, slot: int) -> tuple[StateSpec, ...
     for number, state in enumerate(kernel.memory.optimizer_states(slot), start=1):
         if state.dtype not in _DTYPES:
             reason = f"its optimizer has a state of {state.dtype}, not of float32, float16 or bfloat16"
-            raise UnsupportedTableError(shard.spec.table.fqn, reason)
+            raise UnsupportedTableError(shard.spec.table.fqn, reason, problem=_PROBLEM)
         found.append(StateSpec(f"momentum{number}", state.dtype, "columns" if state.dim() > 1 else "range"))
     return tuple(found)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from msgspec import Meta, to_builtins
 
+from delta_tracker.state_tree import TENSOR_DTYPES
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import Count, Hex, Range
 from delta_tracker.types import TableSpec, TableStates
@@ -24,18 +25,7 @@ IdForm = Literal["all", "list", "gaps"]
 
 MAX_DIMS = 16
 PartName = Annotated[str, Meta(pattern=r"\Aparts/[0-9a-z-]+\.safetensors\Z")]
-DENSE_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DENSE_DTYPES = {name: dtype for name, dtype in TENSOR_DTYPES.items() if not dtype.is_complex}
 DTYPE_NAMES = {dtype: name for name, dtype in DENSE_DTYPES.items()}
 
 
