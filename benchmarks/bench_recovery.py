@@ -30,7 +30,7 @@ _FIXED = Size(
     num_rows=1_000_000,
     batch_size=4096,
     intervals=(10, 100),
-    repeats=3,
+    repeats=5,
     shrink=50,
     num_versions=1000,
     compact_every=50,
@@ -55,6 +55,10 @@ _NOTES = (
         " interval: at which overhead and tracking take 1 % of the training time; none if tracking alone takes more."
     ),
     (
+        "Tracking: time in the tracker, as in `bench_step`. Ratio of steps: of the tracked model to the other one, on"
+        " the same batches; two equal models differ, too."
+    ),
+    (
         "The interval of the stream is the shortest measured one that keeps the 1 %, or the overhead at the longest"
         " measured one, which has the most rows, divided by what tracking leaves."
     ),
@@ -72,7 +76,7 @@ def shortest_intervals(found: Found, intervals: Sequence[int]) -> dict[str, floa
     needed = float("inf")
     for interval in intervals:
         case = found[f"delta_tracker every {interval}"]
-        left = _SHARE - max(0.0, statistics.median(case["tracking"]))
+        left = _SHARE - statistics.median(case["tracking"])
         needed = statistics.median(case["excess"]) / left if left > 0 else float("inf")
         if needed <= interval * step:
             return shortest | {"delta_tracker": interval * step}
@@ -92,7 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             "batch": f"{size.batch_size} on {_WORLD_SIZE} ranks, one Zipf id per table and sample",
             "repeats": size.repeats,
         },
-        columns=("checkpoint", "MB", "overhead, ms", "tracking, % of a step", "shortest interval, s", "resume, s"),
+        columns=(
+            "checkpoint",
+            "MB",
+            "overhead, ms",
+            "tracking, % of a step",
+            "ratio of steps",
+            "shortest interval, s",
+            "resume, s",
+        ),
         notes=[*_NOTES],
     )
     context = multiprocessing.get_context("spawn")
@@ -141,6 +153,7 @@ def _report(report: Report, found: Found, size: Size) -> None:
                 samples["bytes"].text(1e-6),
                 samples["excess"].text(1e3, 0),
                 samples["tracking"].text(100, 2) if "tracking" in samples else "",
+                samples["ratio"].text(1, 3) if "ratio" in samples else "",
                 f"{shortest[name]:.1f}",
                 Sample(tuple(resume)).text(1, 2) if resume else "",
             )

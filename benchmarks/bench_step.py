@@ -164,12 +164,12 @@ class _Turns:
             if which is tracked:
                 after_step()
 
-        before = _recorded_seconds()
+        before = recorded_seconds()
         seconds: dict[_Trained, list[float]] = {tracked: [], other: []}
         for number, batch in enumerate(self._sparse):
             for which in self._models if number % 2 else reversed(self._models):
                 seconds[which].append(timed(partial(train, which, batch))["seconds"])
-        record = (_recorded_seconds() - before) / len(self._sparse)
+        record = (recorded_seconds() - before) / len(self._sparse)
         found: dict[str, Tensor] = {}
         share = timed(lambda: found.update(read()))["seconds"] / len(self._sparse)
         stop()
@@ -227,7 +227,7 @@ def _nothing() -> None:
     pass
 
 
-def _recorded_seconds() -> float:
+def recorded_seconds() -> float:
     """Return the total recording time of this library's trackers in seconds."""
     return sum(cell.collect_total() for cell in metrics.record_seconds.cells)
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.queues import Queue
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.bench_step import Dlrm
+from benchmarks.bench_step import Dlrm, recorded_seconds
 from benchmarks.stores import lookups
 from benchmarks.workloads import Table, tables, zipf_ids
 from delta_tracker import ModelDeltaTracker, Publisher
@@ -105,6 +106,8 @@ class _Trained:
         dense = [each for name, each in self.model.named_parameters() if "ebc" not in name]
         self.optimizer = torch.optim.Adam(dense, lr=0.001)
         self.tracker: ModelDeltaTracker | None = None
+        self.advance_seconds = 0.0
+        """Time in ``tracker.step`` so far."""
 
     def step(self, batch: Batch) -> float:
         """Train one batch; return the seconds."""
@@ -114,9 +117,12 @@ class _Trained:
         logits = self.model(dense, sparse)
         functional.binary_cross_entropy_with_logits(logits, labels).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
+        trained = time.perf_counter()
         if self.tracker is not None:
             self.tracker.step()
-        return time.perf_counter() - begin
+        end = time.perf_counter()
+        self.advance_seconds += end - trained
+        return end - begin
 
     def state(self) -> dict[str, Any]:
         """Return what DCP saves."""
@@ -214,24 +220,34 @@ class _Checkpoints:
         self._tracked.tracker.detach()
         return self._found
 
-    def _train(self, num_batches: int) -> tuple[float, float]:
-        """Train both models in turns; return the median seconds of a step of each, of the slowest rank."""
+    def _train(self, num_batches: int) -> dict[str, float]:
+        """Train both models in turns.
+
+        Returns:
+            Of the slowest rank: ``plain`` and ``tracked``, the median seconds of a step; ``ratio``, the median of the
+            ratios of the two steps on a batch; ``tracking``, the seconds in the tracker per step.
+        """
         times: tuple[list[float], list[float]] = [], []
+        before = recorded_seconds() + self._tracked.advance_seconds
         for number in range(num_batches):
             batch = self._batches.draw()
             for index in (0, 1) if number % 2 else (1, 0):
                 times[index].append((self._plain, self._tracked)[index].step(batch))
-        return _slowest(statistics.median(times[0])), _slowest(statistics.median(times[1]))
+        tracking = (recorded_seconds() + self._tracked.advance_seconds - before) / num_batches
+        ratio = statistics.median(map(truediv, times[1], times[0]))
+        figures = {"plain": statistics.median(times[0]), "tracked": statistics.median(times[1])}
+        return {name: _slowest(value) for name, value in {**figures, "ratio": ratio, "tracking": tracking}.items()}
 
     def _round(self, interval: int) -> None:
         """Train an interval, and make a checkpoint of each kind."""
-        plain, tracked = self._train(interval)
-        _add(self._found, _PLAIN, seconds=plain)
-        _add(self._found, f"{_STREAM} every {interval}", tracking=tracked / plain - 1)
-        self._publish(interval, tracked)
+        step = self._train(interval)
+        _add(self._found, _PLAIN, seconds=step["plain"])
+        case = f"{_STREAM} every {interval}"
+        _add(self._found, case, tracking=step["tracking"] / step["plain"], ratio=step["ratio"])
+        self._publish(interval, step["tracked"])
         if interval == self._size.intervals[0]:
             self._save()
-            self._save_in_background(plain)
+            self._save_in_background(step["plain"])
 
     def _publish(self, interval: int, step_seconds: float) -> None:
         folder = self._root / _STREAM
