@@ -347,8 +347,8 @@ class Predictor(Forkable):
 
         Args:
             version: number of the version. If the version is a snapshot, the stream must still contain it. Otherwise
-                the stream must contain the last snapshot before it and all versions after that snapshot, up to this
-                one. A merged version may replace several of them.
+                the stream must contain a snapshot before it, which may be a merged one, and all versions after that
+                snapshot, up to this one. A merged version may replace several of them.
 
         Raises:
             InvalidArgumentError: if ``version`` is invalid or not committed yet, or if called inside :meth:`reading`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from delta_tracker.errors import (
 )
 from delta_tracker.stream.format.field_types import Count
 from delta_tracker.stream.format.manifest import Link, Manifest
-from delta_tracker.stream.log import StreamLog, generation_error
+from delta_tracker.stream.log import Merged, StreamLog, generation_error
 from delta_tracker.stream.store_clock import skew_problem
 
 _logger = logging.getLogger(__name__)
@@ -314,6 +314,9 @@ class StreamCursor:
     def path_to(self, version: int) -> list[Manifest]:
         """Return the entries to apply to reach a version, in order: a snapshot and its successors up to the version.
 
+        Starts at a merged snapshot if there is one: retention may have deleted the versions that it replaces, or only
+        their parts.
+
         Raises:
             MissingVersionError: if a required entry is missing or was replaced.
             NoSnapshotError: if there is no snapshot at or below the version.
@@ -328,11 +331,12 @@ class StreamCursor:
             raise InvalidArgumentError("version", version, f"The stream has {newest}")
         if self.place is not None and self.place.stream != head.stream:
             raise StreamReplacedError(self.log.storage.url, self.place.link.version)
+        snapshots = {each.last: each for each in self.log.merged() if each.kind == "snapshot"}
         path: list[Manifest] = []
         link: Link | None = None
         asked = version
         while not path or path[-1].kind != "snapshot":
-            manifest = self._entry(version, link)
+            manifest = self._entry(version, link, snapshots)
             if manifest is None or manifest.stream != head.stream:
                 raise MissingVersionError(version, head.version)
             if not path and manifest.kind == "claim" and not self.log.is_committed(manifest):
@@ -347,18 +351,21 @@ class StreamCursor:
                 version = link.version
         return path[::-1]
 
-    def _entry(self, version: int, link: Link | None) -> Manifest | None:
-        """Return the log entry of a version; if it does not match, return a merged entry that ends with the version.
+    def _entry(self, version: int, link: Link | None, snapshots: Mapping[int, Merged]) -> Manifest | None:
+        """Return the merged snapshot or else the log entry of a version, or another merged entry that ends with it.
 
         Returns None if no entry matches.
 
         Args:
             version: version of the entry.
             link: required link of the entry; None accepts every link.
+            snapshots: last version to reference of each merged snapshot.
         """
         manifest = self.log.read(version)
         if manifest is not None and link in (None, manifest.link):
-            return manifest
+            snapshot = snapshots.get(version) if manifest.kind != "snapshot" else None
+            whole = None if snapshot is None else self._readable(self.log.read_merged, snapshot)
+            return whole if whole is not None and whole.link == manifest.link else manifest
         found = [merged for merged in self.log.merged(after=version - 1) if merged.last == version]
         for merged in sorted(found, key=lambda each: (each.kind != "snapshot", each.first)):
             manifest = self.log.read_merged(merged)

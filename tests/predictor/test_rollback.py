@@ -21,7 +21,7 @@ from delta_tracker.errors import (
     StreamReplacedError,
 )
 from delta_tracker.row_target import TensorTarget
-from delta_tracker.stream.log import entry_name
+from delta_tracker.stream.log import Merged, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
@@ -152,6 +152,31 @@ def test_rollback_over_merged_versions(clock: Clock) -> None:
     with pytest.raises(MissingVersionError):
         predictor.rollback(4)
     assert predictor.version == 5
+
+
+@pytest.mark.parametrize("kept", ["entry", "parts", "damaged"])
+def test_a_merged_snapshot_replaces_the_versions_before_it(clock: Clock, kept: str) -> None:
+    """Retention keeps the entry before a claim, without its parts and without the entries before it."""
+    history = History(ClockedStorage(clock), 3)
+    for _ in range(3):
+        history.delta()
+    last = history.log.read(history.version)
+    merged = compact(history.storage, fold=1e-9)
+    assert (merged.kind, merged.version) == ("snapshot", last.version)
+    history.claim()
+    history.delta()
+    predictor, model = followed(history)
+    if kept == "damaged":  # the versions that it replaces are there
+        history.storage.delete(Merged.of(merged).name)
+        history.storage.create(Merged.of(merged).name, b"{}")
+    else:
+        for version in range(2, last.version):
+            history.storage.delete(entry_name(version))
+        for part in last.parts if kept == "entry" else ():
+            history.storage.delete(part.name)
+    for version in range(last.version, history.version + 1):
+        predictor.rollback(version)
+        assert_holds(model, history, version)
 
 
 def test_a_damaged_version_on_the_way_changes_nothing(tmp_path: Path) -> None:
