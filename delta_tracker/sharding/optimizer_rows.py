@@ -34,6 +34,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WEIGHT_DECAYS = frozenset({"NONE", "L2", "DECOUPLE"})
 _PROBLEM = "cannot be published with states"
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
+_NAMES = ("iter", "iter_cpu", "lr", "group_lr", *_HYPERPARAMETERS)
 
 Scalars = Mapping[str, int | float | Tensor]
 
@@ -88,10 +89,10 @@ class StateWatch:
     def written(self) -> list[str]:
         """Return the FQNs of the tables whose states were written or replaced since the previous call.
 
-        The first call reports writes since the construction.
+        The first call reports writes since the construction. Tables without states on this rank are omitted.
         """
         before, self._held = self._held, self._versions()
-        return [fqn for fqn, versions in self._held.items() if versions != before.get(fqn, [])]
+        return [fqn for fqn, versions in self._held.items() if versions and versions != before.get(fqn)]
 
     def _versions(self) -> dict[str, list[tuple[int, int]]]:
         """Return the address and the version counter of each state of each table."""
@@ -139,21 +140,22 @@ def check_scalars(shards: Mapping[str, LocalShard], scalars: Mapping[str, Scalar
         scalars: table FQN to numbers, as :func:`kernel_scalars` returned them.
 
     Raises:
-        RestoreMismatchError: if the numbers of a table are missing, or two tables of one kernel have different numbers.
+        RestoreMismatchError: if a number of a table is missing, or two tables of one kernel have different numbers.
     """
     held: dict[int, tuple[str, Scalars]] = {}
     for fqn, shard in shards.items():
         for kernel, _ in shard.places:
             if not kernel.is_fused:
                 continue
-            if fqn not in scalars:
-                raise RestoreMismatchError(f"the optimizer's iteration of {fqn!r}", "missing", "needed")
-            first, numbers = held.setdefault(id(kernel), (fqn, scalars[fqn]))
-            for name, number in scalars[fqn].items():
-                if bool(numbers[name] != number):
+            found = scalars.get(fqn, {})
+            if missing := [name for name in _NAMES if name not in found]:
+                raise RestoreMismatchError(f"the optimizer's {missing[0]} of {fqn!r}", "missing", "needed")
+            first, numbers = held.setdefault(id(kernel), (fqn, found))
+            for name in _NAMES:
+                if first != fqn and bool(numbers[name] != found[name]):
                     what = f"the optimizer's {name} of {fqn!r} and {first!r}"
                     raise RestoreMismatchError(
-                        what, f"{number} and {numbers[name]}", "the same, as they share a kernel"
+                        what, f"{found[name]} and {numbers[name]}", "the same, as they share a kernel"
                     )
 
 

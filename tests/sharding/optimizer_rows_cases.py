@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -105,6 +106,9 @@ def scalars(rank: int, world_size: int) -> None:
                 check_scalars(shards, read)
         with pytest.raises(RestoreMismatchError, match=first):
             check_scalars(shards, {fqn: each for fqn, each in read.items() if fqn != first})
+        without = {fqn: {name: each for name, each in read[first].items() if name != "beta2"} for fqn in alike}
+        with pytest.raises(RestoreMismatchError, match="beta2"):
+            check_scalars(shards, read | without)
         assert target.kernel_scalars() == before
         check_scalars(shards, read | alike)
         write_scalars(shards, read | alike)
@@ -216,6 +220,9 @@ def written(rank: int, world_size: int) -> None:
         model.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
         held = [fqn for fqn, each in tracker.shards.items() if each.num_rows and fqn in tracker.fused_tables]
         assert watch.written() == held
+        assert watch.written() == []
+        # As after a reshard that leaves this rank no rows.
+        watch._shards = lambda: dict.fromkeys(held, SimpleNamespace(places=()))  # type: ignore[arg-type]
         assert watch.written() == []
 
 
