@@ -1,7 +1,15 @@
-"""Restore the complete state of a training job from a stream. Read ``restore.py`` first.
+"""Restore the complete state of a training job from a stream. Read ``restore.py`` first: it has the steps of a restore.
 
-``path.py`` finds the entries to apply: a snapshot and the versions after it. ``fit.py`` compares them with the job,
-before anything is written, and ``warm_up.py`` checks the model. ``targets.py`` maps rows and their optimizer states to
-the memory of the model. ``training_states.py`` reads the other states of the ranks, and ``pending.py`` finds the rows
-that are pending for the consumers of the tracker. ``random_states.py`` saves and restores the global random generators.
+Before anything is written, ``path.py`` finds the entries to apply, a snapshot and the versions after it, and
+``preparation.py`` compares them with the job:
+
+- ``training_states.py`` reads the training states of the ranks, and ``library.py`` the values in them that the library
+  itself saved.
+- ``job.py`` describes the job on this rank, and ``fit.py`` compares it with the version. ``warm_up.py`` checks that the
+  order of the dense gradients is final.
+- ``targets.py`` maps rows and their optimizer states to the memory of the model.
+- ``pending.py`` finds the rows that are pending for the consumers of the tracker afterwards.
+
+Then ``plan.py`` writes the model, and ``objects.py`` loads the states of the user's objects. ``random_states.py`` saves
+and restores the global random generators.
 """

@@ -1,17 +1,74 @@
-"""Find the rows of versions after a given one, which a consumer of a restored tracker has not read."""
+"""Find the rows that are pending for the consumers of a tracker after a restore."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from delta_tracker.recovery.fit import wanted
+from delta_tracker.recovery.library import Consumer, Library
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import PartReader, Ranged
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.types import ShardSpec
+
+
+def pending_rows(
+    consumers: Sequence[str], library: Library, log: StreamLog, last: Manifest, shards: Mapping[str, ShardSpec]
+) -> dict[str, dict[str, Tensor | None]]:
+    """Return the rows that are pending for each consumer, as local ids.
+
+    The version has all rows that were pending for its publisher. For another consumer, it has the last version of which
+    the consumer had read all rows, and the rows that the consumer's reads left out.
+
+    Args:
+        consumers: names of the consumers, without that of the publisher.
+        library: values that the library saved in the version.
+        log: log of the stream.
+        last: entry of the version.
+        shards: FQN to this rank's shard, for each table that is restored.
+
+    Returns:
+        Consumer to FQN to ``[N]`` int64 local ids, ascending and unique. The ids are None for all rows.
+
+    Raises:
+        MalformedError: if an entry does not follow the format.
+        CorruptPartError: if an object does not match its entry.
+        StorageError: if the store cannot be read.
+    """
+    if not consumers:
+        return {}
+    saved = [library.consumers(rank) for rank in range(len(last.training))]
+    found: dict[str, dict[str, Tensor | None]] = {}
+    for name in consumers:
+        held = [each[name] for each in saved if name in each]
+        rows = _rows_of(held, log, last, shards) if len(held) == len(saved) else None
+        found[name] = dict.fromkeys(shards) if rows is None else rows
+    return found
+
+
+def _rows_of(
+    saved: Sequence[Consumer], log: StreamLog, last: Manifest, shards: Mapping[str, ShardSpec]
+) -> dict[str, Tensor | None] | None:
+    """Return the pending rows of a consumer by FQN; None if they are unknown.
+
+    Args:
+        saved: position of the consumer on each rank.
+        log: log of the stream.
+        last: entry of the version.
+        shards: FQN to this rank's shard.
+    """
+    versions = [each.version for each in saved if each.version is not None]
+    rows = rows_after(log, last, min(versions), shards) if len(versions) == len(saved) else None
+    if rows is None:
+        return None
+    found: dict[str, Tensor | None] = {}
+    for fqn, shard in shards.items():
+        left_out = [local_rows(each.left_out[fqn], shard) for each in saved if fqn in each.left_out]
+        found[fqn] = torch.cat([rows.get(fqn, torch.empty(0, dtype=torch.int64)), *left_out]).unique()  # type: ignore[no-untyped-call]
+    return found
 
 
 def rows_after(

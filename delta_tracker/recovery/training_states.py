@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from delta_tracker.errors import CorruptPartError
+from delta_tracker.recovery.fit import DATA
 from delta_tracker.state_tree import StateReader
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import read_training
 from delta_tracker.stream.storage.storage import Storage
 
+_T = TypeVar("_T")
+
 
 class TrainingStates:
     """Reader of the training states of all ranks in one version. An object is opened when it is first needed.
+
+    If an object does not match its record, or has no such value, the methods raise
+    :class:`~delta_tracker.errors.CorruptPartError`. If the store cannot be read, they raise
+    :class:`~delta_tracker.errors.StorageError`.
 
     Args:
         storage: store of the stream.
@@ -29,40 +37,42 @@ class TrainingStates:
         """Number of ranks that published the version."""
         return len(self._stored)
 
+    def name(self, rank: int) -> str:
+        """Return the name of the object with the training state of a rank."""
+        return self._stored[rank].name
+
     def load(self, rank: int, *path: str) -> Any:  # noqa: ANN401  the state of an object of the user
         """Return a value of the training state of a rank.
 
         Args:
             rank: the rank.
             path: keys that lead to the value.
-
-        Raises:
-            CorruptPartError: if the object does not match its record, or has no such value.
-            StorageError: if the store cannot be read.
         """
-        reader = self._reader(rank)
-        try:
-            return reader.load(*path)
-        except CorruptPartError:
-            raise
-        except (KeyError, ValueError) as error:
-            raise CorruptPartError(self._stored[rank].name, f"it has no value {'.'.join(path)}: {error}") from error
-
-    def has(self, rank: int, *path: str) -> bool:
-        """Return True if the training state of a rank has a value, with the errors of :meth:`load`."""
-        return path[-1] in self.keys(rank, *path[:-1])
+        return self._found(rank, "value", path, StateReader.load)
 
     def keys(self, rank: int, *path: str) -> list[str]:
-        """Return the keys of a dict, without reading its values. The arguments and errors are those of :meth:`load`."""
-        reader = self._reader(rank)
+        """Return the keys of a dict, without reading its values. The arguments are those of :meth:`load`."""
+        return self._found(rank, "dict", path, StateReader.keys)
+
+    def names_of(self, rank: int) -> list[str]:
+        """Return the names of the states that differ by rank, with :data:`DATA` if the rank had a position."""
+        return [*self.keys(rank, "rank"), *([] if self.load(rank, DATA) is None else [DATA])]
+
+    def of_rank(self, rank: int, name: str) -> Any:  # noqa: ANN401
+        """Return a state that differs by rank, by one of :meth:`names_of`."""
+        return self.load(rank, DATA) if name == DATA else self.load(rank, "rank", name)
+
+    def of_all_ranks(self, name: str) -> list[Any]:
+        """Return :meth:`of_rank` of all ranks, in rank order; None for a rank without such a state."""
+        ranks = range(self.world_size)
+        return [self.of_rank(rank, name) if name in self.names_of(rank) else None for rank in ranks]
+
+    def _found(self, rank: int, what: str, path: tuple[str, ...], read: Callable[..., _T]) -> _T:
+        if rank not in self._readers:
+            self._readers[rank] = read_training(self._storage, self._stored[rank])
         try:
-            return reader.keys(*path)
+            return read(self._readers[rank], *path)
         except CorruptPartError:
             raise
         except (KeyError, ValueError) as error:
-            raise CorruptPartError(self._stored[rank].name, f"it has no dict {'.'.join(path)}: {error}") from error
-
-    def _reader(self, rank: int) -> StateReader:
-        if rank not in self._readers:
-            self._readers[rank] = read_training(self._storage, self._stored[rank])
-        return self._readers[rank]
+            raise CorruptPartError(self.name(rank), f"it has no {what} {'.'.join(path)}: {error}") from error

@@ -9,6 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from delta_tracker.errors import InvalidArgumentError
 
+_REMEDY = (
+    "Train two batches before restore(), which overwrites their effect. If training does not call this "
+    "DistributedDataParallel, but modules inside it, build it with find_unused_parameters=True, or pass "
+    "init_data_parallel=False to DistributedModelParallel"
+)
+
 
 def check_warm(model: nn.Module) -> None:
     """Check that the model has trained the batches that ``DistributedDataParallel`` needs to order the gradients.
@@ -17,13 +23,15 @@ def check_warm(model: nn.Module) -> None:
     ``static_graph`` after the second one. With three ranks or more, another order gives other sums. A job that
     continues from a restore must therefore have passed this change before the restore.
 
+    The module counts its own forward passes. If training calls modules inside it instead, it sums no gradients in
+    buckets, and is refused here: only the user knows that.
+
     Raises:
         InvalidArgumentError: if the order may still change.
     """
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) and _may_reorder(module):
-            remedy = "Train two batches before restore(), which overwrites their effect"
-            raise InvalidArgumentError("model", f"{name or type(module).__name__} without two trained batches", remedy)
+            raise InvalidArgumentError("model", f"{name or type(module).__name__} without two trained batches", _REMEDY)
 
 
 def _may_reorder(module: DistributedDataParallel) -> bool:

@@ -7,6 +7,7 @@ restores a version and continues. Both write what they hold to files, which the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -21,11 +22,12 @@ from torch import distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from delta_tracker import DataPosition, ModelDeltaTracker, Publisher
-from delta_tracker.errors import DeltaTrackerError, StorageError
-from delta_tracker.recovery import restore as restore_module
+from delta_tracker.errors import StorageError
+from delta_tracker.recovery import job, plan, preparation
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.random_states import RandomStates
 from delta_tracker.recovery.restore import restore
+from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.sharding.interrupted import check_complete
 from delta_tracker.stream.format import digests
 from delta_tracker.stream.format.part_reader import read_parts
@@ -35,6 +37,7 @@ from delta_tracker.stream.storage.storage import Storage
 from tests import models
 from tests.models import Model, Spec, Table, batch, shard
 from tests.publisher.publishing_cases import attempt
+from tests.sharding.replicated import replicate
 
 NUM_MORE = 4  # batches that are trained after a restore
 
@@ -115,13 +118,17 @@ class Trainer:
         own = {} if self.own is None else {"own": self.own}
         return {"random": RandomStates(), **own}
 
-    def train(self, num_batches: int) -> list[float]:
-        losses = []
-        for _, features in zip(range(num_batches), self.data, strict=False):
+    def losses(self) -> Iterator[Tensor]:
+        """Yield the loss of each batch, before its backward pass."""
+        for features in self.data:
             self.optimizer.zero_grad()
             if self.own is not None:
                 self.own.zero_grad()
-            loss = self.model(features) * torch.rand(())
+            yield self.model(features) * torch.rand(())
+
+    def train(self, num_batches: int) -> list[float]:
+        losses = []
+        for _, loss in zip(range(num_batches), self.losses(), strict=False):
             loss.backward()
             self.optimizer.step()
             if self.own is not None:
@@ -211,6 +218,7 @@ def restored(
     trainer = warm(spec_of(**spec), rank, reshards=reshards)
     found = trainer.restore(path, version, ignore=ignore)
     check_complete(trainer.model)
+    assert [name for name, parameter in trainer.model.named_parameters() if parameter.grad is not None] == []
     torch.save(trainer.held(), Path(path) / f"restored-{rank}of{world_size}.pt")
     pending = {name: trainer.tracker.num_pending(name) for name in ("main", "other")}
     losses = trainer.train(num_batches)
@@ -323,8 +331,8 @@ def interrupted(rank: int, world_size: int, path: str, spec: dict[str, Any], whe
     before = trainer.held()
     fault = StorageError("file:///gone", "the disk is gone")
     kind, name = {
-        "fit": (restore_module, "check_scalars"),
-        "write": (restore_module, "write_scalars"),
+        "fit": (preparation, "check_scalars"),
+        "write": (plan, "write_scalars"),
         "load": (trainer.scheduler, "load_state_dict"),
     }[where]
     with mock.patch.object(kind, name, side_effect=fault) if rank == 0 else mock.MagicMock():
@@ -336,6 +344,23 @@ def interrupted(rank: int, world_size: int, path: str, spec: dict[str, Any], whe
     call()
     check_complete(trainer.model)
     trainer.train(1)
+    return messages
+
+
+def interrupted_by_the_user(rank: int, world_size: int, path: str, spec: dict[str, Any]) -> list[str]:
+    """Ctrl-C on rank 0 while it writes ends the restore on the other ranks, too. All ranks may restore again."""
+    trainer = warm(spec_of(**spec), rank)
+    # A group that waits for its timeout makes the ranks of the test fail.
+    call = partial(trainer.restore, path, timeout=timedelta(seconds=120))
+    messages = []
+    with mock.patch.object(plan, "write_scalars", side_effect=KeyboardInterrupt) if rank == 0 else mock.MagicMock():
+        try:
+            messages.append(attempt(call))
+        except KeyboardInterrupt:
+            messages.append("interrupted")
+    messages.append(attempt(lambda: check_complete(trainer.model)))
+    call()
+    check_complete(trainer.model)
     return messages
 
 
@@ -357,8 +382,9 @@ def refused(rank: int, world_size: int, path: str, specs: dict[str, dict[str, An
     messages = {}
     for what, spec in specs.items():
         trainer = warm(spec_of(**spec), rank)
-        before = trainer.held()
         arguments: dict[str, Any] = {}
+        loss = next(trainer.losses()) if what == "update" else None
+        before = trainer.held()
         if what == "no optimizer":
             arguments["training_state"] = {}
         if what == "version":
@@ -367,16 +393,30 @@ def refused(rank: int, world_size: int, path: str, specs: dict[str, dict[str, An
             arguments["ignore"] = ["random"]
         if what == "reserved":
             handle = trainer.tracker.reserve("other", holder="a test")
-        try:
-            trainer.restore(path, **arguments)
-            messages[what] = "restored"
-        except DeltaTrackerError as error:
-            messages[what] = f"{type(error).__name__}: {error}"
+        with mock.patch.object(job, "_UPDATE_SECONDS", 0.01), _damaged(what):
+            messages[what] = attempt(partial(trainer.restore, path, **arguments))
         if what == "reserved":
             handle.release()
         check_complete(trainer.model)
         assert same(trainer.held(), before), what
+        if loss is not None:
+            loss.backward()
+            trainer.tracker.step()
         trainer.train(1)
     trainer = Trainer(spec_of(**spec), rank)
     messages["cold"] = attempt(partial(trainer.restore, path))
+    replicas = replicate(Spec([Table("row", 17, "row")], bag=True), world_size)
+    messages["replicas"] = attempt(lambda: restore(replicas, f"file://{path}/stream"))
     return messages
+
+
+def _damaged(what: str) -> AbstractContextManager[object]:
+    """Return a context in which the positions of the consumers miss a field, if ``what`` is "library"."""
+    original = TrainingStates.load
+
+    def load(states: TrainingStates, rank: int, *keys: str) -> Any:
+        if keys == ("library", "consumers"):
+            return {"other": {"left_out": {}}}
+        return original(states, rank, *keys)
+
+    return mock.patch.object(TrainingStates, "load", load) if what == "library" else nullcontext()

@@ -16,11 +16,13 @@ from tests.sweeps import SWEEPS_ARE_WHOLE
 _CASES = "tests.recovery.restore_cases"
 
 
-def spec(world_size: int, *extra: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+def spec(world_size: int, *extra: dict[str, Any], is_moved: bool = False, **kwargs: Any) -> dict[str, Any]:
+    """Return a model. With ``is_moved``, row-wise and table-wise sharding are exchanged."""
     last = world_size - 1
+    plans = [f"table:{last}", "row"] if is_moved else ["row", f"table:{last}"]
     tables = [
-        {"name": "row", "rows": 17, "sharding": "row"},
-        {"name": "table", "rows": 10, "sharding": f"table:{last}"},
+        {"name": "row", "rows": 17, "sharding": plans[0]},
+        {"name": "table", "rows": 10, "sharding": plans[1]},
         {"name": "column", "rows": 9, "sharding": f"column:0,{last}"},
         {"name": "stacked", "rows": 11, "sharding": "column:0,0"},
     ]
@@ -83,27 +85,39 @@ def test_other_optimizers_continue_bit_for_bit(two_ranks: RankPool, tmp_path: Pa
 
 
 @pytest.mark.promise("resumed")
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(("saved_by", "world_size"), [(2, 1), (2, 4), (1, 4)])
 def test_the_state_is_equal_at_another_number_of_ranks(
-    one_rank: RankPool, four_ranks: RankPool, stream: Path, world_size: int
+    one_rank: RankPool, four_ranks: RankPool, stream: Path, tmp_path: Path, saved_by: int, world_size: int
 ) -> None:
-    pool = {1: one_rank, 4: four_ranks}[world_size]
-    made, reshards = spec(world_size, _COPIED), world_size == 4
+    path, pool = stream, {1: one_rank, 4: four_ranks}[world_size]
+    if saved_by == 1:
+        path = tmp_path
+        one_rank.run(f"{_CASES}:published", path=str(path), spec=spec(1, _COPIED))
+    made, reshards = spec(world_size, _COPIED, is_moved=True), world_size == 4
     ignore = ["random"] if reshards else ["random", "data"]
-    answers = pool.run(f"{_CASES}:restored", path=str(stream), spec=made, ignore=ignore, reshards=reshards)
+    answers = pool.run(f"{_CASES}:restored", path=str(path), spec=made, ignore=ignore, reshards=reshards)
     positions = [{"batches": 7, "event_time": 10.0 + rank, "loader": {"count": 7}} for rank in range(2)]
     for answer in answers:
-        assert answer["world_size"] == 2
+        assert answer["world_size"] == saved_by
         assert sorted(answer["rank_states"]) == sorted(ignore)
-        assert answer["rank_states"]["random"] == 2
+        assert answer["rank_states"]["random"] == saved_by
         assert reshards or answer["rank_states"]["data"] == positions
-    before, after = load(stream, "saved", 2), load(stream, "restored", world_size)
+    before, after = load(path, "saved", saved_by), load(path, "restored", world_size)
     assert same(cells(before), cells(after))
     for held in after:
         assert same(held["dense"], before[0]["dense"])
         assert same(held["states"]["optimizer"], before[0]["states"]["optimizer"])
         assert held["batches"] == 7
-        assert not reshards or held["states"]["data"]["loader"] == {"count": 14}
+        assert not reshards or held["states"]["data"]["loader"] == {"count": 7 * saved_by}
+
+
+def test_a_table_that_is_not_restored_is_sent_again(two_ranks: RankPool, stream: Path) -> None:
+    made, fqn = spec(2, _COPIED), "ec.embedding_bags.table"
+    answers = two_ranks.run(f"{_CASES}:restored", path=str(stream), spec=made, ignore=[fqn], num_batches=0)
+    for rank, answer in enumerate(answers):
+        assert {name: count for name, count in answer["pending"]["main"].items() if count} == (
+            {fqn: 10} if rank else {}
+        )
 
 
 @pytest.mark.parametrize("version", [None, 2])
@@ -155,6 +169,13 @@ def test_an_interrupted_restore_leaves_a_model_that_says_so(two_ranks: RankPool,
         assert all(message.startswith(expected) for message in messages[1:]), messages
 
 
+def test_an_interrupt_on_one_rank_ends_the_restore_on_all(two_ranks: RankPool, stream: Path) -> None:
+    case = f"{_CASES}:interrupted_by_the_user"
+    first, second = two_ranks.run(case, path=str(stream), spec=spec(2, _COPIED), timeout_seconds=60)
+    assert (first[0], second[0].partition(":")[0]) == ("interrupted", "RankLostError")
+    assert all(each[1].startswith("InterruptedRestoreError") for each in (first, second))
+
+
 @pytest.mark.promise("refused")
 def test_what_does_not_fit_is_refused_and_changes_nothing(two_ranks: RankPool, stream: Path) -> None:
     made = spec(2, _COPIED)
@@ -168,6 +189,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(two_ranks: RankPool, s
         "version": made,
         "ignore": made,
         "reserved": made,
+        "update": made,
+        "library": made,
     }
     expected = {
         "table": "table 'ec.embedding_bags.row' is 17 x 8 float32 in the version but 18 x 8 float32",
@@ -177,7 +200,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(two_ranks: RankPool, s
         "version": "version",
         "ignore": "rank 1 failed with ignore=[] where rank 0 has ignore=['random']",
         "reserved": "ReservedConsumerError",
+        "update": "InvalidArgumentError: model='the step before the backward pass of ",
+        "library": "its library.consumers is invalid: Object missing required field `version`",
         "cold": "Train two batches before restore()",
+        "replicas": "UnsupportedModuleError: ",
     }
     for messages in two_ranks.run(f"{_CASES}:refused", path=str(stream), specs=specs):
         for what, words in expected.items():

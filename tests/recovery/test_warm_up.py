@@ -44,3 +44,15 @@ def test_the_gradients_of_a_warm_model_have_their_last_order(is_static: bool, fi
 
 def test_a_model_without_dense_replicas_needs_no_batch() -> None:
     check_warm(nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters")
+def test_a_wrapper_that_training_does_not_call_has_a_way_out() -> None:
+    inner = nn.Linear(2, 2)
+    wrapped = DistributedDataParallel(inner)
+    for _ in range(3):
+        inner(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(InvalidArgumentError, match="build it with find_unused_parameters=True, or pass init_data_para"):
+        check_warm(wrapped)
+    check_warm(DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True))

@@ -27,12 +27,64 @@ REVERTS = [
     Revert(
         defect="an interrupted restore leaves a model that trains",
         generator=_RESTORE + "test_an_interrupted_restore_leaves_a_model_that_says_so",
-        edits={"delta_tracker/recovery/restore.py": [("        mark(self._model, plan.last.version)\n", "")]},
+        edits={"delta_tracker/recovery/restore.py": [("        mark(model, version)\n", "")]},
     ),
     Revert(
         defect="the counters and learning rates of fused optimizers are not restored",
         generator=_RESTORE + "test_a_job_continues_bit_for_bit",
-        edits={"delta_tracker/recovery/restore.py": [("        write_scalars(plan.shards, plan.scalars)\n", "")]},
+        edits={"delta_tracker/recovery/plan.py": [("        write_scalars(self.shards, self.scalars)\n", "")]},
+    ),
+    Revert(
+        defect="gradients of the batches before a restore are added to those of the first batch after it",
+        generator=_RESTORE + "test_a_job_continues_bit_for_bit",
+        edits={
+            "delta_tracker/recovery/restore.py": [
+                ("        self._job.model.zero_grad(set_to_none=True)", "        pass")
+            ]
+        },
+    ),
+    Revert(
+        defect="a lookup before a restore writes to restored rows",
+        generator=_RESTORE + "test_what_does_not_fit_is_refused_and_changes_nothing",
+        edits={
+            "delta_tracker/recovery/job.py": [
+                ("                    handle.wait_for_updates(_UPDATE_SECONDS)\n", "                    pass\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="a publisher misses the rows of a table that was not restored",
+        generator=_RESTORE + "test_a_table_that_is_not_restored_is_sent_again",
+        edits={
+            "delta_tracker/recovery/preparation.py": [
+                (
+                    "{**found.get(name, {}), **unrestored} for name in consumers",
+                    "found.get(name, {}) for name in consumers",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="a state of some ranks only is lost at another number of ranks",
+        generator="tests/recovery/test_preparation.py::test_a_state_of_some_ranks_only_is_refused",
+        edits={
+            "delta_tracker/recovery/preparation.py": [
+                ("        if missing := sorted(every - each - set(ignore)):", "        if missing := []:")
+            ]
+        },
+    ),
+    Revert(
+        defect="an invalid value in a training state raises an untyped error",
+        generator="tests/recovery/test_library.py::test_an_invalid_value_is_refused",
+        edits={
+            "delta_tracker/recovery/library.py": [
+                (
+                    "        return self._converted(rank, key, self._states.load",
+                    "        return cast(Any, self._states.load",
+                ),
+                ('"library", key), kind)\n', '"library", key))\n'),
+            ]
+        },
     ),
     Revert(
         defect="a job restores the optimizer of a sharded table to other rows",

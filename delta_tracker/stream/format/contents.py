@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from delta_tracker.stream.format.manifest import Manifest
-from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
+from delta_tracker.stream.format.overlay import newest
 from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.format.part_reader import MEMORY_BYTES, dense_of, read_parts
 from delta_tracker.stream.storage.storage import Storage
@@ -50,14 +50,7 @@ class Contents:
         readers = read_parts(storage, manifest, memory_bytes=memory_bytes, buffer=buffer)
         tables = manifest.tables
         rows = [each.decoded(tables[each.block.table].dtype) for reader in readers for each in reader.rows]
-        whole = [each for each in rows if each.ids is None]
-        listed = [each for each in rows if each.ids is not None]
-        if whole and listed:
-            overlay, blocks = Overlay(listed), WholeBlocks(each.block for each in whole)
-            whole = [overlay.over(each) for each in whole]
-            listed = [left for each in listed for left in blocks.outside(each)]
-        self.whole = whole
-        self.listed = listed
+        self.whole, self.listed = newest(rows)
         self.dense = dense_of(readers)
 
     def chunks(self, num_rows: int = 16_384) -> Iterator[tuple[str, Tensor]]:

@@ -124,6 +124,25 @@ class WholeBlocks:
             yield listed.within((first, end), block.columns)
 
 
+def newest(rows: Iterable[BlockRows]) -> tuple[list[BlockRows], list[BlockRows]]:
+    """Return the rows of a version in two groups. Each row has its newest values if they are written in this order.
+
+    Args:
+        rows: blocks of the version.
+
+    Returns:
+        The whole blocks, with the listed rows written over them; and the listed rows that are not in a whole block.
+    """
+    every = list(rows)
+    whole = [each for each in every if each.ids is None]
+    listed = [each for each in every if each.ids is not None]
+    if whole and listed:
+        overlay, blocks = Overlay(listed), WholeBlocks(each.block for each in whole)
+        whole = [overlay.over(each) for each in whole]
+        listed = [left for each in listed for left in blocks.outside(each)]
+    return whole, listed
+
+
 _T = TypeVar("_T")
 
 

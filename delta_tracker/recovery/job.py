@@ -1,0 +1,107 @@
+"""Job on this rank that a restore writes: :class:`LocalJob`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from delta_tracker.errors import InvalidArgumentError, UpdateInProgressError
+from delta_tracker.recovery.fit import Job
+from delta_tracker.recovery.objects import Objects
+from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.optimizer_rows import table_states
+from delta_tracker.stream.format.manifest import DenseSpec
+from delta_tracker.tracker.tracker import ModelDeltaTracker
+
+_UPDATE_SECONDS = 5.0  # longest wait for an update in progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LocalJob:
+    """Job on this rank that a restore writes.
+
+    Args:
+        model: the model.
+        tracker: tracker of the model; None if there is none.
+        objects: objects that receive states.
+        ignore: names that are not restored.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+
+    model: nn.Module
+    tracker: ModelDeltaTracker | None
+    objects: Objects
+    ignore: Collection[str]
+    rank: int
+    world_size: int
+
+    def check(self) -> None:
+        """Validate the arguments of the restore.
+
+        Raises:
+            InvalidArgumentError: if one is invalid.
+        """
+        if not isinstance(self.model, nn.Module):
+            raise InvalidArgumentError("model", type(self.model), "Pass a module")
+        if isinstance(self.ignore, str) or not isinstance(self.ignore, Collection):
+            raise InvalidArgumentError("ignore", self.ignore, "Pass a list of names")
+        self.objects.check()
+        if self.tracker is not None and self.tracker.model is not self.model:
+            raise InvalidArgumentError("tracker", self.tracker, "Pass the tracker of this model")
+
+    def check_tracker(self, shards: Mapping[str, LocalShard]) -> None:
+        """Check that the tracker has the shards of the model, no owner, and no update in progress.
+
+        Args:
+            shards: FQN to shard of the model.
+
+        Raises:
+            InvalidArgumentError: if the tracker has other shards, or if an update is still in progress after 5 seconds,
+                which would write to restored rows.
+            ReservedConsumerError: if a consumer is reserved.
+        """
+        if self.tracker is None:
+            return
+        for fqn, spec in self.tracker.shards.items():
+            if fqn not in shards or shards[fqn].spec != spec:
+                raise InvalidArgumentError("tracker", fqn, "Call tracker.reattach(): the table has another shard")
+        for name in self.tracker.consumers:
+            with self.tracker.reserve(name, holder="restore(...)") as handle:
+                try:
+                    handle.wait_for_updates(_UPDATE_SECONDS)
+                except UpdateInProgressError as error:
+                    remedy = "Call restore() between two batches, without a pipeline that has looked up rows"
+                    raise InvalidArgumentError("model", f"{error.what} in progress", remedy) from error
+
+    def dense(self) -> dict[str, Tensor]:
+        """Return the dense tensors of the model, by name."""
+        return dense_tensors(self.model, self.model, skip_sharded=True)
+
+    def described(self, shards: Mapping[str, LocalShard]) -> Job:
+        """Return the description of the job.
+
+        Args:
+            shards: FQN to shard of the model.
+
+        Raises:
+            UnsupportedTableError: if a table has states that a stream cannot have.
+        """
+        states = {fqn: found for fqn, shard in shards.items() if (found := table_states(shard)) is not None}
+        return Job(
+            shards={fqn: shard.spec for fqn, shard in shards.items()},
+            fused={fqn for fqn, shard in shards.items() if shard.is_fused},
+            states=states,
+            dense={name: spec_of(tensor) for name, tensor in self.dense().items()},
+            training=self.objects.training.keys(),
+            rank=self.objects.takes_rank_states,
+            world_size=self.world_size,
+        )
+
+
+def spec_of(tensor: Tensor) -> DenseSpec:
+    """Return the dtype and the shape of a tensor."""
+    return DenseSpec(tensor.dtype, tuple(tensor.shape))

@@ -1,0 +1,83 @@
+"""Objects of the user that receive the states of a version: :class:`Objects`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.publisher.training import Stateful
+from delta_tracker.recovery.fit import DATA
+from delta_tracker.recovery.training_states import TrainingStates
+from delta_tracker.tracker.data_position import DataPosition
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Objects:
+    """Objects that receive the states of a version, see :func:`~delta_tracker.recovery.restore.restore`.
+
+    Args:
+        training: objects whose states are the same on all ranks, by name.
+        rank: objects whose states differ by rank, by name.
+        data: position in the training data; None if there is none.
+    """
+
+    training: Mapping[str, Stateful]
+    rank: Mapping[str, Stateful]
+    data: DataPosition[Any] | None
+
+    def check(self) -> None:
+        """Validate the objects.
+
+        Raises:
+            InvalidArgumentError: if one is invalid, or a name is invalid or occurs twice.
+        """
+        arguments: list[tuple[str, Any]] = [("training_state", self.training), ("rank_state", self.rank)]
+        for argument, objects in arguments:
+            if not isinstance(objects, Mapping):
+                raise InvalidArgumentError(argument, type(objects), "Pass a mapping of name to object")
+            for name, each in objects.items():
+                if not isinstance(name, str) or name == DATA:
+                    raise InvalidArgumentError(argument, name, f"Use other strings than {DATA!r} as names")
+                if not callable(getattr(each, "load_state_dict", None)):
+                    raise InvalidArgumentError(f"{argument}[{name!r}]", type(each), "Give it a method load_state_dict")
+        if twice := sorted(self.training.keys() & self.rank.keys()):
+            raise InvalidArgumentError("rank_state", twice, "Use other names than in training_state")
+        if self.data is not None and not isinstance(self.data, DataPosition):
+            raise InvalidArgumentError("data", type(self.data), "Pass a DataPosition")
+
+    @property
+    def of_rank(self) -> dict[str, Any]:
+        """Objects whose states differ by rank, by name, with the position in the data.
+
+        The position is first. The states of random generators are usually in ``rank_state``, and the loader of the
+        position could draw numbers when its state is loaded.
+        """
+        return {**({} if self.data is None else {DATA: self.data}), **self.rank}
+
+    @property
+    def takes_rank_states(self) -> dict[str, bool]:
+        """Names of :attr:`of_rank`. The value is True if the states of another number of ranks can be loaded."""
+        found = {name: callable(getattr(each, "load_rank_states", None)) for name, each in self.rank.items()}
+        return found if self.data is None else {**found, DATA: self.data.has_rank_states}
+
+    def load(self, states: TrainingStates, rank: int, world_size: int, ignore: Collection[str]) -> None:
+        """Load the states of all objects.
+
+        Args:
+            states: training states of the version.
+            rank: this rank.
+            world_size: number of ranks.
+            ignore: names of objects that are not loaded.
+        """
+        for name, each in self.training.items():
+            if name not in ignore:
+                each.load_state_dict(states.load(0, "training", name))
+        for name, each in self.of_rank.items():
+            if name in ignore:
+                continue
+            if world_size == states.world_size:
+                each.load_state_dict(states.of_rank(rank, name))
+            else:
+                each.load_rank_states(states.of_all_ranks(name))

@@ -1,0 +1,123 @@
+"""Writes of a restore on one rank: :class:`Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import CorruptPartError, NotRecoverableError
+from delta_tracker.predictor.placement import place
+from delta_tracker.recovery.fit import wanted
+from delta_tracker.recovery.targets import as_tables
+from delta_tracker.row_target import RowTarget
+from delta_tracker.rows import copy_from_host
+from delta_tracker.sharding.discover import LocalShard
+from delta_tracker.sharding.optimizer_rows import Scalars, write_scalars
+from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows
+from delta_tracker.stream.format.manifest import Manifest, Part, Stored
+from delta_tracker.stream.format.overlay import newest
+from delta_tracker.stream.format.part_reader import PartReader, Ranged
+from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import ShardSpec
+
+_VALUE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """Everything that a restore writes to the model on this rank.
+
+    Args:
+        storage: store of the stream.
+        path: entries to apply, in order.
+        shards: FQN to shard, for each table that is restored.
+        targets: name of a table or state table to its memory.
+        scalars: FQN to the numbers of the table's kernel.
+        held: dense tensors of the model, by name.
+        names: names of the dense tensors that are in the parts of the last entry.
+        dense: other dense tensors by name, in the order of writing: those of rank 0, then the buffers of this rank.
+    """
+
+    storage: Storage
+    path: Sequence[Manifest]
+    shards: Mapping[str, LocalShard]
+    targets: Mapping[str, RowTarget]
+    scalars: Mapping[str, Scalars]
+    held: Mapping[str, Tensor]
+    names: Collection[str]
+    dense: Mapping[str, Tensor]
+
+    @property
+    def last(self) -> Manifest:
+        """Entry with the training states."""
+        return self.path[-1]
+
+    @property
+    def specs(self) -> dict[str, ShardSpec]:
+        """Description of each shard, by FQN."""
+        return {fqn: shard.spec for fqn, shard in self.shards.items()}
+
+    def check_objects(self, others: Iterable[Stored]) -> None:
+        """Check that the objects that :meth:`write` reads, and ``others``, exist and have their sizes.
+
+        Raises:
+            NotRecoverableError: if an object is missing.
+            CorruptPartError: if an object has another size.
+            StorageError: if the store cannot be read.
+        """
+        for each in (*self._objects(), *others):
+            size = self.storage.size(each.name)
+            if size is None:
+                raise NotRecoverableError(self.storage.url, self.last.version, f"{each.name} is missing")
+            if size != each.num_bytes:
+                raise CorruptPartError(each.name, f"it has {size} bytes instead of {each.num_bytes}")
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the rows, their states, the numbers of the kernels, and the dense tensors.
+
+        Raises:
+            CorruptPartError: if an object does not match its record.
+            StorageError: if the store cannot be read.
+        """
+        specs = self.specs
+        for entry in self.path:
+            self._write_rows(entry, specs)
+        write_scalars(self.shards, self.scalars)
+        for part in self.last.parts:
+            if not set(part.dense).isdisjoint(self.names):
+                source = Ranged(self.storage, part)
+                reader = PartReader(self.storage, part, self.last, source=source, blocks=frozenset())
+                self._copy({name: tensor for name, tensor in reader.dense().items() if name in self.names})
+        self._copy(self.dense)
+
+    def _objects(self) -> Iterable[Part | Stored]:
+        specs = self.specs
+        for entry in self.path:
+            for part in entry.parts:
+                has_rows = bool(wanted(part, specs))
+                if has_rows or (entry is self.last and not set(part.dense).isdisjoint(self.names)):
+                    yield part
+                if has_rows and part.states is not None:
+                    yield part.states
+
+    def _write_rows(self, entry: Manifest, specs: Mapping[str, ShardSpec]) -> None:
+        """Write the rows of an entry that are in this rank's shards, with their states."""
+        rows: list[BlockRows] = []
+        for part in entry.parts:
+            if blocks := wanted(part, specs):
+                reader = PartReader(self.storage, part, entry, source=Ranged(self.storage, part), blocks=blocks)
+                rows += reader.with_states(None if part.states is None else Ranged(self.storage, part.states))
+        for group in newest(rows):
+            tables = [table for each in group for table in as_tables(each, entry.states.get(each.block.table))]
+            for placement in place(tables, self.targets):
+                num_rows = max(1, CHUNK_BYTES // (placement.target.dim * _VALUE_BYTES))
+                for chunk in placement.chunks(num_rows):
+                    chunk.write()
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            copy_from_host(self.held[name], tensor)

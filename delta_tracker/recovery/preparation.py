@@ -1,0 +1,185 @@
+"""Compare a version with the job on this rank, and prepare all writes of its restore. Writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from delta_tracker.errors import NotRecoverableError, RestoreMismatchError
+from delta_tracker.predictor.targets import check_targets
+from delta_tracker.recovery.fit import Saved, check_fit
+from delta_tracker.recovery.job import LocalJob, spec_of
+from delta_tracker.recovery.library import Library
+from delta_tracker.recovery.pending import pending_rows
+from delta_tracker.recovery.plan import Plan
+from delta_tracker.recovery.targets import row_targets, state_targets
+from delta_tracker.recovery.training_states import TrainingStates
+from delta_tracker.recovery.warm_up import check_warm
+from delta_tracker.row_target import RowTarget, TensorTarget
+from delta_tracker.sharding.discover import LocalShard, discover
+from delta_tracker.sharding.optimizer_rows import Scalars, check_scalars, refuse_unrecoverable, state_views
+from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.log import StreamLog
+from delta_tracker.types import ShardSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """Result of :func:`prepare`.
+
+    Args:
+        plan: what is written to the model.
+        states: training states of the version.
+        rank_names: names of the states that differ by rank in the version.
+        publisher: name of the consumer of the publisher of the version.
+        pending: consumer of the tracker to FQN to the local ids of the rows that are pending afterwards; None for all
+            rows.
+    """
+
+    plan: Plan
+    states: TrainingStates
+    rank_names: Sequence[str]
+    publisher: str
+    pending: Mapping[str, Mapping[str, Tensor | None]]
+
+
+def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob) -> Prepared:
+    """Compare a version with the job on this rank, and prepare all writes.
+
+    Args:
+        log: log of the stream.
+        path: entries to apply, in order. The last one has the training states.
+        job: the job.
+
+    Raises:
+        NotRecoverableError, RestoreMismatchError, InvalidArgumentError, TableMismatchError, UnsupportedModuleError,
+        UnsupportedOptimizerError, UnsupportedTableError, ReservedConsumerError, MalformedError, CorruptPartError,
+        StorageError: as :func:`~delta_tracker.recovery.restore.restore` raises them.
+    """
+    last = path[-1]
+    found = discover(job.model)
+    refuse_unrecoverable(job.model, found)
+    check_warm(job.model)
+    job.check_tracker(found.shards)
+    states = TrainingStates(log.storage, last)
+    library = Library(states)
+    is_same = states.world_size == job.world_size
+    own = job.rank if is_same else 0
+    dense, buffers = library.dense(), library.buffers(own)
+    unfused = {fqn: table for fqn, table in last.tables.items() if fqn not in last.states}
+    rank_names = (
+        states.names_of(own) if is_same else names_of_all_ranks(states, job.ignore, log.storage.url, last.version)
+    )
+    described = job.described(found.shards)
+    saved = Saved(
+        tables=last.tables,
+        states=last.states,
+        unfused=library.shards(own, unfused),
+        dense={**last.dense, **{name: spec_of(tensor) for name, tensor in dense.items()}},
+        training=states.keys(0, "training"),
+        rank=rank_names,
+        world_size=states.world_size,
+    )
+    check_fit(saved, described, job.ignore)
+    for name, tensor in buffers.items():
+        if name not in job.ignore and described.dense.get(name) != spec_of(tensor):
+            raise RestoreMismatchError(f"the buffer {name!r}", spec_of(tensor), described.dense.get(name) or "missing")
+    shards = {fqn: found.shards[fqn] for fqn in last.tables if fqn not in job.ignore}
+    scalars = _kernels(library, shards, job, states.world_size)
+    check_scalars(shards, scalars)
+    plan = Plan(
+        storage=log.storage,
+        path=path,
+        shards=shards,
+        targets=_targets(job, last, shards),
+        scalars=scalars,
+        held=job.dense(),
+        names=last.dense.keys() - set(job.ignore),
+        dense={name: tensor for name, tensor in {**dense, **buffers}.items() if name not in job.ignore},
+    )
+    publisher = library.publisher()
+    pending = _pending(job, library, publisher, log, last, plan.specs)
+    plan.check_objects(() if is_same else last.training)
+    return Prepared(plan=plan, states=states, rank_names=rank_names, publisher=publisher, pending=pending)
+
+
+def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str, version: int) -> list[str]:
+    """Return the names of the states that differ by rank, on any rank.
+
+    Raises:
+        NotRecoverableError: if a state that is not ignored is missing on some ranks.
+    """
+    names = [set(states.names_of(rank)) for rank in range(states.world_size)]
+    every = set().union(*names)
+    for rank, each in enumerate(names):
+        if missing := sorted(every - each - set(ignore)):
+            reason = f"rank {rank} had no states {missing}, so only {states.world_size} ranks can restore it"
+            raise NotRecoverableError(url, version, reason)
+    return sorted(every)
+
+
+def _kernels(library: Library, shards: Mapping[str, LocalShard], job: LocalJob, world_size: int) -> dict[str, Scalars]:
+    """Return the numbers of the kernels of this rank's fused tables, by FQN.
+
+    At the same world size, they are those that this rank had. Those of other tables are from the ranks that had the
+    table, and must be equal on all of them.
+
+    Args:
+        library: values that the library saved in the version.
+        shards: FQN to this rank's shard, for each table that is restored.
+        job: the job.
+        world_size: number of ranks that published the version.
+
+    Raises:
+        RestoreMismatchError: if ranks had different numbers of a table.
+    """
+    needed = {fqn for fqn, shard in shards.items() if any(kernel.is_fused for kernel, _ in shard.places)}
+    own = library.kernels(job.rank) if world_size == job.world_size else {}
+    found: dict[str, Scalars] = {fqn: numbers for fqn, numbers in own.items() if fqn in needed}
+    missing = needed - found.keys()
+    for rank in range(world_size) if missing else ():
+        for fqn, numbers in library.kernels(rank).items():
+            if fqn in missing and found.setdefault(fqn, numbers) != numbers:
+                what = f"the list of the optimizer's counters of {fqn!r}"
+                raise RestoreMismatchError(
+                    what, f"{found[fqn]} on one rank and {numbers} on another", "one for all ranks"
+                )
+    return found
+
+
+def _targets(job: LocalJob, last: Manifest, shards: Mapping[str, LocalShard]) -> dict[str, RowTarget]:
+    """Return the targets of the rows and of the states, by the name of the table or state table.
+
+    Raises:
+        TableMismatchError: if a table cannot be written.
+        RestoreMismatchError: if a state cannot be written.
+    """
+    tables = {fqn: last.tables[fqn] for fqn in shards}
+    targets = row_targets(job.model, tables)
+    check_targets(replace(last, tables=tables), targets)
+    kept = {fqn: states for fqn, states in last.states.items() if fqn in shards}
+    views = {fqn: state_views(shards[fqn]) for fqn in kept}
+    found = state_targets({fqn: shard.spec for fqn, shard in shards.items()}, views, kept)
+    for name, target in found.items():
+        if isinstance(target, TensorTarget) and target.obstacle:
+            fqn, _, state = name.partition("\n")
+            raise RestoreMismatchError(f"the state {state!r} of {fqn!r}", "a writable tensor", target.obstacle)
+    return {**targets, **found}
+
+
+def _pending(
+    job: LocalJob, library: Library, publisher: str, log: StreamLog, last: Manifest, shards: Mapping[str, ShardSpec]
+) -> dict[str, dict[str, Tensor | None]]:
+    """Return the rows that are pending for the tracker's consumers, also those of tables that are not restored.
+
+    Raises:
+        MalformedError, CorruptPartError, StorageError: if the rows cannot be read.
+    """
+    if job.tracker is None:
+        return {}
+    consumers = job.tracker.consumers
+    found = pending_rows([name for name in consumers if name != publisher], library, log, last, shards)
+    unrestored = dict.fromkeys(fqn for fqn in job.tracker.shards if fqn not in shards)
+    return {name: {**found.get(name, {}), **unrestored} for name in consumers}
