@@ -38,12 +38,15 @@ class ChangedRows:
         states: ``[N, S]`` old states, NaN where unknown; None in a mode without old states.
         known: ``[N]`` bool, True where the old state is known; None in a mode without old states.
         ages: ``[N]`` int32, number of reads that left the row out; None if all are 0.
+        former: ``[N]`` int64 raw id that owned the row when the consumer last received it, 2**63 - 1 if none did; None
+            for a table without managed collisions.
     """
 
     ids: Tensor
     states: Tensor | None = None
     known: Tensor | None = None
     ages: Tensor | None = None
+    former: Tensor | None = None
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -51,7 +54,7 @@ class ChangedRows:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that are not None."""
-        return tuple(each for each in (self.ids, self.states, self.known, self.ages) if each is not None)
+        return tuple(each for each in (self.ids, *self.columns) if each is not None)
 
     @property
     def num_bytes(self) -> int:
@@ -66,31 +69,35 @@ class ChangedRows:
             new_rows: function that allocates the result.
         """
         places = index.nonzero().flatten() if index.dtype == torch.bool else index
-        columns = (self.states, self.known, self.ages)
         return ChangedRows(
             take_rows(self.ids, places, new_rows),
-            *(None if each is None else take_rows(each, places, new_rows) for each in columns),
+            *(None if each is None else take_rows(each, places, new_rows) for each in self.columns),
         )
 
     def copy(self, new_rows: NewRows = plain_rows) -> ChangedRows:
         """Return a copy of the rows, in tensors that ``new_rows`` allocates."""
-        columns = (self.ids, self.states, self.known, self.ages)
-        ids, *rest = (None if each is None else new_rows(len(each), each).copy_(each) for each in columns)
-        assert ids is not None, "rows have ids"
-        return ChangedRows(ids, *rest)
+        columns = (None if each is None else new_rows(len(each), each).copy_(each) for each in self.columns)
+        return ChangedRows(new_rows(len(self.ids), self.ids).copy_(self.ids), *columns)
 
     def without_states(self) -> ChangedRows:
         """Return the same rows without their old states; the tensors are shared."""
-        return ChangedRows(self.ids, ages=self.ages)
+        return ChangedRows(self.ids, ages=self.ages, former=self.former)
 
     def aged(self) -> ChangedRows:
         """Return the same rows with their ages increased by one."""
         ages = torch.zeros_like(self.ids, dtype=torch.int32) if self.ages is None else self.ages
-        return ChangedRows(self.ids, self.states, self.known, ages + 1)
+        return ChangedRows(self.ids, self.states, self.known, ages + 1, self.former)
+
+    @property
+    def columns(self) -> tuple[Tensor | None, ...]:
+        """All fields but the ids, in their order."""
+        return self.states, self.known, self.ages, self.former
 
 
 def merge_first(older: ChangedRows, newer: ChangedRows) -> ChangedRows:
-    """Return the union of two sets of rows of one shard. For a row in both sets, use the state and age in ``older``.
+    """Return the union of two sets of rows of one shard. For a row in both sets, use the columns of ``older``.
+
+    Either both sets have former owners or neither has.
 
     Example:
         >>> older = ChangedRows(torch.tensor([2, 5]), torch.tensor([[2.0], [5.0]]), torch.tensor([True, True]))
@@ -105,11 +112,12 @@ def merge_first(older: ChangedRows, newer: ChangedRows) -> ChangedRows:
     is_first = torch.ones_like(ids, dtype=torch.bool)
     is_first[1:] = ids[1:] != ids[:-1]
     index = order[is_first]
-    states, known, ages = (
+    assert (older.former is None) == (newer.former is None), "all rows of a table have former owners, or none has"
+    columns = (
         None if left is None and right is None else torch.cat([_or_zeros(left, older), _or_zeros(right, newer)])[index]
-        for left, right in ((older.states, newer.states), (older.known, newer.known), (older.ages, newer.ages))
+        for left, right in zip(older.columns, newer.columns, strict=True)
     )
-    return ChangedRows(ids[is_first], states, known, ages)
+    return ChangedRows(ids[is_first], *columns)
 
 
 def _or_zeros(column: Tensor | None, rows: ChangedRows) -> Tensor:

@@ -128,6 +128,57 @@ class TableStates:
 
 
 @dataclass(frozen=True, slots=True)
+class Bucket:
+    """Range of a table's rows that holds the raw ids of one bucket, and the row that unknown raw ids read.
+
+    Args:
+        rows: half-open range of global row ids, not empty.
+        default: global id of the row that the bucket's unknown raw ids read. No raw id owns this row. None if unknown
+            raw ids have no row.
+    """
+
+    rows: tuple[int, int]
+    default: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Rule by which the raw ids of a table with managed collisions are assigned to ranges of its rows.
+
+    :func:`~delta_tracker.raw_ids.bucket_of` returns the bucket of a raw id.
+
+    Args:
+        hash_size: size of the range of raw ids that is divided evenly among the buckets, from 0 to 2**63 - 1.
+        buckets: buckets, with ascending row ranges that cover the table without gaps. Either all of them have a default
+            row or none has.
+
+    Raises:
+        InvalidArgumentError: if ``hash_size`` or ``buckets`` are not as described.
+    """
+
+    hash_size: int
+    buckets: tuple[Bucket, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hash_size < 1 << 63:
+            raise InvalidArgumentError("hash_size", self.hash_size, "Give 0 or more, and less than 2**63")
+        end = 0
+        for bucket in self.buckets:
+            first, stop = bucket.rows
+            if first != end or stop <= first or not (bucket.default is None or first <= bucket.default < stop):
+                remedy = "Give ascending row ranges from 0 without gaps, and default rows inside them"
+                raise InvalidArgumentError("bucket", bucket, remedy)
+            end = stop
+        if len({bucket.default is None for bucket in self.buckets}) != 1:
+            raise InvalidArgumentError("buckets", self.buckets, "Give a default row for each bucket, or for none")
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the table."""
+        return self.buckets[-1].rows[1]
+
+
+@dataclass(frozen=True, slots=True)
 class ShardSpec:
     """Block of a table that one rank holds: one range of rows and one or more ranges of columns.
 
@@ -206,9 +257,14 @@ class DeltaRows:
         optimizer: states of the fused optimizer for the rows, in the optimizer's order; empty unless the read had
             ``with_optimizer=True``. Each state is ``[N, D]``, or ``[N, S]`` with one value for each of the shard's
             ``S`` column ranges.
+        raw_ids: ``[N]`` int64 raw id that owned each row at the time of the read, 2**63 - 1 if none did. None for a
+            table without managed collisions.
+        evicted: ``[N]`` int64 raw id that owned each row when the consumer last received it and that has lost the row
+            since, otherwise 2**63 - 1. None for a table without managed collisions.
 
     Raises:
-        InvalidArgumentError: if ``ids`` are not ``[N]`` int64, or ``states`` or ``values`` have another number of rows.
+        InvalidArgumentError: if ``ids`` are not ``[N]`` int64, or ``states``, ``values``, ``raw_ids`` or ``evicted``
+            have another number of rows.
 
     Example:
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)
@@ -223,12 +279,16 @@ class DeltaRows:
     shard: ShardSpec | None = field(default=None, kw_only=True)
     known: Tensor | None = field(default=None, kw_only=True)
     optimizer: tuple[Tensor, ...] = field(default=(), kw_only=True)
+    raw_ids: Tensor | None = field(default=None, kw_only=True)
+    evicted: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.ids.dtype != torch.int64 or self.ids.dim() != 1:
             raise InvalidArgumentError("ids", (tuple(self.ids.shape), self.ids.dtype), "Pass a [N] int64 tensor")
         self._check_length("states", self.states)
         self._check_length("values", self.values)
+        self._check_length("raw_ids", self.raw_ids)
+        self._check_length("evicted", self.evicted)
 
     @property
     def global_ids(self) -> Tensor:

@@ -30,3 +30,15 @@ def test_masks_on_a_device_are_split_with_one_wait() -> None:
         chosen, others = split[name]
         assert torch.equal(held(chosen), mask.nonzero().flatten())
         assert torch.equal(held(others), (~mask).nonzero().flatten())
+
+
+def test_former_owners_are_kept() -> None:
+    older = ChangedRows(torch.tensor([2, 5]), former=torch.tensor([20, 50]))
+    newer = ChangedRows(torch.tensor([1, 5]), former=torch.tensor([11, 51]))
+    merged = merge_first(older.aged(), newer)
+    assert merged.former is not None
+    assert merged.former.tolist() == [11, 20, 50]
+    for rows in (merged.copy(), merged.aged(), merged.without_states(), merged.take(torch.arange(3))):
+        assert rows.former is not None
+        assert rows.former.tolist() == [11, 20, 50]
+    assert merged.num_bytes == 3 * (8 + 4 + 8)

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError
 from delta_tracker.stream.cursor import Place
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import Manifest, Schema
 from delta_tracker.stream.format.part_reader import read_parts
 from delta_tracker.stream.log import StreamLog
-from delta_tracker.types import ShardSpec, TableSpec, TableStates
+from delta_tracker.types import ShardSpec
 
 _logger = logging.getLogger(__name__)
-
-Schema = tuple[int, Mapping[str, TableSpec], Mapping[str, TableStates]]
 
 
 def rows_to_repair(
@@ -38,7 +36,7 @@ def rows_to_repair(
         log: log of the stream.
         note: stream position in the checkpoint, as :meth:`~delta_tracker.stream.cursor.Place.to_dict` returned it.
         claim: manifest of the new publisher's claim.
-        schema: format, tables and states of the new publisher's versions, as in
+        schema: format, tables, states and identities of the new publisher's versions, as in
             :attr:`~delta_tracker.stream.format.manifest.Manifest.schema`.
         shards: FQN to shard of this rank.
 
@@ -95,7 +93,7 @@ def _continues(log: StreamLog, version: int, schema: Schema) -> bool:
 
 
 def _is_alike(entry: Manifest, schema: Schema) -> bool:
-    return (entry.format, dict(entry.tables), dict(entry.states)) == (schema[0], dict(schema[1]), dict(schema[2]))
+    return (entry.format, *map(dict, entry.schema[1:])) == (schema[0], *map(dict, schema[1:]))
 
 
 def _listed(log: StreamLog, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:

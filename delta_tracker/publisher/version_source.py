@@ -16,7 +16,7 @@ from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Exchange, Message, Phase
-from delta_tracker.publisher.repair import Schema, rows_to_repair
+from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.publisher.training import ConsumerState, Stateful, TrainingSource
 from delta_tracker.sharding.dense import dense_tensors
@@ -24,7 +24,16 @@ from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding
-from delta_tracker.stream.format.manifest import DTYPE_NAMES, FORMAT, MAX_DIMS, STATES_FORMAT, Kind, Manifest, Part
+from delta_tracker.stream.format.manifest import (
+    DTYPE_NAMES,
+    FORMAT,
+    MAX_DIMS,
+    STATES_FORMAT,
+    Kind,
+    Manifest,
+    Part,
+    Schema,
+)
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.top_k import AllRanks, TopK
@@ -163,7 +172,7 @@ class VersionSource:
             # If rows were read from the consumer since the load, no version contains them: the position is invalid.
             note = self.handle.note if self.handle.is_as_restored else None
             form = FORMAT if self._training is None else STATES_FORMAT
-            schema: Schema = form, tracker.tables, writer.states
+            schema: Schema = form, tracker.tables, writer.states, {}
             rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, schema, tracker.shards)
             return {"knows": rows is not None}
 

@@ -16,7 +16,7 @@ from tests.stream.streams import FQN, Writer
 def _repair(writer: Writer, note: object, shard: ShardSpec | None = None) -> dict[str, list[int]] | None:
     claim = StreamLog(writer.storage).claim().head
     spec = ShardSpec(writer.spec, 0, 20, ((0, 4),)) if shard is None else shard
-    rows = rows_to_repair(StreamLog(writer.storage), note, claim, (1, {FQN: writer.spec}, {}), {FQN: spec})
+    rows = rows_to_repair(StreamLog(writer.storage), note, claim, (1, {FQN: writer.spec}, {}, {}), {FQN: spec})
     return None if rows is None else {fqn: ids.tolist() for fqn, ids in rows.items()}
 
 

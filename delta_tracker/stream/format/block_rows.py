@@ -32,12 +32,16 @@ class BlockRows:
             write to it.
         states: one function for each of the table's states, in their declared order. Each returns the state of the rows
             ``begin`` to ``end`` in its declared dtype: ``[end - begin, block.num_columns]`` or ``[end - begin, 1]``.
+        owners: function that returns the raw ids of the rows ``begin`` to ``end``, ``[end - begin, 1]`` int64,
+            2**63 - 1 for a row without one; None for a table without managed collisions, or if the owners
+            are not read.
     """
 
     block: Block
     ids: Tensor | None
     read: RowReader
     states: tuple[RowReader, ...] = ()
+    owners: RowReader | None = None
 
     @classmethod
     def of(cls, block: Block, ids: Tensor | None, stored: Tensor) -> BlockRows:

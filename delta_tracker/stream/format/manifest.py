@@ -14,7 +14,7 @@ from msgspec import Meta, to_builtins
 from delta_tracker.state_tree import TENSOR_DTYPES
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import Count, Hex, Range
-from delta_tracker.types import TableSpec, TableStates
+from delta_tracker.types import Identity, TableSpec, TableStates
 
 FORMAT = 1  # values only
 STATES_FORMAT = 2  # values, the optimizer's states of the same rows, and the training state
@@ -22,6 +22,7 @@ DRAFT = 1  # revision of format 2, which is not final
 Kind = Literal["claim", "snapshot", "delta"]
 # Storage of a block's row ids: all rows of its range, a list of ids, or compressed gaps between ids.
 IdForm = Literal["all", "list", "gaps"]
+Schema = tuple[int, Mapping[str, TableSpec], Mapping[str, TableStates], Mapping[str, Identity]]
 
 MAX_DIMS = 16
 PartName = Annotated[str, Meta(pattern=r"\Aparts/[0-9a-z-]+\.safetensors\Z")]
@@ -154,6 +155,9 @@ class Manifest:
         states: FQN to the states of the table's rows, for each table with a fused optimizer; empty in format 1.
         training: records of the training states of all ranks, in the order of the ranks; empty in format 1.
         event_time: smallest event time of the batch that any rank trained last, in seconds; None if it is unknown.
+        identities: FQN to the rule for raw ids, for each table with managed collisions; empty in format 1.
+        owner_changes: FQN to the number of rows that a raw id was admitted to, and the number of rows whose raw id was
+            evicted, since the version before; informative. Empty in format 1 and in a merged entry.
         xxh3: 128-bit xxh3 of the entry's bytes, in hex; empty before the entry is parsed from its bytes.
         modified: Unix time of the commit by the store's clock, in seconds: the modification time of the entry. None if
             the entry was not read from a store.
@@ -178,6 +182,8 @@ class Manifest:
     states: Mapping[str, TableStates] = field(default_factory=dict)
     training: tuple[Stored, ...] = ()
     event_time: float | None = None
+    identities: Mapping[str, Identity] = field(default_factory=dict)
+    owner_changes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     xxh3: str = field(default="", compare=False)
     modified: float | None = field(default=None, compare=False)
 
@@ -231,9 +237,9 @@ class Manifest:
         return sum(each.num_bytes for each in self.objects)
 
     @property
-    def schema(self) -> tuple[int, Mapping[str, TableSpec], Mapping[str, TableStates]]:
-        """Format, tables and states. Only versions with equal ones may be merged or applied to one another."""
-        return self.format, self.tables, self.states
+    def schema(self) -> Schema:
+        """Format, tables, states and identities. Only versions with equal ones may be merged or follow one another."""
+        return self.format, self.tables, self.states, self.identities
 
     def to_json(self) -> bytes:
         """Return the bytes of the entry as they are stored in the log."""

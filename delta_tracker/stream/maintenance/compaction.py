@@ -9,14 +9,14 @@ compaction that is killed leaves parts that no entry names.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, Block, DenseSpec, Manifest, Part
+from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, Block, DenseSpec, Manifest, Part, Schema
 from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
 from delta_tracker.stream.format.part_reader import PartReader, read_parts
 from delta_tracker.stream.format.part_writer import put_part
@@ -24,13 +24,11 @@ from delta_tracker.stream.log import Merged, StreamLog, entry_name, generation_e
 from delta_tracker.stream.maintenance.merging import listed_rows, newest_rows
 from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.types import TableSpec, TableStates
 
 DEFAULT_MAX_BYTES = 1 << 30
 _ID_BYTES = 8
 
 _Dense = dict[str, Tensor]
-_Schema = tuple[int, Mapping[str, TableSpec], Mapping[str, TableStates]]
 
 
 def compact(
@@ -142,7 +140,7 @@ class _Compaction:
             The merged entry, even if another process created it first; None if the entry was deleted in the meantime.
         """
         rows, dense = self._read(versions)
-        _, tables, _ = _schema(versions)
+        tables = _schema(versions)[1]
         if is_due:
             merged = list(newest_rows(rows, tables))
             if sum(each.num_bytes for each in merged) + sum(each.nbytes for each in dense.values()) < least_bytes:
@@ -161,7 +159,7 @@ class _Compaction:
             The merged entry, even if another process created it first; None if the entry was deleted in the meantime.
         """
         rows, dense = self._read(versions)
-        _, tables, _ = _schema(versions)
+        tables = _schema(versions)[1]
         return self._merge(versions, list(newest_rows(rows, tables)), dense)
 
     def _merge(self, versions: Sequence[Manifest], newest: list[BlockRows], dense: _Dense) -> Manifest | None:
@@ -218,8 +216,7 @@ class _Compaction:
         if not rows and not dense:
             return []
         name, states_name = (part_name(versions[-1].version, versions[-1].generation, author) for author in ("c", "cs"))
-        form, _, _ = _schema(versions)
-        has_states = form == STATES_FORMAT
+        has_states = _schema(versions)[0] == STATES_FORMAT
         return [put_part(self._log.storage, name, rows, dense, states_name=states_name if has_states else None)]
 
     def _create(self, draft: Manifest, parts: Sequence[Part], dense: _Dense) -> Manifest | None:
@@ -265,6 +262,8 @@ def _delta(versions: Sequence[Manifest]) -> Manifest:
         states=newest[-1].states,
         training=newest[-1].training,
         event_time=newest[-1].event_time,
+        identities=newest[-1].identities,
+        owner_changes={},
         merges=last.link,
     )
 
@@ -297,7 +296,7 @@ def _pieces(log: StreamLog, base: Manifest) -> list[Manifest]:
 
 
 def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
-    """Return the longest prefix of ``pieces`` with equal formats, tables and states that fits ``max_bytes``.
+    """Return the longest prefix of ``pieces`` that has one schema and fits ``max_bytes``.
 
     Returns an empty list if the prefix contains only claims.
     """
@@ -312,9 +311,9 @@ def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
     return run if any(piece.kind != "claim" for piece in run) else []
 
 
-def _schema(versions: Sequence[Manifest]) -> _Schema:
-    """Return the format, tables and states of the first version that is not a claim."""
-    return next((version.schema for version in versions if version.kind != "claim"), (FORMAT, {}, {}))
+def _schema(versions: Sequence[Manifest]) -> Schema:
+    """Return the format, tables, states and identities of the first version that is not a claim."""
+    return next((version.schema for version in versions if version.kind != "claim"), (FORMAT, {}, {}, {}))
 
 
 def _size(version: Manifest) -> int:

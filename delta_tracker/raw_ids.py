@@ -1,0 +1,151 @@
+"""Raw ids of the rows of tables with managed collisions: the bucket of an id, and the interface of a live mapping.
+
+A managed-collision module maps raw 64-bit ids to the rows of a table, admits new ids and evicts old ones. The raw id
+that a row is mapped to is its owner. A raw id is the id that the collision module receives, after its
+``input_hash_func``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from delta_tracker.types import Identity
+
+NO_OWNER: Final = (1 << 63) - 1
+"""Owner of a row that no raw id is mapped to."""
+
+_LOW = (1 << 63) - 1  # bits of an int64 without the sign
+
+
+def bucket_of(identity: Identity, raw_ids: Tensor) -> Tensor:
+    """Return the index of the bucket of each raw id, as TorchRec routes ids to ranks.
+
+    With ``B`` buckets, bucket ``b`` has the ids from ``b * size`` to ``(b + 1) * size - 1``, where ``size`` is
+    ``hash_size / B``, rounded up. An id outside of all of these belongs to the bucket ``id % B``. Negative ids count as
+    unsigned 64-bit integers.
+
+    Args:
+        identity: rule of the table.
+        raw_ids: int64 ids of any shape.
+
+    Returns:
+        int64 indices in ``identity.buckets``, in the shape and on the device of ``raw_ids``.
+
+    Example:
+        >>> identity = Identity(100, (Bucket((0, 8), 7), Bucket((8, 16), 15)))
+        >>> bucket_of(identity, torch.tensor([3, 50, 101, 102, -1]))
+        tensor([0, 1, 1, 0, 1])
+    """
+    num_buckets = len(identity.buckets)
+    if num_buckets == 1:
+        return torch.zeros_like(raw_ids)
+    size = -(-identity.hash_size // num_buckets)
+    low = raw_ids.bitwise_and(_LOW)
+    is_low = raw_ids >= 0
+    # An unsigned id is 2**63 larger than its low bits if its sign is set.
+    found = torch.where(is_low, low % num_buckets, (low % num_buckets + (1 << 63) % num_buckets) % num_buckets)
+    if size:
+        found = torch.where(is_low & (low // size < num_buckets), low // size, found)
+        beyond = size * num_buckets - (1 << 63)
+        if beyond > 0:  # the last bucket ends after 2**63
+            found = torch.where(~is_low & (low < beyond), num_buckets - 1, found)
+    return found
+
+
+def defaults_of(identity: Identity, raw_ids: Tensor) -> Tensor:
+    """Return the row that each raw id reads while no row is mapped to it.
+
+    Args:
+        identity: rule of the table.
+        raw_ids: int64 ids of any shape.
+
+    Returns:
+        int64 global row ids, -1 where there is none, in the shape and on the device of ``raw_ids``.
+    """
+    rows = [-1 if bucket.default is None else bucket.default for bucket in identity.buckets]
+    return torch.tensor(rows, device=raw_ids.device)[bucket_of(identity, raw_ids)]
+
+
+def check_owners(identity: Identity, slots: Tensor, owners: Tensor) -> None:
+    """Check that raw ids may own the given rows.
+
+    Waits for the device of ``owners``.
+
+    Args:
+        identity: rule of the table.
+        slots: ``[N]`` int64 global row ids, inside the table.
+        owners: ``[N]`` int64 raw ids of these rows, :data:`NO_OWNER` if none.
+
+    Raises:
+        ValueError: if a default row has an owner, a raw id owns a row of another bucket, or a raw id owns two rows.
+    """
+    is_owned = owners != NO_OWNER
+    slots, owners = slots[is_owned], owners[is_owned]
+    ends = torch.tensor([bucket.rows[1] for bucket in identity.buckets], device=slots.device)
+    buckets = torch.searchsorted(ends, slots, right=True)
+    if identity.buckets[0].default is not None:
+        defaults = torch.tensor([bucket.default for bucket in identity.buckets], device=slots.device)
+        wrong = slots == defaults[buckets]
+        if wrong.any():
+            raise ValueError(f"the default row {int(slots[wrong][0])} has the raw id {int(owners[wrong][0])}")
+    wrong = buckets != bucket_of(identity, owners)
+    if wrong.any():
+        row, owner = int(slots[wrong][0]), int(owners[wrong][0])
+        raise ValueError(f"row {row} has the raw id {owner}, which belongs to another bucket")
+    ordered = owners.sort().values
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise ValueError(f"the raw id {int(twice[0])} has two rows")
+
+
+class RawIdMap(Protocol):
+    """Live mapping from raw ids to a range of a table's rows, as lookups use it.
+
+    Notation: ``R`` is the number of rows of the range.
+    """
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Half-open range of the global row ids that this mapping holds."""
+        ...
+
+    @property
+    def devices(self) -> Iterable[torch.device]:
+        """Devices of the mapping's tensors."""
+        ...
+
+    def refusal(self, identity: Identity) -> str:
+        """Return the reason why the mapping cannot serve the buckets of a stream; the empty string if it can."""
+        ...
+
+    def adopt(self, identity: Identity) -> None:
+        """Route unknown raw ids by the buckets of a stream. May be called again. Call it while holding the lock."""
+        ...
+
+    def owners(self) -> Tensor:
+        """Return the raw ids by row, ``[R]`` int64 on the CPU, derived from the live mapping."""
+        ...
+
+    def unmap(self, slots: Tensor) -> None:
+        """Remove the raw ids of some rows, so that they read the default row. Call it while holding the lock.
+
+        Args:
+            slots: ``[N]`` int64 global row ids, inside :attr:`rows`.
+        """
+        ...
+
+    def prepare(self, owners: Tensor) -> object:
+        """Return the new content of the mapping for :meth:`map`, without changing the mapping.
+
+        Args:
+            owners: ``[R]`` int64 raw ids by row, :data:`NO_OWNER` if none, checked with :func:`check_owners`.
+        """
+        ...
+
+    def map(self, ready: object) -> None:
+        """Replace the content of the mapping by the result of :meth:`prepare`. Call it while holding the lock."""
+        ...
