@@ -1,4 +1,4 @@
-"""A pool of real ranks: processes joined in one gloo group that run many test cases, because starting them is slow.
+"""A pool of real ranks: processes joined in one group that run many test cases, because starting them is slow.
 
 A case is a function ``case(rank, world_size, **kwargs)`` named ``"module:function"``; its arguments and result are
 JSON. If a rank raises, :meth:`RankPool.run` raises with its traceback. Ranks that hang are killed.
@@ -10,17 +10,17 @@ import contextlib
 import importlib
 import json
 import os
-import selectors
 import socket
-import subprocess
-import sys
 import time
 import traceback
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-_ROOT = Path(__file__).parent.parent
+from tests import forked
+
 # A case whose ranks wait for each other fails after the first; the second ends what hangs elsewhere. It includes the
 # start of the ranks, whose imports took a minute where ten other processes were busy on two cores.
 _GROUP_TIMEOUT_SECONDS = 20
@@ -32,22 +32,20 @@ class RankFailureError(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes that wait for cases on their standard input, joined in a group of ``backend``."""
+    """``world_size`` processes that wait for cases, joined in a group of ``backend``."""
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
         self._backend = backend
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
 
     def run(self, case: str, *, timeout_seconds: float = _ANSWER_SECONDS, **kwargs: Any) -> list[Any]:
         """Run a case on every rank; return the results by rank."""
         if not self._ranks:
             self._start()
-        order = json.dumps({"case": case, "kwargs": kwargs}).encode() + b"\n"
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(order)
-            rank.stdin.flush()
+        order = json.dumps({"case": case, "kwargs": kwargs}).encode()
+        for _, pipe in self._ranks:
+            pipe.send_bytes(order)
         try:
             answers = self._answers(time.monotonic() + timeout_seconds)
         except BaseException:
@@ -61,13 +59,10 @@ class RankPool:
 
     def stop(self) -> None:
         """Kill all ranks; the next :meth:`run` starts new ones."""
-        for rank in self._ranks:
-            rank.kill()
-            rank.wait()
-            for pipe in (rank.stdin, rank.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
         self._ranks = []
 
     def _start(self) -> None:
@@ -75,7 +70,7 @@ class RankPool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(self.world_size):
-            env = os.environ | {
+            environ = os.environ | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(self.world_size),
@@ -85,58 +80,43 @@ class RankPool:
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
-            self._ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.ranks", self._backend],
-                    cwd=_ROOT,
-                    env=env,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=None,
-                )
-            )
+            pipe, theirs = Pipe()
+            self._ranks.append((forked.start(_serve, theirs, self._backend, environ=environ), pipe))
+            theirs.close()
 
     def _answers(self, deadline: float) -> list[dict[str, Any]]:
         answers: dict[int, dict[str, Any]] = {}
-        with selectors.DefaultSelector() as selector:
-            for index, rank in enumerate(self._ranks):
-                assert rank.stdout is not None
-                selector.register(rank.stdout, selectors.EVENT_READ, index)
-            while len(answers) < self.world_size:
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    missing = sorted(set(range(self.world_size)) - set(answers))
-                    said = "\n".join(str(answer.get("error")) for answer in answers.values())
-                    raise RankFailureError(f"ranks {missing} did not answer in time; the others said:\n{said}")
-                for key, _ in ready:
-                    line = key.fileobj.readline()  # type: ignore[union-attr]
-                    if not line:
-                        raise RankFailureError(f"rank {key.data} died")
-                    answers[key.data] = json.loads(line)
-                    selector.unregister(key.fileobj)
-        return [answers[index] for index in range(self.world_size)]
+        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while pipes:
+            ready = wait(pipes, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                said = "\n".join(str(answer.get("error")) for answer in answers.values())
+                missing = sorted(pipes.values())
+                raise RankFailureError(f"ranks {missing} did not answer in time; the others said:\n{said}")
+            for pipe in ready:
+                rank = pipes.pop(pipe)
+                try:
+                    answers[rank] = json.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError) as error:
+                    raise RankFailureError(f"rank {rank} died") from error
+        return [answers[rank] for rank in range(self.world_size)]
 
 
-def _serve(backend: str) -> None:
-    """Join the group and answer each line of standard input with a line on the original standard output."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not be read as an answer
+def _serve(pipe: Connection, backend: str) -> None:
+    """Join the group, and answer each order until the pool closes its end."""
     import torch  # noqa: PLC0415  the pool itself needs no torch
     from torch import distributed as dist  # noqa: PLC0415
 
     torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=timedelta(seconds=_GROUP_TIMEOUT_SECONDS))
-    for line in sys.stdin:
-        order = json.loads(line)
-        module, function = order["case"].split(":")
-        try:
-            case = getattr(importlib.import_module(module), function)
-            answer = {"result": case(dist.get_rank(), dist.get_world_size(), **order["kwargs"])}
-        except Exception:  # noqa: BLE001  it goes to the test
-            answer = {"error": traceback.format_exc()}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])
+    with contextlib.suppress(EOFError):
+        while True:
+            order = json.loads(pipe.recv_bytes())
+            module, function = order["case"].split(":")
+            try:
+                case = getattr(importlib.import_module(module), function)
+                answer = {"result": case(dist.get_rank(), dist.get_world_size(), **order["kwargs"])}
+            except Exception:  # noqa: BLE001  it goes to the test
+                answer = {"error": traceback.format_exc()}
+            pipe.send_bytes(json.dumps(answer).encode())
+    os._exit(0)  # skips the end of the group, which could wait for a rank that was killed

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+from tests import forked
 from tests.ranks import RankPool
 
-_ROOT = Path(__file__).parent.parent.parent
 _CASES = "tests.publisher.building_cases"
 
 
@@ -28,7 +26,6 @@ def test_a_publisher_that_one_rank_builds_alone_is_refused(two_ranks: RankPool, 
 
 
 def test_a_rank_killed_while_it_builds_a_publisher_is_reported() -> None:
-    program = [sys.executable, "-W", "ignore", "-m", f"{_CASES}", "--seeds", "2"]
-    done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=200, cwd=_ROOT)
+    done = forked.run(_CASES, "--seeds", "2", timeout_seconds=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["RankLostError"] >= 3

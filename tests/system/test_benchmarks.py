@@ -20,6 +20,7 @@ from benchmarks.harness import Report, Sample, interleaved
 from benchmarks.summary import markdown
 from benchmarks.targets import Target
 from benchmarks.workloads import distinct_ids, uniform_ids, zipf_ids
+from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -38,9 +39,8 @@ _IN_SWEEPS = pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="some 10 s each: `m
 )
 def test_a_benchmark_runs_tiny(name: str, tmp_path: Path) -> None:
     # In a separate process, because it makes a process group and changes settings of torch.
-    arguments = ["-m", f"benchmarks.{name}", "--tiny", "--out", str(tmp_path), "--work", str(tmp_path)]
-    command = [sys.executable, "-W", "ignore", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, cwd=_ROOT)
+    arguments = ["--tiny", "--out", str(tmp_path), "--work", str(tmp_path)]
+    done = forked.run(f"benchmarks.{name}", *arguments, timeout_seconds=240)
     assert done.returncode == 0, done.stderr[-4000:]
     table = (tmp_path / f"{name}.md").read_text()
     assert done.stdout == table
@@ -56,8 +56,7 @@ def test_the_benchmark_for_gpus_runs_tiny_without_one() -> None:
     parts = ["row-sets", "steps", "publishing", "snapshots", "applying", "first-steps"]
     if SWEEPS_ARE_WHOLE:
         parts += ["fbgemm-steps", "flushes"]
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.bench_gpu", "--device", "simulated", "--parts", *parts]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, cwd=_ROOT)
+    done = forked.run("benchmarks.bench_gpu", "--device", "simulated", "--parts", *parts, timeout_seconds=240)
     assert done.returncode == 0, done.stderr[-4000:]
     for line in ("mark: torch", "step of 200 plain tables", "longest stall", "p99", "first step"):
         assert line in done.stdout, line

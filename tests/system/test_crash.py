@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
-
-_ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.promise("equal", "atomic", "restored")
 @pytest.mark.timeout(600)
 def test_every_predictor_equals_the_trainer_at_every_quiet_point() -> None:
     seeds = 10 if SWEEPS_ARE_WHOLE else 2
-    program = [sys.executable, "-W", "ignore", "-m", "tests.system.crash", "--seeds", str(seeds)]
-    done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=580, cwd=_ROOT)
+    done = forked.run("tests.system.crash", "--seeds", str(seeds), timeout_seconds=580)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["checkpoints"] > 2 * seeds

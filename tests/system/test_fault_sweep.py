@@ -7,15 +7,12 @@ The failures of a restore are swept, too. Runs one point in twelve, and one in f
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
-
-_ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.promise("atomic", "fenced")
@@ -23,8 +20,7 @@ _ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize("mode", ["kills", "failures", "races"])
 def test_every_operation(tmp_path: Path, mode: str) -> None:
     every = "1" if SWEEPS_ARE_WHOLE else "24" if mode == "kills" else "20"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.system.fault_sweep", mode, str(tmp_path), "--every", every]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=590, cwd=_ROOT, check=False)
+    run = forked.run("tests.system.fault_sweep", mode, str(tmp_path), "--every", every, timeout_seconds=590)
     assert run.returncode == 0, run.stderr
     counts = json.loads(run.stdout)
     # A claim probes the store, finds the head, creates its entry, checks its parent, and is read back. A snapshot

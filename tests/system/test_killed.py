@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,10 @@ import torch
 from delta_tracker import Predictor
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
+from tests import forked
 from tests.predictor.serving import assert_holds, empty_model
 from tests.stream.histories import History
 from tests.system import killed_cases as killed
-
-_ROOT = Path(__file__).parent.parent.parent
 
 
 def _keep(directory: Path, model: dict[str, torch.Tensor], predictor: Predictor) -> None:
@@ -46,8 +43,7 @@ def test_a_predictor_killed_at_any_step_ends_with_the_right_tables(tmp_path: Pat
     assert predictor.sync() == history.version
     assert_holds(model, history, history.version)
     _keep(tmp_path / "expected", model, predictor)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.system.killed_cases", str(tmp_path)]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = forked.run("tests.system.killed_cases", str(tmp_path), timeout_seconds=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     kinds = {"before a read", "before a listing", "before a chunk", "within a chunk"}

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.sweeps import SWEEPS_ARE_WHOLE
-
-_ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.promise("equal", "atomic", "resumed")
@@ -19,8 +15,7 @@ _ROOT = Path(__file__).parent.parent.parent
 def test_a_killed_trainer_continues_bit_for_bit() -> None:
     seeds = 5 if SWEEPS_ARE_WHOLE else 1
     arguments = ["--seeds", str(seeds), "--steps", "6", "--actions", "8", "--short"]
-    program = [sys.executable, "-W", "ignore", "-m", "tests.system.resume", *arguments]
-    done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=580, cwd=_ROOT)
+    done = forked.run("tests.system.resume", *arguments, timeout_seconds=580)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["seeds"] == seeds
