@@ -6,10 +6,12 @@ can fork. Each process has its own environment, except for variables that torch 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -71,49 +73,98 @@ def start(
     return process
 
 
+class Program:
+    """A program like ``python -W ignore -m MODULE ARGUMENTS``, with the methods of ``subprocess.Popen``.
+
+    Args:
+        module: name of the program.
+        arguments: its arguments.
+        output: file for its standard output.
+        errors: file for its standard error; may be ``output``.
+        environ: its environment; None for that of the caller.
+        namespace: file of the network namespace that it joins.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        output: Path,
+        errors: Path,
+        environ: Mapping[str, str] | None = None,
+        namespace: Path | None = None,
+    ) -> None:
+        self._command = [module, *arguments]
+        outputs = [str(output), str(errors)]
+        for path in (output, errors):
+            path.touch()
+        self._process = start(_run, self._command, outputs, namespace, environ=environ, daemon=False)
+
+    def poll(self) -> int | None:
+        """Return the exit code; None if it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: if it does not end in time.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._command, timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it runs."""
+        if self._process.is_alive():
+            assert self._process.pid is not None
+            os.kill(self._process.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
 def run(
     module: str, *arguments: str, timeout_seconds: float, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program like ``python -W ignore -m MODULE``; return its exit code and output.
 
-    Args:
-        module: name of the program.
-        arguments: its arguments.
-        timeout_seconds: time after which it is killed.
-        environ: its environment; None for that of the caller.
-
     Raises:
-        subprocess.TimeoutExpired: if it did not end in time.
+        subprocess.TimeoutExpired: if it did not end in time; it is killed then.
     """
-    command = [module, *arguments]
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / name for name in ("output", "errors")]
-        for path in paths:
-            path.touch()
-        process = start(_run, command, list(map(str, paths)), environ=environ, daemon=False)
-        process.join(timeout_seconds)
-        is_late = process.is_alive()
-        process.kill()
-        process.join()
-        said, errors = (path.read_text() for path in paths)
-    if is_late:
-        raise subprocess.TimeoutExpired(command, timeout_seconds, said, errors)
-    assert process.exitcode is not None
-    return subprocess.CompletedProcess(command, process.exitcode, said, errors)
+        output, errors = (Path(folder) / name for name in ("output", "errors"))
+        program = Program(module, *arguments, output=output, errors=errors, environ=environ)
+        try:
+            code = program.wait(timeout_seconds)
+        finally:
+            program.kill()
+        return subprocess.CompletedProcess([module, *arguments], code, output.read_text(), errors.read_text())
 
 
 def _call(environ: dict[str, str], body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     gc.freeze()  # a collection would write to, and so copy, the memory that is shared with the server
     os.environ.clear()
     os.environ.update(environ)
+    tempfile.tempdir = None  # the server may have asked for it in another environment
     body(*arguments)
 
 
-def _run(command: list[str], outputs: list[str]) -> None:
+def _run(command: list[str], outputs: list[str], namespace: Path | None) -> None:
     for descriptor, path in enumerate(outputs, start=1):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
+    if namespace is not None:
+        with namespace.open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot join {namespace}")
     sys.argv = command
     warnings.simplefilter("ignore")
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+
 _ROOT = Path(__file__).parent.parent.parent
 LINK = "veth0"  # the interface's name on both hosts
 
@@ -27,12 +29,16 @@ class Host:
     name: str
     address: str
 
-    def start(self, command: list[str], output: Path, **env: str) -> subprocess.Popen[bytes]:
+    def start(self, command: list[str], output: Path) -> subprocess.Popen[bytes]:
         """Start a program on the host; write its output to a file."""
         with output.open("wb") as file:
-            return subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *command], cwd=_ROOT, env=os.environ | env, stdout=file, stderr=file
-            )
+            return subprocess.Popen(["ip", "netns", "exec", self.name, *command], cwd=_ROOT, stdout=file, stderr=file)
+
+    def fork(self, module: str, *arguments: str, output: Path, **env: str) -> forked.Program:
+        """Start a Python program on the host; write its output to a file."""
+        namespace = Path("/run/netns") / self.name
+        environ = os.environ | env
+        return forked.Program(module, *arguments, output=output, errors=output, environ=environ, namespace=namespace)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.servers import S3, free_ports, installed, redis_server
+from tests.sweeps import SWEEPS_ARE_WHOLE
 
 _ROOT = Path(__file__).parent.parent.parent
 _EXAMPLES = sorted(path for path in (_ROOT / "examples").glob("*.py") if path.name != "__init__.py")
@@ -29,44 +30,43 @@ _LOAD_SECONDS = 3
 Run = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Return a function that runs an example in a shared process and returns its output."""
-    folder = tmp_path_factory.mktemp("examples")
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.system.example_runner"],
-        cwd=_ROOT,
-        env=_ENVIRON | {"TMPDIR": str(folder)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as runner:
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Return a function that runs an example and returns its output."""
 
-        def run(name: str, *arguments: str) -> str:
-            runner.stdin.write(json.dumps([name, *arguments]) + "\n")
-            runner.stdin.flush()
-            answer = json.loads(runner.stdout.readline())
-            assert answer["error"] is None, answer["error"]
-            return answer["said"]
+    def run(name: str, *arguments: str) -> str:
+        environ = _ENVIRON | {"TMPDIR": str(tmp_path)}
+        done = forked.run(f"examples.{name}", *arguments, timeout_seconds=_LIMIT_SECONDS, environ=environ)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-        try:
-            yield run
-        finally:
-            runner.kill()
+    return run
 
 
-def torchrun(folder: Path, num_ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run an example on ranks with ``torchrun``."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *launcher, "-m", *command],
-        cwd=_ROOT,
-        env=_ENVIRON | {"TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_SECONDS,
-        check=False,
-    )
+def ranks(folder: Path, num_ranks: int, module: str, *arguments: str) -> tuple[list[int], list[str], str]:
+    """Run an example on ranks, as ``torchrun`` does; return exit codes and outputs by rank, and all errors."""
+    folder.mkdir()
+    (port,) = free_ports(1)
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TMPDIR": str(folder)}
+    group |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    outputs = [folder / f"output-{rank}" for rank in range(num_ranks)]
+    errors = folder / "errors"
+    programs = [
+        forked.Program(
+            module,
+            *arguments,
+            output=output,
+            errors=errors,
+            environ=_ENVIRON | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, output in enumerate(outputs)
+    ]
+    try:
+        codes = [program.wait(_LIMIT_SECONDS) for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    return codes, [output.read_text() for output in outputs], errors.read_text()
 
 
 @pytest.mark.parametrize(
@@ -106,35 +106,47 @@ def test_redis_hints(run: Run) -> None:
         assert "never waited for its next poll" in run("redis_hints", url)
 
 
+_SHARDED = "the predictor equals this rank's shards bit for bit"
+
+
 def test_sharded(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, 2, "examples.sharded")
+    codes, outputs, errors = ranks(tmp_path / "ranks", 2, "examples.sharded")
+    assert codes == [0, 0], errors
+    assert "".join(outputs).count(_SHARDED) == 2
+
+
+@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="20 s: `make test-sweeps` runs it")
+def test_torchrun_starts_an_example(tmp_path: Path) -> None:
+    launcher = ["--standalone", "--nproc-per-node", "2", "-m", "examples.sharded"]
+    environ = _ENVIRON | {"TMPDIR": str(tmp_path)}
+    done = forked.run("torch.distributed.run", *launcher, timeout_seconds=_LIMIT_SECONDS, environ=environ)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the predictor equals this rank's shards bit for bit") == 2
+    assert done.stdout.count(_SHARDED) == 2
 
 
 def test_crash_and_resume(tmp_path: Path) -> None:
-    folder = str(tmp_path / "trainer")
-    killed = torchrun(tmp_path, 2, "examples.crash_and_resume", folder, "--die-after", "25")
-    assert killed.returncode != 0
-    assert killed.stdout.endswith("batch 24: version 8, delta\nkilled after batch 25\n"), killed.stderr
-    resumed = torchrun(tmp_path, 1, "examples.crash_and_resume", folder)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "the predictor is at version 8, from the killed trainer" in resumed.stdout
-    assert "1 rank resumes at batch 20\nbatch 21: version 10, delta" in resumed.stdout
-    assert resumed.stdout.endswith("the predictor equals the trainer bit for bit\n")
+    folder, program = str(tmp_path / "trainer"), "examples.crash_and_resume"
+    codes, (killed, _), errors = ranks(tmp_path / "killed", 2, program, folder, "--die-after", "25")
+    assert 0 not in codes
+    assert killed.endswith("batch 24: version 8, delta\nkilled after batch 25\n"), errors
+    codes, (resumed,), errors = ranks(tmp_path / "resumed", 1, program, folder)
+    assert codes == [0], errors
+    assert "the predictor is at version 8, from the killed trainer" in resumed
+    assert "1 rank resumes at batch 20\nbatch 21: version 10, delta" in resumed
+    assert resumed.endswith("the predictor equals the trainer bit for bit\n")
 
 
 @contextlib.contextmanager
-def started(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run an example in the background; it must exit cleanly when interrupted."""
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-m", *command], cwd=_ROOT, env=_ENVIRON)
+def started(folder: Path, role: str, *arguments: str) -> Iterator[None]:
+    """Run a role of the service in the background; it must exit cleanly when interrupted."""
+    output = folder / f"{role}.txt"
+    process = forked.Program("examples.service", role, *arguments, output=output, errors=output, environ=_ENVIRON)
     try:
-        yield process
+        yield
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(30) == 0, output.read_text()
     finally:
         process.kill()
-        process.wait(30)
 
 
 def asked(url: str) -> tuple[int, dict[str, Any]]:
@@ -163,11 +175,11 @@ def test_service_under_load(tmp_path: Path) -> None:
     wrk = installed("wrk")
     stream, (port,) = f"file://{tmp_path}/stream", free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    with started("examples.service", "serve", stream, "--port", str(port)):
+    with started(tmp_path, "serve", stream, "--port", str(port)):
         early = answers(f"{url}/health", 503)
         assert early["version"] is None
         assert asked(f"{url}/rows?ids=1") == (503, {"detail": "no version has been applied yet"})
-        with started("examples.service", "publish", stream, "--pause", "0.01"):
+        with started(tmp_path, "publish", stream, "--pause", "0.01"):
             first = answers(f"{url}/health", 200)
             load = [wrk, "--threads=1", "--connections=4", f"--duration={_LOAD_SECONDS}s", "--timeout=60s"]
             output = subprocess.run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import forked
 from tests.servers import s3_command
 from tests.system.hosts import LINK, Host, two_hosts
 
@@ -28,10 +28,10 @@ class Programs:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: dict[str, subprocess.Popen[bytes] | forked.Program] = {}
 
-    def start(self, name: str, host: Host, command: list[str], **env: str) -> None:
-        self.running[name] = host.start(command, self.directory / f"{name}.txt", **env)
+    def fork(self, name: str, host: Host, *arguments: str, **env: str) -> None:
+        self.running[name] = host.fork(_PROGRAM, *arguments, output=self.directory / f"{name}.txt", **env)
 
     def check(self) -> None:
         for name, process in self.running.items():
@@ -64,7 +64,7 @@ def programs(directory: Path) -> Iterator[Programs]:
         yield each
     finally:
         for process in each.running.values():
-            process.terminate()  # torchrun then ends its worker
+            process.terminate()
         for process in each.running.values():
             try:
                 process.wait(5)
@@ -79,16 +79,13 @@ def test_a_link_that_is_cut_and_restored(tmp_path: Path) -> None:
     with two_hosts() as hosts, programs(tmp_path) as running:
         command, options = s3_command(store, hosts.first.address, range(19300, 19308))
         options |= {"timeout": "5s", "connect_timeout": "2s"}
-        running.start("store", hosts.first, command)
-        program = ["-m", _PROGRAM]
+        running.running["store"] = hosts.first.start(command, tmp_path / "store.txt")
         given = [str(tmp_path), json.dumps(options)]
+        env = {"GLOO_SOCKET_IFNAME": LINK, "TP_SOCKET_IFNAME": LINK}
+        env |= {"MASTER_ADDR": hosts.first.address, "MASTER_PORT": "29400", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
         for rank, host in enumerate((hosts.first, hosts.second)):
-            nodes = ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}"]
-            rendezvous = [f"--master-addr={hosts.first.address}", "--master-port=29400"]
-            torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes, *rendezvous]
-            env = {"GLOO_SOCKET_IFNAME": LINK, "TP_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
-            running.start(f"trainer-{rank}", host, [*torchrun, *program, "train", *given], **env)
-        running.start("predictor", hosts.second, [sys.executable, *program, "serve", *given], OMP_NUM_THREADS="1")
+            running.fork(f"trainer-{rank}", host, "train", *given, RANK=str(rank), LOCAL_RANK="0", **env)
+        running.fork("predictor", hosts.second, "serve", *given)
         running.until(3)
         hosts.cut()
         try:

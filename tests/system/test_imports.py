@@ -120,17 +120,8 @@ from delta_tracker import Predictor
 model = {{"{FQN}": torch.ones(20, 4)}}
 assert Predictor(model, "file://{tmp_path}").sync() == 1
 assert not model["{FQN}"].any()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)
-
-
-def test_a_model_of_torch_modules_needs_neither_torchrec_nor_fbgemm() -> None:
-    program = """
-import sys
-sys.modules["torchrec"] = sys.modules["fbgemm_gpu"] = None  # an import of them raises
-from torch import nn
 from delta_tracker.predictor.targets import find_targets
-assert set(find_targets(nn.ModuleDict({"user": nn.Embedding(20, 4)}))) == {"user"}
+assert set(find_targets(torch.nn.ModuleDict({{"user": torch.nn.Embedding(20, 4)}}))) == {{"user"}}
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)
 
@@ -150,50 +141,44 @@ assert not [name for name in sys.modules if name.startswith("delta_tracker.shard
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=_ROOT)
 
 
-@pytest.mark.parametrize("name", ["numba", "triton"])
-def test_a_missing_package_is_named_when_a_set_is_built(name: str) -> None:
-    program = f"""
+def test_a_missing_package_is_named_when_a_set_is_built() -> None:
+    program = """
 import sys
-sys.modules[{name!r}] = None
+sys.modules["numba"] = sys.modules["triton"] = None
 import torch
-import delta_tracker.tracker.row_sets.{name}
+import delta_tracker.tracker.row_sets.numba
+import delta_tracker.tracker.row_sets.triton
 from delta_tracker.errors import MissingExtraError
 from delta_tracker.tracker.row_sets.engines import choose_engine
-device = torch.device("cpu" if {name!r} == "numba" else "cuda")
-engine = choose_engine({name!r}, device)
-try:
-    engine(3, device)
-except MissingExtraError as error:
-    assert (error.package, error.extra) == ({name!r}, {name!r})
-else:
-    raise SystemExit("no error")
-if {name!r} == "numba":
-    assert choose_engine(None, device)(3, device).mark_new(torch.tensor([2])).tolist() == [2]
+for name, kind in (("numba", "cpu"), ("triton", "cuda")):
+    device = torch.device(kind)
+    engine = choose_engine(name, device)
+    try:
+        engine(3, device)
+    except MissingExtraError as error:
+        assert (error.package, error.extra) == (name, name)
+    else:
+        raise SystemExit("no error")
+cpu = torch.device("cpu")
+assert choose_engine(None, cpu)(3, cpu).mark_new(torch.tensor([2])).tolist() == [2]
 """
     assert issubclass(MissingExtraError, ImportError)
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
 
 
 def test_importing_the_package_imports_nothing_heavy_and_starts_nothing() -> None:
+    """Public names are imported when they are used."""
     program = """
 import sys, threading
-from delta_tracker import *
-optional = {"torchrec", "fbgemm_gpu", "numba", "matplotlib", "click", "rich", "pyarrow", "safetensors"}
-optional.add("delta_tracker.cli")
-heavy = optional & set(sys.modules)
-assert not heavy, heavy
-assert threading.active_count() == 1
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
-
-
-def test_public_names_are_imported_when_they_are_used() -> None:
-    program = """
-import sys
 import delta_tracker
 assert not [name for name in sys.modules if name.startswith("delta_tracker.")]
 assert delta_tracker.errors.StorageError and delta_tracker.monitor.MONITOR
 from delta_tracker import *
 assert Predictor is delta_tracker.Predictor
+optional = {"torchrec", "fbgemm_gpu", "numba", "matplotlib", "click", "rich", "pyarrow", "safetensors"}
+optional.add("delta_tracker.cli")
+heavy = optional & set(sys.modules)
+assert not heavy, heavy
+assert threading.active_count() == 1
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120, cwd=_ROOT)
