@@ -35,6 +35,7 @@ from delta_tracker.stream.format.manifest import (
     Schema,
 )
 from delta_tracker.stream.log import StreamLog
+from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.top_k import AllRanks, TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -152,8 +153,9 @@ class VersionSource:
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
         """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
 
-        If a rank has no checkpoint or cannot find these rows, the next version must be a snapshot instead. A
-        collective.
+        If a rank has no checkpoint or cannot find these rows, the next version must be a snapshot instead. So it must
+        be if the versions have states, and the model was not restored from a stream: the states of the rows that are
+        not pending may be others than those in the stream. A collective.
 
         Args:
             exchange: communication with the other ranks.
@@ -171,6 +173,8 @@ class VersionSource:
             nonlocal rows
             # If rows were read from the consumer since the load, no version contains them: the position is invalid.
             note = self.handle.note if self.handle.is_as_restored else None
+            if self._training is not None and tracker.restored is not Restored.STREAM:
+                note = None  # a checkpoint may have been loaded without the optimizer's states
             form = FORMAT if self._training is None else STATES_FORMAT
             schema: Schema = form, tracker.tables, writer.states, {}
             rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, schema, tracker.shards)

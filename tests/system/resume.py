@@ -166,7 +166,9 @@ def _ahead(position: DataPosition[KeyedJaggedTensor], count: int) -> Iterator[Ke
 
 
 def _warm_up(trainer: Trainer, job: Job) -> None:
-    """Train two other batches: DDP fixes its buckets after the second one."""
+    """Train two other batches at another learning rate: DDP fixes its buckets after the second one."""
+    for group in trainer.model.fused_optimizer.param_groups:
+        group["lr"] *= 0.5
     for _, features in zip(range(2), Loader(trainer.spec, job.seed + 1000), strict=False):
         trainer.step(features)
 

@@ -570,7 +570,7 @@ def from_stream(rank: int, world_size: int) -> list[str]:
             for view in tracker.column_views(name):
                 view.add_(1.0)
     tracker.restore_from_stream(7, {"b": {fqn: torch.tensor([2, 0], dtype=torch.int32)}, "c": {fqn: None}}, {"a": [1]})
-    assert (tracker.num_batches, tracker.restored) == (7, Restored.STATE)
+    assert (tracker.num_batches, tracker.restored) == (7, Restored.STREAM)
     assert dict(tracker.annotations) == {"a": [1]}
     num_rows = tracker.shards[fqn].num_rows
     expected = {"a": [], "b": [0, 2], "c": list(range(num_rows))}

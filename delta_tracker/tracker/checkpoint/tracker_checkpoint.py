@@ -47,10 +47,12 @@ Strategy = Literal["local", "gather", "gather_or_local"]
 
 
 class Restored(Enum):
-    """Outcome of a successful :meth:`TrackerCheckpoint.load_state_dict`."""
+    """Outcome of a successful load or restore of a tracker."""
 
     STATE = "state"
-    """A state was loaded, or restored from a stream: every consumer has the pending rows of that state."""
+    """A state was loaded: every consumer has the pending rows of that state."""
+    STREAM = "stream"
+    """:func:`~delta_tracker.restore` restored the model, with the states of its optimizers, and the pending rows."""
     NOTHING = "nothing"
     """The checkpoint had no state: all rows are pending for every consumer."""
 
@@ -219,7 +221,7 @@ class TrackerCheckpoint:
                     num_rows = self._model.shard(fqn).spec.num_rows
                     self._log.distrust(name, fqn, torch.arange(num_rows) if ids is None else ids.long())
             self._positions = {name: self._log.position(name) for name in names}
-        self._annotations, self._restored = dict(notes), Restored.STATE
+        self._annotations, self._restored = dict(notes), Restored.STREAM
 
     def plan_load(self, parts: list[RankHeader]) -> Resharding:
         """Return a plan to load saved parts. See :meth:`~delta_tracker.tracker.tracker.ModelDeltaTracker.plan_load`."""
