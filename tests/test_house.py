@@ -39,6 +39,7 @@ _LAYERS = [
 
 # These test TorchRec's modules, or compare with FBGEMM's bytes.
 _TESTS_OF_TORCHREC = {
+    "sharding.test_collision_states",
     "sharding.test_inference_tables",
     "sharding.test_prefetch_order",
     "sharding.test_presence",
