@@ -100,6 +100,8 @@ class Library:
         """Return the positions of the tracker's other consumers on a rank, by name."""
         found = self._load(rank, "consumers", dict[str, Consumer])
         for name, consumer in found.items():
+            if consumer.version is not None and consumer.version > self._states.version:
+                raise self._error(rank, "consumers", f"{name!r} had read version {consumer.version}, which is later")
             for fqn, ids in consumer.left_out.items():
                 if ids.dtype != torch.int64 or ids.dim() != 1:
                     reason = f"the ids of {name!r} in {fqn!r} are {ids.dtype} {list(ids.shape)}"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from delta_tracker.errors import CorruptPartError, MalformedError
 from delta_tracker.recovery.fit import wanted
 from delta_tracker.recovery.library import Consumer, Library
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.format.part_reader import PartReader, Ranged
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.types import ShardSpec
+
+_logger = logging.getLogger(__name__)
 
 
 def pending_rows(
@@ -34,8 +38,7 @@ def pending_rows(
         Consumer to FQN to ``[N]`` int64 local ids, ascending and unique. The ids are None for all rows.
 
     Raises:
-        MalformedError: if an entry does not follow the format.
-        CorruptPartError: if an object does not match its entry.
+        CorruptPartError: if a training state does not match its entry.
         StorageError: if the store cannot be read.
     """
     if not consumers:
@@ -84,23 +87,26 @@ def rows_after(
 
     Returns:
         FQN to ``[N]`` int64 local ids, ascending and unique; tables without such rows are omitted. None if one of the
-        versions is a snapshot or is not in the log any more, so that the rows are unknown.
+        versions is a snapshot, is damaged, or is not in the log any more, so that the rows are unknown. The restore may
+        not need these versions, because merged entries replace them.
 
     Raises:
-        MalformedError: if an entry does not follow the format.
-        CorruptPartError: if a part does not match its entry.
         StorageError: if the store cannot be read.
     """
     found: dict[str, list[Tensor]] = {}
     link = last.link
-    while link.version > version:
-        entry = log.read(link.version)
-        if entry is None or entry.link != link or entry.kind == "snapshot" or entry.parent is None:
-            return None
-        if entry.kind == "delta":
-            for fqn, ids in _listed(log, entry, shards):
-                found.setdefault(fqn, []).append(ids)
-        link = entry.parent
+    try:
+        while link.version > version:
+            entry = log.read(link.version)
+            if entry is None or entry.link != link or entry.kind == "snapshot" or entry.parent is None:
+                return None
+            if entry.kind == "delta":
+                for fqn, ids in _listed(log, entry, shards):
+                    found.setdefault(fqn, []).append(ids)
+            link = entry.parent
+    except (CorruptPartError, MalformedError) as error:
+        _logger.warning("a version that a consumer had not read is unreadable; all rows are pending for it: %s", error)
+        return None
     return {fqn: torch.unique(torch.cat(ids)) for fqn, ids in found.items()}
 
 

@@ -175,7 +175,7 @@ def _pending(
     """Return the rows that are pending for the tracker's consumers, also those of tables that are not restored.
 
     Raises:
-        MalformedError, CorruptPartError, StorageError: if the rows cannot be read.
+        CorruptPartError, StorageError: if the training states cannot be read.
     """
     if job.tracker is None:
         return {}

@@ -88,8 +88,8 @@ def restore(  # noqa: PLR0913  all but two have a default
     Afterwards, training continues as after the version: bit for bit, if the number of ranks, the plan and the software
     are the same. A publisher that is then built with the same tracker and consumer continues the stream without a
     snapshot. The pending rows of the tracker's other consumers are those of the versions that they had not read, and at
-    most one version more, with unknown old states. After a snapshot that they had not read, all rows are pending. All
-    rows of a table in ``ignore`` are pending for every consumer.
+    most one version more, with unknown old states. If one of these versions is a snapshot or is unreadable, all rows
+    are pending. All rows of a table in ``ignore`` are pending for every consumer.
 
     Args:
         model: the model.

@@ -25,11 +25,15 @@ class TrainingStates:
     Args:
         storage: store of the stream.
         entry: entry of format 2.
+
+    Attributes:
+        version: number of the version.
     """
 
     def __init__(self, storage: Storage, entry: Manifest) -> None:
         self._storage = storage
         self._stored = entry.training
+        self.version = entry.version
         self._readers: dict[int, StateReader] = {}
 
     @property

@@ -25,7 +25,7 @@ _LIBRARY: dict[str, Any] = {
     "shards": {"plain": {"rows": [2, 5], "columns": [[0, 4]], "replicated": False}},
     "dense": {"w": torch.ones(2)},
     "publisher": "main",
-    "consumers": {"other": {"version": 3, "left_out": {"t": torch.tensor([1, 4])}}},
+    "consumers": {"other": {"version": 1, "left_out": {"t": torch.tensor([1, 4])}}},
 }
 
 _READS: dict[str, Callable[[Library], object]] = {
@@ -52,7 +52,7 @@ def test_valid_values_are_read() -> None:
     assert torch.equal(library.dense()["w"], torch.ones(2))
     assert (library.publisher(), library.buffers(0)) == ("main", {})
     other = library.consumers(0)["other"]
-    assert (other.version, other.left_out["t"].tolist()) == (3, [1, 4])
+    assert (other.version, other.left_out["t"].tolist()) == (1, [1, 4])
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def test_valid_values_are_read() -> None:
         ("consumers.other", ...),
         ("consumers.other.version", "3"),
         ("consumers.other.version", -1),
+        ("consumers.other.version", 2),
         ("consumers.other.version", ...),
         ("consumers.other.left_out", None),
         ("consumers.other.left_out.t", [1, 4]),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, NotRecoverableError
+from delta_tracker.errors import InvalidArgumentError, MalformedError, NotRecoverableError
 from delta_tracker.recovery.path import recovery_path
 from delta_tracker.recovery.pending import local_rows, rows_after
 from delta_tracker.state_tree import pack
@@ -224,13 +224,19 @@ def test_the_rows_after_a_version_are_unknown_across_a_snapshot_or_a_gap() -> No
     assert ids(rows_after(stream.log, last, 9, shard(stream.writer))) == [10, 11, 12]
 
 
-def test_a_damaged_part_of_a_later_version_is_an_error() -> None:
+@pytest.mark.parametrize("is_entry", [False, True])
+def test_the_rows_after_a_version_are_unknown_if_one_is_damaged(
+    is_entry: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     stream = Stream()
     last = recovery_path(stream.log)[-1]
-    (part,) = stream.log.read(10).parts
-    stream.storage.delete(part.name)
-    with pytest.raises(CorruptPartError):
-        rows_after(stream.log, last, 8, shard(stream.writer))
+    name = entry_name(10) if is_entry else stream.log.read(10).parts[0].name
+    stream.storage.delete(name)
+    stream.storage.create(name, b"{}")
+    log = StreamLog(stream.storage)
+    assert rows_after(log, last, 8, shard(stream.writer)) is None
+    assert "all rows are pending" in caplog.text
+    assert ids(rows_after(log, last, 10, shard(stream.writer))) == [11, 12]
 
 
 def test_local_rows_are_those_of_the_shard() -> None:
