@@ -77,7 +77,7 @@ class Program:
     """A program like ``python -W ignore -m MODULE ARGUMENTS``, with the methods of ``subprocess.Popen``.
 
     Args:
-        module: name of the program.
+        module: name of the program, or path of a file of Python.
         arguments: its arguments.
         output: file for its standard output.
         errors: file for its standard error; may be ``output``.
@@ -167,4 +167,7 @@ def _run(command: list[str], outputs: list[str], namespace: Path | None) -> None
                 raise OSError(ctypes.get_errno(), f"cannot join {namespace}")
     sys.argv = command
     warnings.simplefilter("ignore")
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    if command[0].endswith(".py"):
+        runpy.run_path(command[0], run_name="__main__")
+    else:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)

@@ -6,6 +6,7 @@ A server process imports torchrec once; every rank of every case is forked from 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -23,10 +24,12 @@ from benchmarks.faults.registry import CASES, RIGHT, Case, WrongError
 CASE_MODULES = ("benchmarks.faults.row_cases", "benchmarks.faults.mode_cases", "benchmarks.faults.consumer_cases")
 
 _PRELOAD = [
+    "torch.distributed.optim",  # it compiles programs of TorchScript, and torchrec imports it late
     "torchrec.distributed.mc_embedding",
     "torchrec.distributed.model_tracker.model_delta_tracker",
     "torchrec.distributed.sharding_plan",
     "delta_tracker.tracker.row_sets.numba_loops",  # importing numba takes a second
+    "delta_tracker.tracker.tracker",
 ]
 _GROUP_TIMEOUT = timedelta(seconds=10)
 _START_SECONDS = 60.0
@@ -122,6 +125,7 @@ class _Run:
 
 def _rank(pipe: Connection, job: Job, rank: int, rendezvous: str) -> None:
     """Run a rank: join the group, send None, run the case, send the result."""
+    gc.freeze()  # a collection would copy the memory that is shared with the server
     torch, dist = import_module("torch"), import_module("torch.distributed")
     name, tracker = job
     num_ranks = load_cases()[name].num_ranks

@@ -21,15 +21,14 @@ from examples.movielens.processes import Processes, ProcessFailedError
 from examples.movielens.report import Predictions
 from examples.movielens.settings import Settings
 from examples.movielens.verify import TablesDifferError, compare, verify_run
+from tests import forked
 
 REPOSITORY = Path(__file__).parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def python_m(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False
-    )
+    return forked.run(*command, timeout_seconds=200)
 
 
 _scraped: dict[str, set[str]] = defaultdict(set)

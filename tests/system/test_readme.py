@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 _ROOT = Path(__file__).parent.parent.parent
 _FOLDERS = ("benchmarks", "delta_tracker", "examples", "tests")
@@ -19,12 +19,12 @@ _BLOCKS = {
 
 
 @pytest.mark.parametrize("name", [name for name, blocks in _BLOCKS.items() if blocks])
-def test_python_blocks_run(name: str) -> None:
+def test_python_blocks_run(name: str, tmp_path: Path) -> None:
     """Run the blocks in order in one program, as a reader would paste them."""
     blocks = _BLOCKS[name]
     program = "\n".join(f"print('block {number} begins')\n{block}" for number, block in enumerate(blocks))
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, cwd=_ROOT)
+    (tmp_path / "program.py").write_text(program)
+    done = forked.run(str(tmp_path / "program.py"), timeout_seconds=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"block {len(blocks) - 1} begins" in done.stdout
 
