@@ -47,7 +47,8 @@ class Entry:
         batches: half-open range of the trainer's step counts that the version covers.
         pending_rows: number of changed rows left for later versions.
         num_rows: number of rows in all parts.
-        num_bytes: bytes of all parts, including ids and dense tensors.
+        num_bytes: bytes of all objects: the parts with ids and dense tensors, and in format 2 the states.
+        part_bytes: bytes of the parts, which are what predictors read.
         num_parts: number of parts.
         tables: FQN to amount of data, for each table that has rows in this version.
     """
@@ -62,6 +63,7 @@ class Entry:
     pending_rows: int
     num_rows: int
     num_bytes: int
+    part_bytes: int
     num_parts: int
     tables: dict[str, Amount]
 
@@ -83,6 +85,7 @@ class Entry:
             manifest.batches,
             manifest.pending_rows,
             manifest.num_rows,
+            manifest.total_bytes,
             manifest.num_bytes,
             len(manifest.parts),
             amounts(manifest),

@@ -37,7 +37,7 @@ class Start:
     @property
     def num_bytes(self) -> int:
         """Total bytes of the parts of these entries."""
-        return sum(entry.num_bytes for entry in self.entries)
+        return sum(entry.part_bytes for entry in self.entries)
 
     @property
     def num_parts(self) -> int:

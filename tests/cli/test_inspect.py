@@ -16,6 +16,7 @@ from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import StateSpec, TableStates
 from tests.cli.commands import Cli, beat, entry, leave, make, path_of, url_of
 from tests.stream.histories import Clock
 from tests.stream.streams import FQN, Writer
@@ -50,6 +51,16 @@ def test_inspect_counts_what_is_there(cli: Cli, writer: Writer) -> None:
     screen = cli("inspect", url_of(writer))
     for shown in ("version 5, a claim", "50 x 4 F32", "1 snapshot, 3 deltas, 2 claims", "no predictor has written"):
         assert shown in screen
+
+
+def test_inspect_counts_states_and_training_states_apart_from_what_a_predictor_reads(cli: Cli, tmp_path: Path) -> None:
+    states = TableStates("EXACT_TEST", ((0, 4),), (StateSpec("sum", torch.float32, "columns"),))
+    writer = Writer(Storage((tmp_path / "states").as_uri(), create=True), states=states)
+    writer.training = [bytes(1000)]
+    manifests = [writer.snapshot(), writer.delta([1, 7])]
+    found = cli.json("inspect", url_of(writer))
+    assert found["log"]["bytes"] == found["log"]["part_bytes"] == sum(each.total_bytes for each in manifests)
+    assert found["new_predictor"]["bytes"] == sum(each.num_bytes for each in manifests) < found["log"]["bytes"] - 2000
 
 
 def test_inspect_says_what_a_new_predictor_really_reads(cli: Cli, writer: Writer) -> None:
