@@ -194,8 +194,8 @@ class Coordinator:
             if isinstance(draft, Exception):
                 raise draft
             parts.extend(draft.parts)
+            draft.copies.wait()
             if draft.rows or draft.dense:
-                draft.copies.wait()
                 parts.append(self.write_part(draft.rows, draft.dense))
             content: dict[str, Any] = {
                 "parts": [asdict(part) for part in parts] if self._rank else [],  # rank 0 has its own
@@ -203,7 +203,6 @@ class Coordinator:
                 **self._place(draft.batches[1], draft.tables),
             }
             if draft.training is not None:
-                draft.copies.wait()
                 training = self._write_training(draft.training, draft.training_tensors)
                 content |= {"training": asdict(training), "event_time": draft.training.event_time}
                 if draft.kind == "snapshot" and draft.states is not None:

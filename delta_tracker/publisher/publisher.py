@@ -237,7 +237,10 @@ class Publisher:
 
         With ``states``, call it in the last line of the training loop, and with gradient accumulation only after the
         last batch that is accumulated: a version has the state from which the next batch continues. Training then waits
-        up to 5 seconds for an update in progress.
+        up to 5 seconds for an update in progress. After a wait that was in vain, later waits take up to 0.05 seconds,
+        until a version is cut. Such a version is not published: if the loop keeps the output of a model whose backward
+        pass has not run, for example of an evaluation, delete it before the call, or compute it under
+        ``torch.no_grad()``.
 
         Training waits while the rows are read, and twice per version for a short message from the other ranks. The
         ranks vote on each state of a version. With ``Cadence.vote_every`` of k, every k-th call counts the votes that
@@ -281,8 +284,8 @@ class Publisher:
             FencedError: if a newer publisher has claimed the stream; raised on every rank. Nothing was published.
             PublishError: if another rank failed, called another method, or is at another batch; every row stays
                 pending.
-            UpdateInProgressError: with ``states``, if an update was still in progress after 5 seconds; every row stays
-                pending.
+            UpdateInProgressError: with ``states``, if an update was still in progress after the wait that :meth:`step`
+                describes; every row stays pending.
             StorageError: if this rank could not write; every row stays pending. If the store failed during the commit,
                 the version may have been committed; the next version then follows it.
             RankLostError: if a rank died or did not answer in time; every row stays pending.

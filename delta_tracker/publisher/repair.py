@@ -36,8 +36,7 @@ def rows_to_repair(
         log: log of the stream.
         note: stream position in the checkpoint, as :meth:`~delta_tracker.stream.cursor.Place.to_dict` returned it.
         claim: manifest of the new publisher's claim.
-        schema: format, tables, states and identities of the new publisher's versions, as in
-            :attr:`~delta_tracker.stream.format.manifest.Manifest.schema`.
+        schema: format, tables, states and identities of the new publisher's versions.
         shards: FQN to shard of this rank.
 
     Returns:
@@ -64,7 +63,7 @@ def rows_to_repair(
             entry = log.read(version)
             if entry is None or entry.parent != link or entry.stream != claim.stream or entry.kind == "snapshot":
                 return None
-            if entry.kind == "delta" and not _is_alike(entry, schema):
+            if entry.kind == "delta" and entry.schema != schema:
                 return None
             link = entry.link
             for fqn, ids in _listed(log, entry, shards):
@@ -85,15 +84,11 @@ def _continues(log: StreamLog, version: int, schema: Schema) -> bool:
         entry = log.read(version)
         if entry is None:
             entry = log.newest_snapshot()
-            return entry is not None and _is_alike(entry, schema)
+            return entry is not None and entry.schema == schema
         if entry.kind != "claim":
-            return _is_alike(entry, schema)
+            return entry.schema == schema
         version -= 1
     return True
-
-
-def _is_alike(entry: Manifest, schema: Schema) -> bool:
-    return (entry.format, *map(dict, entry.schema[1:])) == (schema[0], *map(dict, schema[1:]))
 
 
 def _listed(log: StreamLog, entry: Manifest, shards: Mapping[str, ShardSpec]) -> list[tuple[str, Tensor]]:

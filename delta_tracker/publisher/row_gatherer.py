@@ -11,7 +11,7 @@ from torch import Tensor
 
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.publisher.host_copies import HostCopier, HostCopies, Source
-from delta_tracker.stream.format.block_rows import BlockRows, RowReader
+from delta_tracker.stream.format.block_rows import BlockRows, held_rows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import Block, IdForm
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -145,7 +145,7 @@ class Gatherer:
         rows = []
         for block, ids_at, at, num_states in blocks:
             listed = None if ids_at is None else copied[ids_at]
-            states = _states(copied[at + 1 : at + 1 + num_states]) if num_states else ()
+            states = tuple(map(held_rows, copied[at + 1 : at + 1 + num_states])) if num_states else ()
             rows.append(BlockRows(block, listed, partial(_encoded, copied[at], block), states))
         pairs = zip(dense.items(), copied[num_blocks:num_own], strict=True)
         named = {name: each.view(tensor.shape) for (name, tensor), each in pairs}
@@ -196,20 +196,10 @@ class Gatherer:
         return Block(fqn, rows, columns, num_rows, ids, self._encodings[fqn])
 
 
-def _states(states: Sequence[Tensor]) -> tuple[RowReader, ...]:
-    """Return readers of the copies of a block's states."""
-    return tuple(partial(_part_of, each) for each in states)
-
-
 def _encoded(held: Tensor, block: Block, begin: int, end: int) -> Tensor:
     """Return some rows of a copy as they are stored."""
     rows = held[begin:end]
     return rows if rows.dtype == block.encoding.dtype else encode_rows(rows, block.encoding)
-
-
-def _part_of(held: Tensor, begin: int, end: int) -> Tensor:
-    """Return some rows of a copy."""
-    return held[begin:end]
 
 
 def _copied_state(read: Callable[[Tensor], Tensor], view: Tensor, begin: int, end: int) -> Tensor:

@@ -18,7 +18,7 @@ The state is a dict with these keys:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -83,9 +83,8 @@ class TrainingSource:
         tracker: tracker of the model. The position in the training data is that of its ``attach_data``.
         training_state: objects whose state is the same on all ranks, by name. Only rank 0 saves their states.
         rank_state: objects whose state each rank saves, by name.
-        dense: function that returns dense tensors of the model by name. On rank 0, those that are not among the
-            version's dense tensors; all are saved. On other ranks, all of the model; only buffers are saved, because
-            parameters are equal on all ranks.
+        dense: function that returns the dense tensors of the model by name. Ranks other than 0 save only buffers,
+            because parameters are equal on all ranks.
         unfused: FQN of each table whose optimizer is not fused, to the addresses of the storages of its weights on this
             rank, and True if all ranks have the whole table. Updates of such a table's optimizer state cannot be found
             by comparing rows, so its optimizer must be among the objects.
@@ -122,11 +121,12 @@ class TrainingSource:
         self._publisher = publisher
         self.take({})
 
-    def take(self, consumers: Mapping[str, ConsumerState]) -> TakenState:
+    def take(self, consumers: Mapping[str, ConsumerState], published: Collection[str] = ()) -> TakenState:
         """Return the training state of this rank. Call it in the training thread, at the cut of a version.
 
         Args:
             consumers: the tracker's other consumers, by name.
+            published: names of the dense tensors that this rank writes to the version. They are not saved again.
 
         Raises:
             InvalidArgumentError: if a state cannot be encoded; the error has the path of the value. The errors of the
@@ -134,7 +134,7 @@ class TrainingSource:
         """
         position = self._tracker.data_position
         state = {
-            "library": self._library(consumers),
+            "library": self._library(consumers, published),
             "training": _states("training_state", self._training),
             "rank": _states("rank_state", self._rank),
             "data": None if position is None else position.state_dict(),
@@ -144,9 +144,10 @@ class TrainingSource:
         sources = [Source(tensor.reshape(-1)) for tensor in tree.tensors]
         return TakenState(tree, None if position is None else position.event_time, sources)
 
-    def _library(self, consumers: Mapping[str, ConsumerState]) -> dict[str, object]:
+    def _library(self, consumers: Mapping[str, ConsumerState], published: Collection[str]) -> dict[str, object]:
         """Return what the library itself restores."""
-        tracker, dense = self._tracker, dict(self._dense())
+        tracker = self._tracker
+        dense = {name: tensor for name, tensor in self._dense().items() if name not in published}
         if not self._is_first:
             buffers = _buffers(tracker.model)
             dense = {name: tensor for name, tensor in dense.items() if tensor.untyped_storage().data_ptr() in buffers}

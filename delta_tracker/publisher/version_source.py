@@ -44,7 +44,10 @@ from delta_tracker.types import Delta, TableStates
 _logger = logging.getLogger(__name__)
 
 _TESTED = frozenset({"EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"})
-_UPDATE_SECONDS = 5.0  # longest wait of training for an update in progress
+# Longest waits of training for an update in progress: the first one, and those after a wait that was in vain. A graph
+# that the training thread itself holds does not end while it waits.
+_UPDATE_SECONDS = 5.0
+_AGAIN_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ class VersionSource:
         self._meanwhile: ConsumerHandle | None = None  # second consumer, for changes while a snapshot is copied
         self._has_snapshot = self._is_repairing = False
         self._watch = tracker.watch_states() if has_states else None
+        self._waited_in_vain = False
         self._num_attached = 0
         self._own: Mapping[str, TableStates] = {}
         # The states in the last snapshot, and in the one that is being copied.
@@ -137,11 +141,6 @@ class VersionSource:
             self._own = dict(self._tracker.table_states)
             self._num_attached = self._tracker.num_attached
         return self._own
-
-    @property
-    def has_states(self) -> bool:
-        """True if each version has the training state."""
-        return self._training is not None
 
     @property
     def needs_snapshot(self) -> bool:
@@ -216,7 +215,7 @@ class VersionSource:
             The contents of the version, and the uncommitted read for :meth:`end`.
 
         Raises:
-            UpdateInProgressError: if the version has states and an update is still in progress after 5 seconds.
+            UpdateInProgressError: if the version has states and an update is still in progress after the wait.
             InvalidArgumentError: if an object's state cannot be published, or if the tables were resharded while the
                 version was copied.
         """
@@ -224,8 +223,9 @@ class VersionSource:
         if self._training is not None:
             self._prepare(kind)
         with one_cut():
+            dense = self._dense()
             # First, because it calls the user's code, which may raise.
-            taken = None if self._training is None else self._training.take(self._consumers())
+            taken = None if self._training is None else self._training.take(self._consumers(), dense)
             extra = () if taken is None else taken.sources
             if kind == "snapshot":
                 # The rows that changed during the copy. Tables without a fused optimizer are copied whole only now:
@@ -234,14 +234,14 @@ class VersionSource:
                 # Not committed, because an interrupted cut is repeated and must find the same rows.
                 changed = self._meanwhile.read(commit=False, with_states=False)
                 compared = frozenset(tracker.tables) - tracker.fused_tables
-                gathered = self._gatherer.gather(changed, whole=compared, dense=self._dense(), extra=extra)
+                gathered = self._gatherer.gather(changed, whole=compared, dense=dense, extra=extra)
                 read = self.handle.read(commit=False, with_states=False)
             else:
                 top_k = None if self._is_repairing else self._top_k
                 with self._read_timer():
                     read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
                 with self._encode_timer():
-                    gathered = self._gatherer.gather(read, dense=self._dense(), extra=extra)
+                    gathered = self._gatherer.gather(read, dense=dense, extra=extra)
         draft = Draft(
             kind=kind,
             batches=read.batches,
@@ -305,12 +305,15 @@ class VersionSource:
         """Wait for updates in progress, and find states that were written in place since the last cut.
 
         Raises:
-            UpdateInProgressError: if an update is still in progress after 5 seconds.
+            UpdateInProgressError: if an update is still in progress after the wait.
             InvalidArgumentError: if the data position does not follow training, or if the tables were resharded since
                 the last snapshot or since this one began.
         """
         tracker = self._tracker
-        self.handle.wait_for_updates(_UPDATE_SECONDS)
+        seconds = _AGAIN_SECONDS if self._waited_in_vain else _UPDATE_SECONDS
+        self._waited_in_vain = True
+        self.handle.wait_for_updates(seconds)
+        self._waited_in_vain = False
         if tracker.data_position is not None:
             tracker.data_position.check()
         if self.states != (self._copying if kind == "snapshot" else self._published):
@@ -346,20 +349,14 @@ class VersionSource:
             InvalidArgumentError: if an object has no state that can be published.
             UnsupportedTableError: if an unfused table has no optimizer among the objects.
         """
-        tracker, is_first = self._tracker, self._is_first
-
-        def dense() -> dict[str, Tensor]:
-            every = dense_tensors(tracker.model, tracker.model)
-            held = self._dense() if is_first else {}
-            return {name: tensor for name, tensor in every.items() if name not in held}
-
+        tracker = self._tracker
         return TrainingSource(
             tracker,
             training.shared,
             training.per_rank,
-            dense=dense,
+            dense=lambda: dense_tensors(tracker.model, tracker.model),
             unfused=tracker.unfused_storages(),
-            is_first=is_first,
+            is_first=self._is_first,
             publisher=self.handle.name,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 from unittest import mock
@@ -94,8 +94,7 @@ class Trainer:
 
 def read_stream(url: str) -> tuple[list[Manifest], _Model]:
     """Return the entries from the newest snapshot on, and the values and states that they have together."""
-    storage = Storage(url)
-    log = StreamLog(storage)
+    log = StreamLog(Storage(url))
     base, head = log.newest_snapshot(), log.head()
     assert base is not None
     assert head is not None
@@ -104,6 +103,27 @@ def read_stream(url: str) -> tuple[list[Manifest], _Model]:
         entry = log.read(entries[-1].version + 1)
         assert entry is not None
         entries.append(entry)
+    held = _room(base)
+    for entry in entries:
+        _apply(log.storage, entry, held)
+    return entries, held
+
+
+def replay(url: str) -> Iterator[tuple[Manifest, _Model]]:
+    """Yield each version of the log that is not a claim, and the values and states after it."""
+    log = StreamLog(Storage(url))
+    held: _Model = {}
+    for version in log.versions():
+        entry = log.read(version)
+        if entry is not None and entry.kind != "claim":
+            if entry.kind == "snapshot":
+                held = _room(entry)
+            _apply(log.storage, entry, held)
+            yield entry, held
+
+
+def _room(base: Manifest) -> _Model:
+    """Return uninitialised values and states of the tables of a snapshot."""
     held: _Model = {}
     for fqn, spec in base.tables.items():
         states = base.states.get(fqn)
@@ -113,11 +133,13 @@ def read_stream(url: str) -> tuple[list[Manifest], _Model]:
             else [spec.dim if each.width == "columns" else len(states.columns) for each in states.states]
         )
         held[fqn] = [torch.full((spec.num_rows, width), torch.nan) for width in (spec.dim, *widths)]
-    for entry in entries:
-        rows = [each for part in entry.parts for each in PartReader(storage, part, entry).with_states()]
-        for each in sorted(rows, key=lambda each: each.ids is not None):
-            _write(each, entry, held[each.block.table])
-    return entries, held
+    return held
+
+
+def _apply(storage: Storage, entry: Manifest, held: _Model) -> None:
+    rows = [each for part in entry.parts for each in PartReader(storage, part, entry).with_states()]
+    for each in sorted(rows, key=lambda each: each.ids is not None):
+        _write(each, entry, held[each.block.table])
 
 
 def _write(rows: BlockRows, entry: Manifest, held: list[Tensor]) -> None:
@@ -275,6 +297,9 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
     failed = _raised(trainer.publisher.publish, seconds=0.01)
     assert isinstance(failed, UpdateInProgressError)
     assert figures.of("publish_failures", **failures) == 1
+    failed = _raised(trainer.publisher.publish, seconds=0.01)
+    assert isinstance(failed, UpdateInProgressError)
+    assert failed.seconds == version_source._AGAIN_SECONDS, "this thread holds the graph while it waits"
     del output
     gc.collect()
     failed = _raised(trainer.publisher.publish, seconds=0.01)

@@ -40,7 +40,10 @@ REVERTS = [
         generator="tests/stream/test_overlay.py::test_values_and_states_are_from_the_same_rows",
         edits={
             "delta_tracker/stream/format/overlay.py": [
-                ("whole.read, _values), states)\n", "whole.read, _values), whole.states)\n")
+                (
+                    "partial(self._overlaid, whole, None), states)\n",
+                    "partial(self._overlaid, whole, None), whole.states)\n",
+                )
             ]
         },
     ),

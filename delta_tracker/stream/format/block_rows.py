@@ -46,13 +46,17 @@ class BlockRows:
     @classmethod
     def of(cls, block: Block, ids: Tensor | None, stored: Tensor) -> BlockRows:
         """Return a view of rows in memory, ``[N, width]`` as :func:`~.encoding.encode_rows` returns them."""
-        return cls(block, ids, _held(stored))
+        return cls(block, ids, held_rows(stored))
 
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the stored rows and their states, plus their ids as int64."""
         states = sum(empty.shape[1] * empty.itemsize for empty in (read(0, 0) for read in self.states))
         return self.block.num_rows * (self.block.row_bytes + states + (0 if self.ids is None else _ID_BYTES))
+
+    def reader(self, state: int | None) -> RowReader:
+        """Return the reader of the values, or with ``state`` that of the state with this index."""
+        return self.read if state is None else self.states[state]
 
     def chunks(self, num_rows: int | None = None, *, read: RowReader | None = None) -> Iterator[Tensor]:
         """Yield all rows as they are stored, in chunks that are read lazily.
@@ -70,8 +74,8 @@ class BlockRows:
     def loaded(self) -> BlockRows:
         """Read the rows and their states now and return them in memory."""
         num_rows = self.block.num_rows
-        states = tuple(_held(read(0, num_rows)) for read in self.states)
-        return BlockRows(self.block, self.ids, _held(self.read(0, num_rows)), states)
+        states = tuple(held_rows(read(0, num_rows)) for read in self.states)
+        return BlockRows(self.block, self.ids, held_rows(self.read(0, num_rows)), states)
 
     def decoded(self, dtype: torch.dtype) -> BlockRows:
         """Return the same rows decoded to the table's dtype: float32, float16 or bfloat16."""
@@ -143,7 +147,7 @@ def gather(read: RowReader, places: Tensor) -> Tensor:
     return read(first, int(places[-1]) + 1).index_select(0, places - first)
 
 
-def _held(rows: Tensor) -> RowReader:
+def held_rows(rows: Tensor) -> RowReader:
     """Return a reader of rows in memory."""
     return lambda begin, end: rows[begin:end]
 

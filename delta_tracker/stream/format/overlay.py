@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from delta_tracker.stream.format.block_rows import BlockRows, RowReader, places_within
+from delta_tracker.stream.format.block_rows import BlockRows, places_within
 from delta_tracker.stream.format.manifest import Block
 
 
@@ -50,24 +50,20 @@ class Overlay:
             for each in found:
                 assert each.block.columns == block.columns, "rows with states overlap in whole column ranges only"
                 assert len(each.states) == len(whole.states), "all blocks of a table have the same states"
-        states = tuple(
-            partial(self._overlaid, block, read, partial(_state, number)) for number, read in enumerate(whole.states)
-        )
-        return BlockRows(block, None, partial(self._overlaid, block, whole.read, _values), states)
+        states = tuple(partial(self._overlaid, whole, state) for state in range(len(whole.states)))
+        return BlockRows(block, None, partial(self._overlaid, whole, None), states)
 
-    def _overlaid(
-        self, block: Block, base: RowReader, reader_of: Callable[[BlockRows], RowReader], begin: int, end: int
-    ) -> Tensor:
-        """Return the rows ``begin`` to ``end`` of a reader of ``block``, with the listed rows written over them.
+    def _overlaid(self, whole: BlockRows, state: int | None, begin: int, end: int) -> Tensor:
+        """Return the rows ``begin`` to ``end`` of a whole block, with the listed rows written over them.
 
         Args:
-            block: the whole block.
-            base: reader of the block's values, or of one of its states.
-            reader_of: function that returns the same reader of listed rows.
+            whole: rows of the whole block.
+            state: index of the state to return; None for the values.
             begin: first row in the block.
             end: end of the rows in the block, exclusive.
         """
-        stored, is_copied = base(begin, end), False
+        block = whole.block
+        stored, is_copied = whole.reader(state)(begin, end), False
         rows = block.rows[0] + begin, block.rows[0] + end
         for each in self._index.overlapping(block.table, rows, block.columns):
             assert each.ids is not None, "listed"
@@ -76,7 +72,7 @@ class Overlay:
                 continue
             if not is_copied:  # the rows may be a view of the part
                 stored, is_copied = stored.clone(), True
-            newer, target = reader_of(each)(start, stop), stored
+            newer, target = each.reader(state)(start, stop), stored
             if each.block.columns != block.columns:
                 first = max(block.columns[0], each.block.columns[0])
                 width = min(block.columns[1], each.block.columns[1]) - first
@@ -84,14 +80,6 @@ class Overlay:
                 target = stored.narrow(1, first - block.columns[0], width)
             target.index_copy_(0, each.ids[start:stop] - rows[0], newer)
         return stored
-
-
-def _values(rows: BlockRows) -> RowReader:
-    return rows.read
-
-
-def _state(number: int, rows: BlockRows) -> RowReader:
-    return rows.states[number]
 
 
 class WholeBlocks:

@@ -196,10 +196,14 @@ class _Compaction:
         parts: list[Part] = []
         dense: _Dense = {}
         for part in self._base.parts:
+            has_whole = any(block.ids == "all" for block in part.blocks)
+            if not has_whole and not part.dense:
+                continue  # _listed() has read it
             reader = PartReader(self._log.storage, part, self._base)
             dense |= {name: tensor.clone() for name, tensor in reader.dense().items()}
-            whole = [overlay.over(rows) for rows in reader.with_states() if rows.ids is None]
-            parts += self._put(whole, {}, versions)
+            if has_whole:
+                whole = [overlay.over(rows) for rows in reader.with_states() if rows.ids is None]
+                parts += self._put(whole, {}, versions)
         return parts, dense
 
     def _put(self, rows: Sequence[BlockRows], dense: _Dense, versions: Sequence[Manifest]) -> list[Part]:

@@ -8,14 +8,14 @@ Readers get the same values in both cases, bit for bit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from delta_tracker.stream.format.block_rows import BlockRows, RowReader, gather
+from delta_tracker.stream.format.block_rows import BlockRows, gather
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, IdForm
 from delta_tracker.stream.format.part_reader import PartReader
@@ -66,36 +66,26 @@ class _Winners:
     source: Tensor
     place: Tensor
 
-    def read(self, reader_of: Callable[[BlockRows], RowReader], begin: int, end: int) -> Tensor:
+    def read(self, state: int | None, begin: int, end: int) -> Tensor:
         """Return the newest rows of the ids with indices ``begin`` to ``end`` (exclusive), still encoded.
 
         Args:
-            reader_of: function that returns the reader of a source's values, or the reader of one of its states.
+            state: index of the state to return; None for the values.
             begin: index of the first id.
             end: index after the last id.
         """
         source, place = self.source[begin:end], self.place[begin:end]
-        like = reader_of(self.sources[0])(0, 0)
+        like = self.sources[0].reader(state)(0, 0)
         out = like.new_empty(end - begin, like.shape[1])
         for number in set(source.tolist()):
             wanted = (source == number).nonzero()[:, 0]
-            out.index_copy_(0, wanted, gather(reader_of(self.sources[number]), place[wanted]))
+            out.index_copy_(0, wanted, gather(self.sources[number].reader(state), place[wanted]))
         return out
 
     def rows(self, block: Block, ids: Tensor) -> BlockRows:
         """Return the newest rows and their states. The same choice applies to the values and to each state."""
-        states = tuple(
-            partial(self.read, partial(_state, number=number)) for number in range(len(self.sources[0].states))
-        )
-        return BlockRows(block, ids, partial(self.read, _values), states)
-
-
-def _values(rows: BlockRows) -> RowReader:
-    return rows.read
-
-
-def _state(rows: BlockRows, *, number: int) -> RowReader:
-    return rows.states[number]
+        states = tuple(partial(self.read, state) for state in range(len(self.sources[0].states)))
+        return BlockRows(block, ids, partial(self.read, None), states)
 
 
 def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
