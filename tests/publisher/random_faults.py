@@ -8,7 +8,8 @@ that line, KeyboardInterrupt or MemoryError is raised once. Promises that are ch
 
 - Every call returns or raises a typed error, on every rank, in bounded time. ``step`` raises neither of them.
 - Unless a rank was lost, at most one further version fails, and the next version has all rows.
-- Every version without ``top_k`` equals the trainer at its cut.
+- Every version without ``top_k`` equals the trainer at its cut, and so do the optimizer's states and the training state
+  of a version that has them.
 - The publisher closes and releases its consumers.
 """
 
@@ -34,6 +35,7 @@ from delta_tracker.publisher.cadence import Cadence
 from delta_tracker.stream.log import StreamLog
 from tests.models import Spec, Table, shard
 from tests.publisher.publishing_cases import assert_equal, empty_model
+from tests.publisher.states_cases import replay, training_states
 from tests.ranks import RankFailureError, RankPool
 
 _PACKAGE = Path(delta_tracker.__file__).parent
@@ -79,6 +81,26 @@ class Fault:
         return self
 
 
+class Counter:
+    """Object of the training state with the number of batches."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number."""
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Not used."""
+        raise NotImplementedError
+
+
+def _views(tracker: ModelDeltaTracker, fqn: str) -> list[torch.Tensor]:
+    """Return live views of the values and of the states of a shard."""
+    return [*tracker.column_views(fqn), *(state for states in tracker.state_views(fqn) for state in states)]
+
+
 class Schedule:
     """Choices of one seed, the same on all ranks."""
 
@@ -92,6 +114,7 @@ class Schedule:
         self.begin = chance.randrange(len(self.calls) - 2)
         self.fault = Fault(chance.choice([KeyboardInterrupt, MemoryError]), int(10 ** chance.uniform(0, 3.3)))
         self.cadence = Cadence(**bounds, vote_every=chance.choice([1, 2, 3]))
+        self.has_states = self.top_k is None and chance.random() < 0.7
 
 
 @dataclass(slots=True)
@@ -102,19 +125,21 @@ class Run:
     tracker: ModelDeltaTracker
     publisher: Publisher
     generator: torch.Generator
+    counter: Counter
     broken: list[str] = field(default_factory=list)
     held: dict[int, dict[str, list[torch.Tensor]]] = field(default_factory=dict)
 
     def train(self) -> None:
-        """Change three rows of each shard, and remember all rows by the number of batches."""
+        """Change three rows of each shard and their states, and remember all of them by the number of batches."""
         for fqn, shard_ in self.tracker.shards.items():
             if shard_.num_rows:
                 ids = torch.randint(0, shard_.num_rows, (3,), generator=self.generator)
-                for view in self.tracker.column_views(fqn):
+                for view in _views(self.tracker, fqn):
                     view.data[ids] += torch.rand(3, view.shape[1], generator=self.generator)
                 self.tracker.mark_changed(fqn, ids)
         self.tracker.step()
-        views = {fqn: self.tracker.column_views(fqn) for fqn in self.tracker.shards}
+        self.counter.number = self.tracker.num_batches
+        views = {fqn: _views(self.tracker, fqn) for fqn in self.tracker.shards}
         self.held[self.tracker.num_batches] = {fqn: [view.clone() for view in each] for fqn, each in views.items()}
 
     def call(self, name: str) -> bool:
@@ -165,10 +190,25 @@ class Run:
                 continue
             for fqn, shard_ in self.tracker.shards.items():
                 rows = slice(shard_.row_offset, shard_.row_offset + shard_.num_rows)
-                for (first, end), view in zip(shard_.columns, self.held[manifest.batches[1]][fqn], strict=True):
+                for (first, end), view in zip(shard_.columns, self.held[manifest.batches[1]][fqn], strict=False):
                     if not torch.equal(model[fqn][rows, first:end], view):
                         self.broken.append(f"version {manifest.version} differs from the trainer: {fqn}")
         assert_equal(self.tracker, model)
+
+    def compare_states(self, url: str) -> None:
+        """Compare the states and the training state of each version with those of this rank at its cut."""
+        for entry, held in replay(url):
+            number = entry.batches[1]
+            for fqn, shard_ in self.tracker.shards.items():
+                rows = slice(shard_.row_offset, shard_.row_offset + shard_.num_rows)
+                # After the values, the one state of each column range.
+                states = self.held[number][fqn][len(shard_.columns) :]
+                for columns, state in zip(shard_.columns, states, strict=True):
+                    place = entry.states[fqn].columns.index(columns)
+                    if not torch.equal(held[fqn][1][rows, place : place + 1], state):
+                        self.broken.append(f"version {entry.version} has other states than the trainer: {fqn}")
+            if training_states(url, entry)[self.rank]["rank"] != {"counter": {"number": number}}:
+                self.broken.append(f"version {entry.version} has another training state than the trainer")
 
 
 def case(rank: int, world_size: int, url: str, seed: int) -> tuple[bool, list[str]]:
@@ -178,8 +218,10 @@ def case(rank: int, world_size: int, url: str, seed: int) -> tuple[bool, list[st
     fault = schedule.fault
     spec = Spec([Table("t", 40, "row"), Table("u", 12, f"column:0,{world_size - 1}"), Table("v", 30, "table:0")])
     tracker = ModelDeltaTracker(shard(spec), mode=TrackingMode.EMBEDDING)
-    publisher = Publisher(tracker, url, top_k=schedule.top_k, cadence=schedule.cadence, timeout=_TIMEOUT)
-    run = Run(rank, tracker, publisher, torch.Generator().manual_seed(seed * 10 + rank))
+    counter = Counter()
+    states: dict[str, Any] = {"states": "optimizer", "rank_state": {"counter": counter}} if schedule.has_states else {}
+    publisher = Publisher(tracker, url, top_k=schedule.top_k, cadence=schedule.cadence, timeout=_TIMEOUT, **states)
+    run = Run(rank, tracker, publisher, torch.Generator().manual_seed(seed * 10 + rank), counter)
     for number, name in enumerate(schedule.calls):
         run.train()
         was_raised = fault.is_raised
@@ -192,6 +234,8 @@ def case(rank: int, world_size: int, url: str, seed: int) -> tuple[bool, list[st
     is_kept = run.recover(url, world_size)
     if is_kept:
         run.compare(url, has_top_k=schedule.top_k is not None)
+        if schedule.has_states:
+            run.compare_states(url)
     dist.barrier()
     publisher.close()
     if tracker.consumers != ("default",):
