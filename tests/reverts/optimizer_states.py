@@ -69,8 +69,8 @@ REVERTS = [
         edits={
             "delta_tracker/stream/maintenance/merging.py": [
                 (
-                    "gather(self.sources[number].reader(state), place[wanted])",
-                    "self.sources[number].reader(state)(0, len(wanted))",
+                    "gather(self.sources[number].reader(column), place[wanted])",
+                    "self.sources[number].reader(column)(0, len(wanted))",
                 )
             ]
         },
