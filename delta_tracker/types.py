@@ -259,12 +259,14 @@ class DeltaRows:
             ``S`` column ranges.
         raw_ids: ``[N]`` int64 raw id that owned each row at the time of the read, 2**63 - 1 if none did. None for a
             table without managed collisions.
+        admitted: ``[N]`` int64 raw id that owns each row and did not when the consumer last received the row, otherwise
+            2**63 - 1. None for a table without managed collisions.
         evicted: ``[N]`` int64 raw id that owned each row when the consumer last received it and that has lost the row
             since, otherwise 2**63 - 1. None for a table without managed collisions.
 
     Raises:
-        InvalidArgumentError: if ``ids`` are not ``[N]`` int64, or ``states``, ``values``, ``raw_ids`` or ``evicted``
-            have another number of rows.
+        InvalidArgumentError: if ``ids`` are not ``[N]`` int64, or ``states``, ``values``, ``raw_ids``, ``admitted`` or
+            ``evicted`` have another number of rows.
 
     Example:
         >>> table = TableSpec("ec.embeddings.user", num_rows=10, dim=8, dtype=torch.float32)
@@ -280,6 +282,7 @@ class DeltaRows:
     known: Tensor | None = field(default=None, kw_only=True)
     optimizer: tuple[Tensor, ...] = field(default=(), kw_only=True)
     raw_ids: Tensor | None = field(default=None, kw_only=True)
+    admitted: Tensor | None = field(default=None, kw_only=True)
     evicted: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -288,6 +291,7 @@ class DeltaRows:
         self._check_length("states", self.states)
         self._check_length("values", self.values)
         self._check_length("raw_ids", self.raw_ids)
+        self._check_length("admitted", self.admitted)
         self._check_length("evicted", self.evicted)
 
     @property

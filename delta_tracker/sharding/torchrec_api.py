@@ -39,6 +39,8 @@ class Torchrec:
         replicas: ``DMPCollection``, the wrapper of 2D parallelism.
         replica_env: the sharding environment of 2D parallelism.
         pruning: classes of the modules of in-training pruning.
+        sorted_collisions: ``MCHManagedCollisionModule``, which keeps the raw ids of its rows in ascending order.
+        hashed_collisions: ``HashZchManagedCollisionModule``, which keeps the raw id of each row.
         fused_kernels: names of the compute kernels whose optimizer writes rows in the backward pass.
         dense_kernels: names of the compute kernels whose rows are ordinary parameters.
     """
@@ -53,6 +55,8 @@ class Torchrec:
     replicas: tuple[type[nn.Module], ...]
     replica_env: tuple[type, ...]
     pruning: tuple[type[nn.Module], ...]
+    sorted_collisions: tuple[type[nn.Module], ...]
+    hashed_collisions: tuple[type[nn.Module], ...]
     fused_kernels: frozenset[str] = frozenset({"fused", "fused_uvm", "fused_uvm_caching"})
     dense_kernels: frozenset[str] = frozenset({"dense"})
 
@@ -104,6 +108,8 @@ def load_torchrec() -> Torchrec:
         replicas=_imported("torchrec.distributed.model_parallel", "DMPCollection"),
         replica_env=_imported("torchrec.distributed.types", "ShardingEnv2D"),
         pruning=_imported("torchrec.modules.itep_modules", "GenericITEPModule"),
+        sorted_collisions=_imported("torchrec.modules.mc_modules", "MCHManagedCollisionModule"),
+        hashed_collisions=_imported("torchrec.modules.hash_mc_modules", "HashZchManagedCollisionModule"),
     )
 
 

@@ -11,12 +11,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from delta_tracker.cuda_fence import StreamFence
-from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError
+from delta_tracker.errors import InvalidArgumentError, NeedsSnapshotError, UnsupportedTableError
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, merge_first
 from delta_tracker.sharding.kernel_hooks import is_capturing
 from delta_tracker.sharding.kernel_memory import one_cut, reading_in_place
@@ -24,6 +28,7 @@ from delta_tracker.tracker.consumer_lag import Lag, LagClock
 from delta_tracker.tracker.consumer_positions import ConsumerPositions
 from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.tracker.profiling import profiler_range
+from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.store.several_stores import changed_in_each, mark_in_each, num_changed_in_each, open_in_each
 from delta_tracker.types import Delta, Memory
@@ -85,6 +90,8 @@ class ChangeLog:
             exceeded, the consumer that lags furthest is dropped. None for no limit.
         received: function that is called with each committed read, while the lock is held. Not called for reads of the
             consumers that a publisher adds while it copies a snapshot.
+        owners: FQN of each table with managed collisions, to the store of the owners of its slots. Its segments have
+            the positions of the table's own store, which has every slot whose owner changed.
 
     Attributes:
         abandoned: reserved consumers whose owner was deleted without :meth:`release`, and True for those that are
@@ -100,12 +107,14 @@ class ChangeLog:
         auto_compact: bool = False,
         max_bytes: int | None,
         received: Callable[[Delta], None] | None = None,
+        owners: Mapping[str, OwnerStore] = MappingProxyType({}),
     ) -> None:
         if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
             raise InvalidArgumentError("max_bytes", max_bytes, "Pass a whole number of 1 or more, or None")
         self.lock = threading.RLock()
         self.abandoned: deque[tuple[str, bool]] = deque()
         self._stores = dict(stores)
+        self._owners = dict(owners)
         self._reads_shards = any(store.reads_shard for store in self._stores.values())
         self._consumers = ConsumerPositions(consumers)
         self._delete_on_read = delete_on_read
@@ -123,7 +132,7 @@ class ChangeLog:
         self._synced: dict[str, int] = {}  # table to the position of the last sync() of its replicas
         self._lag = LagClock()
         self._fence = StreamFence(self._tensors)
-        self._fence.guard(store.device for store in self._stores.values())
+        self._fence.guard(store.device for _, store in self._all_stores())
         self._fence.enter()  # the stores were built on this stream
         for name in self._consumers.names:
             self._lag.placed(name, 0)
@@ -133,6 +142,12 @@ class ChangeLog:
         """Mapping from table FQN to its current store."""
         with self.lock:
             return dict(self._stores)
+
+    @property
+    def owners(self) -> Mapping[str, OwnerStore]:
+        """Mapping from the FQN of each table with managed collisions to the current store of its owners."""
+        with self.lock:
+            return dict(self._owners)
 
     @property
     def consumers(self) -> tuple[str, ...]:
@@ -163,7 +178,7 @@ class ChangeLog:
     def log_bytes(self) -> int:
         """Bytes of the row sets, old states and open batches of all stores."""
         with self.lock:
-            return sum(store.log_bytes for store in self._stores.values())
+            return sum(store.log_bytes for _, store in self._all_stores())
 
     @property
     def carried_bytes(self) -> int:
@@ -174,7 +189,7 @@ class ChangeLog:
     def memory(self) -> Memory:
         """Return the sizes in bytes of the log, of the stores' copies of their shards, and of the carried rows."""
         with self.lock:
-            copies = sum(store.copy_bytes for store in self._stores.values())
+            copies = sum(store.copy_bytes for _, store in self._all_stores())
             return Memory(self.log_bytes, copies, self.carried_bytes)
 
     @property
@@ -448,13 +463,16 @@ class ChangeLog:
             for fqn in fqns:
                 self._synced.pop(fqn, None)
 
-    def replace(self, stores: Mapping[str, SegmentStore]) -> None:
-        """Replace the stores of some tables, and mark all rows of these tables, with unknown old states.
+    def replace(
+        self, stores: Mapping[str, SegmentStore], owners: Mapping[str, OwnerStore] = MappingProxyType({})
+    ) -> None:
+        """Replace the stores of some tables, and mark all rows of these tables, with unknown old states and owners.
 
         Aborts all uncommitted reads. Does nothing if ``stores`` is empty.
 
         Args:
             stores: table FQN to its new store.
+            owners: the new store of the owners of each of these tables that has managed collisions.
         """
         with self.lock:
             self._fence.guard(store.device for store in {**self._stores, **stores}.values())
@@ -462,6 +480,11 @@ class ChangeLog:
             if stores:
                 self._consumers.forget_tables(stores)
             for fqn, store in stores.items():
+                self._owners.pop(fqn, None)
+                if fqn in owners:
+                    self._owners[fqn] = owners[fqn]
+                    owners[fqn].cut(self._position)
+                    owners[fqn].mark_unknown()
                 self._stores[fqn] = store
                 self._synced.pop(fqn, None)
                 self._count(fqn, None)
@@ -478,6 +501,7 @@ class ChangeLog:
         with self.lock, one_cut():
             self._fence.enter()
             self.notice_writes(self._stores)
+            self._update_owners()
             for store in self._stores.values():
                 store.catch_up()
             consumers = {}
@@ -496,7 +520,7 @@ class ChangeLog:
 
         Args:
             state: pending rows of exactly this log's consumers. If its ``history`` is None, :meth:`rewind` makes all
-                rows pending.
+                rows pending. The former owners of rows without :attr:`ChangedRows.former` are unknown.
         """
         with self.lock, one_cut():
             self._release_abandoned()
@@ -504,36 +528,48 @@ class ChangeLog:
             self._num_batches = state.num_batches
             self._synced.clear()  # the replicas may have loaded different weights
             self._fence.enter()
-            for store in self._stores.values():
+            for _, store in self._all_stores():
                 store.forget()
             self._cut()
             origin = state.history
             if origin is None:
                 origin = {} if self._delete_on_read else {fqn: store.unknown() for fqn, store in self._stores.items()}
-            self._consumers.restore(self._position, state.consumers, origin)
+            consumers = {
+                name: replace(pending, rows=self._with_former(pending.rows))
+                for name, pending in state.consumers.items()
+            }
+            self._consumers.restore(self._position, consumers, self._with_former(origin))
             for name, pending in state.consumers.items():
                 self._lag.placed(name, self._position, has_rows=pending.has_rows)
 
     def mark_everything(self) -> None:
-        """Make all rows pending for every consumer, with unknown old states. Aborts uncommitted reads."""
+        """Make all rows pending for every consumer, with unknown old states and owners. Aborts uncommitted reads."""
         with self.lock:
             nothing = {name: PendingState(self._num_batches, {}) for name in self._consumers.names}
             self.restore(LogState(self._num_batches, nothing, {}))
+            for owners in self._owners.values():
+                owners.mark_unknown()
             for fqn in self._stores:
                 self.mark(fqn, None, is_written=True)
 
-    def distrust(self, consumer: str, fqn: str, ids: Tensor) -> None:
+    def distrust(self, consumer: str, fqn: str, ids: Tensor, *, knows_owners: bool = True) -> None:
         """Make rows pending for one consumer, with unknown old states, and abort its uncommitted read.
 
         Args:
             consumer: name of the consumer whose copy of the rows may be wrong.
             fqn: the table.
             ids: ``[N]`` int64 local ids, in any order, duplicates allowed.
+            knows_owners: True if the consumer has the owners of its last committed read; False if its owners are
+                unknown. No effect on a table without managed collisions.
         """
         with self.lock:
             if len(ids):
                 self._fence.enter()
                 rows = self._stores[fqn].unknown(ids)
+                if fqn in self._owners and knows_owners:
+                    start, _ = self._consumers.start(consumer)
+                    rows = replace(rows, former=self._former(fqn, rows.ids, start, self._consumers.carried(consumer)))
+                rows = self._with_former({fqn: rows})[fqn]
                 self._consumers.carry(consumer, fqn, rows, in_origin=not self._delete_on_read)
                 self._lag.distrusted(consumer)
 
@@ -580,6 +616,7 @@ class ChangeLog:
 
         Raises:
             NeedsSnapshotError: if the consumer was dropped.
+            UnsupportedTableError: if a stream cannot have the owners of a table's slots.
         """
         with self.lock:
             self._release_abandoned()
@@ -589,6 +626,7 @@ class ChangeLog:
             self._is_reading = True
             try:
                 self._cut()
+                self._check_owners()
                 carried = self._consumers.carried(consumer)
                 rows = self._changed_since(start, carried, self._position, with_states=with_states)
             except BaseException:
@@ -702,7 +740,7 @@ class ChangeLog:
             self._fence.enter()
             if self._delete_on_read:
                 self._delete_committed()  # before the stores are compacted, so that dropped segments are not merged
-            crowded = [(fqn, store) for fqn, store in self._stores.items() if store.num_segments > 1]
+            crowded = [(fqn, store) for fqn, store in self._all_stores() if store.num_segments > 1]
             pinned = self._consumers.pinned if crowded else set()
             for fqn, store in crowded:
                 store.compact({*pinned, self._synced[fqn]} if fqn in self._synced else pinned)
@@ -712,7 +750,7 @@ class ChangeLog:
     def _delete_committed(self) -> None:
         """Drop the rows that every consumer has committed, except those marked since the last :meth:`synced`."""
         oldest = self._consumers.oldest
-        for fqn, store in self._stores.items():
+        for fqn, store in self._all_stores():
             synced = self._synced.get(fqn) if self._synced else None
             if synced is None:
                 store.delete(oldest)
@@ -729,9 +767,65 @@ class ChangeLog:
         """
         end = self._position + 1 if stop is None else stop
         rows = changed_in_each(self._stores, start, end, with_states=with_states)
+        for fqn, owners in self._owners.items():
+            rows[fqn] = replace(rows[fqn], former=owners.former(rows[fqn].ids, start))
         for fqn, older in carried.items():
             rows[fqn] = merge_first(older if with_states else older.without_states(), rows[fqn])
         return rows
+
+    def _former(self, fqn: str, ids: Tensor, start: int, carried: Mapping[str, ChangedRows]) -> Tensor:
+        """Return the owners that a consumer has of some rows, ``[N]`` int64, as of its last committed read.
+
+        Args:
+            fqn: a table with managed collisions.
+            ids: ``[N]`` int64 local ids, ascending and unique.
+            start: position of the consumer's cursor.
+            carried: the consumer's carried rows.
+        """
+        former = self._owners[fqn].former(ids, start)
+        older = carried.get(fqn)
+        if older is not None and older.former is not None:
+            is_carried = torch.isin(older.ids, ids)
+            former[torch.searchsorted(ids, older.ids[is_carried])] = older.former[is_carried]
+        return former
+
+    def _with_former(self, rows: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
+        """Return rows by table, in which unknown former owners are ``NO_OWNER`` in tables with managed collisions.
+
+        All former owners of rows without :attr:`ChangedRows.former` are unknown.
+        """
+        found = {}
+        for fqn, each in rows.items():
+            former = each.former if fqn in self._owners else None
+            if fqn in self._owners and former is None:
+                former = torch.full_like(each.ids, NO_OWNER)
+            found[fqn] = each if former is each.former else replace(each, former=former)
+        return found
+
+    def _update_owners(self) -> None:
+        """Mark the slots whose owner has changed since the last call, with their old states."""
+        for fqn, owners in self._owners.items():
+            owners.update(partial(self._mark_owned, fqn))
+
+    def _mark_owned(self, fqn: str, ids: Tensor) -> None:
+        self._count(fqn, ids)
+        self._stores[fqn].mark(ids)
+
+    def _check_owners(self) -> None:
+        """Check the owners of the last cut.
+
+        Raises:
+            UnsupportedTableError: if a stream cannot have the owners of a table's slots.
+        """
+        for fqn, owners in self._owners.items():
+            if owners.refusal:
+                remedy = "Name the table in fqns_to_skip to train it untracked"
+                raise UnsupportedTableError(fqn, owners.refusal, remedy, problem="cannot be read")
+
+    def _all_stores(self) -> Iterator[tuple[str, SegmentStore]]:
+        """Yield the FQN and the store of each table, then those of the owners of each table with managed collisions."""
+        yield from self._stores.items()
+        yield from self._owners.items()
 
     def _count(self, fqn: str, ids: Tensor | None) -> None:
         num_rows = self._stores[fqn].num_rows if ids is None else ids.numel()
@@ -754,7 +848,7 @@ class ChangeLog:
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield all tensors of the log."""
-        for store in self._stores.values():
+        for _, store in self._all_stores():
             yield from store.tensors()
         for rows in self._consumers.held():
             yield from rows.tensors
@@ -807,10 +901,11 @@ class ChangeLog:
         self._fence.enter()
         self._close_ended()
         self.notice_writes(self._stores)
-        self._position += 1
-        self._is_compact = False
         with self._reading_shards():
-            for store in self._stores.values():
+            self._update_owners()  # first, so that the changes are before the cut
+            self._position += 1
+            self._is_compact = False
+            for _, store in self._all_stores():
                 store.cut(self._position)
                 if store.has_open:  # the cut marked the open rows again
                     self._lag.recorded(self._position)
@@ -841,6 +936,6 @@ class ChangeLog:
         """
         if self.log_bytes + self.carried_bytes <= max_bytes:
             return False
-        for store in self._stores.values():
+        for _, store in self._all_stores():
             store.drop_spare()
         return self.log_bytes + self.carried_bytes > max_bytes

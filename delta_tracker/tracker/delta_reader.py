@@ -12,6 +12,7 @@ from torch import Tensor
 
 from delta_tracker.buffers import new_rows
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows, split_places
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_memory import one_cut
@@ -150,6 +151,12 @@ class DeltaReader:
         self, fqn: str, changed: ChangedRows, *, with_states: bool, with_values: bool, with_optimizer: bool
     ) -> DeltaRows:
         shard = self._model.shards[fqn]
+        owned = self._owners(fqn, changed)
+        admitted = evicted = None
+        if owned is not None:
+            assert changed.former is not None, "the table has managed collisions"
+            is_same = changed.former == owned
+            admitted, evicted = owned.masked_fill(is_same, NO_OWNER), changed.former.masked_fill(is_same, NO_OWNER)
         return DeltaRows(
             changed.ids,
             self._capture.states(shard, changed) if with_states else None,
@@ -157,7 +164,15 @@ class DeltaReader:
             shard=shard.spec,
             known=changed.known,
             optimizer=read_optimizer(shard, changed.ids) if with_optimizer and num_optimizer_states(shard) else (),
+            raw_ids=owned,
+            admitted=admitted,
+            evicted=evicted,
         )
+
+    def _owners(self, fqn: str, changed: ChangedRows) -> Tensor | None:
+        """Return the raw ids of changed rows, ``[N]`` int64; None for a table without managed collisions."""
+        store = self._log.owners.get(fqn)
+        return None if store is None else store.owners.index_select(0, changed.ids)
 
     def _choose(
         self, rows: Mapping[str, ChangedRows] | Exception, top_k: TopK, ranks: AllRanks | None
@@ -210,6 +225,9 @@ class DeltaReader:
         is_due = torch.zeros_like(changed.ids, dtype=torch.bool)
         if top_k.max_age is not None and changed.ages is not None:
             is_due = changed.ages >= top_k.max_age
+        owned = self._owners(fqn, changed)
+        if owned is not None:  # without its raw id, the consumer would use the row for another one
+            is_due |= changed.former != owned
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
 
     def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:

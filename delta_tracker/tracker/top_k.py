@@ -37,7 +37,8 @@ class TopK:
     Pass exactly one of the budgets ``rows``, ``fraction`` and ``num_bytes``.
 
     Rows are selected in descending order of score. Ties are ordered by rank, then by table, then by id. Rows whose old
-    state is unknown are selected first. Rows that are left out stay pending with their old state, so that their score
+    state is unknown are selected first. A row with managed collisions whose raw id changed is never left out, even if
+    the delta then exceeds the budget. Rows that are left out stay pending with their old state, so that their score
     includes all changes until they are sent. A row of a column-wise sharded table counts once for each rank that has a
     part of the row.
 

@@ -16,6 +16,7 @@ from delta_tracker.buffers import MEMORY
 from delta_tracker.errors import InvalidArgumentError
 from delta_tracker.monitor.monitor import Monitor
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.sharding.collisions import LocalOwners, local_owners
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.kernel_hooks import KeyedIds, PostLookupHook, Watcher
 from delta_tracker.sharding.kernel_memory import one_cut
@@ -44,10 +45,11 @@ from delta_tracker.tracker.gauges import TrackerGauges
 from delta_tracker.tracker.lookup_recorder import LookupRecorder
 from delta_tracker.tracker.modes import CAPTURES, UPDATE_MODE_MAP
 from delta_tracker.tracker.store.make_store import make_store
+from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
 from delta_tracker.tracker.top_k import TopK
 from delta_tracker.tracker.tracked_model import TrackedModel
-from delta_tracker.types import Delta, Memory, ShardSpec, TableSpec, TableStates, TrackingMode
+from delta_tracker.types import Delta, Identity, Memory, ShardSpec, TableSpec, TableStates, TrackingMode
 
 __all__ = ["UPDATE_MODE_MAP", "ModelDeltaTracker", "Record"]
 
@@ -95,6 +97,12 @@ class ModelDeltaTracker:
     the first ``sync()``, and if the average of equal rows can differ from the rows, see
     :mod:`delta_tracker.sharding.replicas`.
 
+    Managed-collision modules map raw ids to rows and give rows to other raw ids during training. A row whose raw id
+    changed counts as changed, and deltas have the raw ids of the rows, see :attr:`~delta_tracker.types.DeltaRows`.
+    They are compared with a copy at each read, which takes 8 bytes per row, and work only if the module changed them.
+    TorchRec changes two tensors of such a module one after the other: read the tables in the training thread, between
+    two operations. Raw ids of ``HashZchManagedCollisionModule`` were not tested in training, which needs a GPU.
+
     On each rank, create a tracker after the model is sharded, call :meth:`step` after each batch, and call
     :meth:`get_delta` at any time.
 
@@ -124,7 +132,8 @@ class ModelDeltaTracker:
 
     Raises:
         NoShardedModuleError: if the model has nothing to track.
-        UnsupportedModuleError: if the model has sharded modules that cannot be tracked.
+        UnsupportedModuleError: if the model has sharded modules that cannot be tracked, or managed-collision modules of
+            another class than MCH and hash-ZCH.
         UnsupportedOptimizerError: if a fused optimizer writes rows outside the backward pass, or is unknown.
         UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
         InvalidArgumentError: if consumer names are missing or repeated, or another argument is invalid.
@@ -157,6 +166,7 @@ class ModelDeltaTracker:
         self._engine = engine
         self._capture = CAPTURES[mode]
         self._model = TrackedModel(model, fqns_to_skip, self._capture)
+        owners = local_owners(model, self._model.found)
         self._metrics = Recorder("tracker", self, name=name, monitor=monitor)
         self._gauges = TrackerGauges(self._metrics)
         self._log = ChangeLog(
@@ -166,6 +176,7 @@ class ModelDeltaTracker:
             auto_compact=auto_compact,
             max_bytes=max_bytes,
             received=self._gauges.received,
+            owners=self._make_owners(owners),
         )
         self._reader = DeltaReader(self._log, self._model, self._capture)
         self._recorder = LookupRecorder(self._log, self._model, mode)
@@ -204,6 +215,23 @@ class ModelDeltaTracker:
     def fused_tables(self) -> frozenset[str]:
         """FQNs of the tables whose optimizer is fused, the same on every rank. Hooks record updates of these tables."""
         return frozenset(fqn for fqn, shard in self._model.shards.items() if shard.is_fused)
+
+    @property
+    def identities(self) -> Mapping[str, Identity]:
+        """Mapping from the FQN of each table with managed collisions to the rule by which raw ids are routed.
+
+        The result is the same on every rank.
+        """
+        return {fqn: store.source.identity for fqn, store in self._log.owners.items()}
+
+    def owner_views(self) -> dict[str, Tensor]:
+        """Return the raw ids that own this rank's rows, for each table with managed collisions, by FQN.
+
+        Each tensor is ``[R]`` int64 for the ``R`` rows of the shard, and has 2**63 - 1 for a row that no raw id owns.
+        It belongs to the tracker: do not write to it. Each read, :meth:`add_consumer` and :meth:`state_dict` write the
+        raw ids of their time to it; :meth:`reattach` and loads of a tracker's state replace it.
+        """
+        return {fqn: store.owners for fqn, store in self._log.owners.items()}
 
     @property
     def num_hook_errors(self) -> int:
@@ -538,7 +566,9 @@ class ModelDeltaTracker:
             InvalidArgumentError: if ``top_k`` is invalid, if it has no ``score`` in a mode without a default score, if
                 its ``score`` returns NaN or a wrong shape, or if another rank fails in a read with ``top_k``.
             RankLostError: if ``top_k`` is given and a rank died or did not make the call in time.
-            UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused.
+            UnsupportedTableError: if ``with_optimizer`` is set and the optimizer of a table is not fused, or if a
+                managed-collision module has raw ids that a stream cannot have: one id for two rows, an id in another
+                rank's range, an id for a default row, or 2**63 - 1 for a row.
             DetachedError: after :meth:`detach`.
         """
         name = self._log.resolve(consumer)
@@ -821,7 +851,7 @@ class ModelDeltaTracker:
         Call it between the backward pass of one batch and the forward pass of the next one. A table whose block and
         lookup module on this rank are unchanged keeps its recorded changes. All rows of any other table are marked as
         changed for every consumer, because no hook recorded the writes to these rows. After :meth:`detach`, all rows of
-        all tables are marked.
+        all tables are marked. For a table whose block changed, the raw ids of earlier reads are unknown.
 
         There is one exception. If lookups are not recorded, a table without a fused optimizer keeps its recorded
         changes whenever its block is unchanged, because the next read compares the table with its copy.
@@ -835,8 +865,13 @@ class ModelDeltaTracker:
             UnsupportedTableError: if a table's kernel cannot be tracked, or its optimizer does not support the mode.
         """
         found = self._model.discover()
-        held = self._model.shards
-        moved = [fqn for fqn, shard in found.shards.items() if fqn not in held or shard.spec != held[fqn].spec]
+        owners = local_owners(self._model.module, found)
+        held, compared = self._model.shards, self._log.owners
+        moved = [
+            fqn
+            for fqn, shard in found.shards.items()
+            if fqn not in held or shard.spec != held[fqn].spec or (fqn in owners) != (fqn in compared)
+        ]
         unseen = [
             fqn
             for fqn, shard in found.shards.items()
@@ -846,7 +881,10 @@ class ModelDeltaTracker:
         ]
         self._remove_hooks()
         self._model.take(found)
-        self._log.replace(self._make_stores(moved))
+        owned = {fqn: source for fqn, source in owners.items() if fqn in moved}
+        self._log.replace(self._make_stores(moved), self._make_owners(owned))
+        for fqn in owners.keys() - owned.keys():
+            compared[fqn].attach(owners[fqn])
         for fqn in unseen:
             self._log.mark(fqn, None, is_written=True)
         self._hooks = self._attach()
@@ -904,6 +942,9 @@ class ModelDeltaTracker:
     def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:
         with one_cut():
             return {fqn: self._make_store(fqn) for fqn in fqns}
+
+    def _make_owners(self, sources: Mapping[str, LocalOwners]) -> dict[str, OwnerStore]:
+        return {fqn: OwnerStore(source, engine=self._engine) for fqn, source in sources.items()}
 
     def _show_gauges(self) -> None:
         self._gauges.show(self._log, self._model)

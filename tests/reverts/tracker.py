@@ -45,8 +45,8 @@ REVERTS = [
         edits={
             "delta_tracker/tracker/change_log.py": [
                 (
-                    "        self.notice_writes(self._stores)\n        self._position += 1\n",
-                    "        self._position += 1\n",
+                    "        self.notice_writes(self._stores)\n        with self._reading_shards():\n",
+                    "        with self._reading_shards():\n",
                 ),
             ],
         },
@@ -385,6 +385,80 @@ REVERTS = [
                 (
                     "            self._cut()\n            origin = state.history\n",
                     "            origin = state.history\n",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="all consumers share one former owner of a row",
+        generator="tests/tracker/test_owners.py::test_each_consumer_gets_the_owners_of_its_own_last_read",
+        edits={
+            "delta_tracker/tracker/store/owners.py": [
+                ("self.changed(start, self._seg", "self.changed(self._segments[-1].start - 1, self._seg"),
+            ],
+        },
+    ),
+    Revert(
+        defect="a new owner does not mark its row",
+        generator="tests/tracker/test_owners.py::test_each_consumer_gets_the_owners_of_its_own_last_read",
+        edits={"delta_tracker/tracker/store/owners.py": [("            mark(changed)\n", "")]},
+    ),
+    Revert(
+        defect="the former owner of a row is read after the module changed it",
+        generator="tests/tracker/test_owners.py::test_each_consumer_gets_the_owners_of_its_own_last_read",
+        edits={
+            "delta_tracker/tracker/store/owners.py": [
+                ("self._owners.index_select(0, ids).unsqueeze(1)", "source.read().index_select(0, ids).unsqueeze(1)"),
+            ],
+        },
+    ),
+    Revert(
+        defect="top-k leaves out a row with a new owner",
+        generator="tests/tracker/test_top_k.py::test_rows_with_another_raw_id_are_never_left_out",
+        edits={
+            "delta_tracker/tracker/delta_reader.py": [
+                ("            is_due |= changed.former != owned\n", "            pass\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="doubted rows of a consumer lose their former owners",
+        generator="tests/tracker/test_owners.py::test_each_consumer_gets_the_owners_of_its_own_last_read",
+        edits={"delta_tracker/tracker/change_log.py": [("if fqn in self._owners and knows_owners:", "if False:")]},
+    ),
+    Revert(
+        defect="unknown former owners are the owners now, so that top-k leaves rows with other owners out",
+        generator="tests/tracker/test_owners.py::test_unknown_owners_are_none",
+        edits={
+            "delta_tracker/tracker/store/owners.py": [("states=torch.full_like(every, NO_OWNER).unsqueeze(1)", "")],
+        },
+    ),
+    Revert(
+        defect="an owner that a stream cannot have stops training",
+        generator="tests/tracker/test_owners.py::test_invalid_owners_are_refused_at_reads_and_do_not_stop_training",
+        edits={
+            "delta_tracker/tracker/change_log.py": [
+                ("                self._check_owners()\n", ""),
+                (
+                    "            self._position += 1\n            self._is",
+                    "            self._check_owners()\n            self._position += 1\n            self._is",
+                ),
+            ],
+        },
+    ),
+    Revert(
+        defect="a checkpoint loses the former owners of pending rows",
+        generator="tests/tracker/test_owners.py::test_a_checkpoint_keeps_the_former_owners",
+        edits={"delta_tracker/tracker/checkpoint/pack.py": [("if rows.former is not None:", "if False:")]},
+    ),
+    Revert(
+        defect="the buckets of raw ids are those of the checkpoint that a module loaded",
+        generator="tests/sharding/test_collisions.py::test_the_buckets_are_those_of_the_plan",
+        edits={
+            "delta_tracker/sharding/collisions.py": [
+                (
+                    "edges = sorted({0, *(row + num_rows for row, _, num_rows, _ in blocks)})",
+                    "edges = [each for each in module._output_segments_tensor.tolist() if each >= 0]",
                 ),
             ],
         },

@@ -215,3 +215,8 @@ def test_a_rank_that_cannot_read_does_not_keep_the_others_waiting(two_ranks: Ran
     (first,), (second,) = two_ranks.run("tests.tracker.top_k_cases:failing_rank", how=how)
     assert "Another rank could not read or score its rows" in first
     assert second.startswith(error)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_rows_with_another_raw_id_are_never_left_out(two_ranks: RankPool, scored: bool) -> None:
+    assert all(count > 20 for count in two_ranks.run("tests.tracker.collision_cases:left_out_owners", scored=scored))

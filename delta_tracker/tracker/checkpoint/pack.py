@@ -118,6 +118,8 @@ def _columns(rows: ChangedRows, spec: ShardSpec) -> Iterator[tuple[str, Tensor]]
         yield "states", rows.states.cpu()[known]
     if rows.ages is not None and bool(rows.ages.any()):
         yield "ages", rows.ages.cpu()
+    if rows.former is not None:
+        yield "former", rows.former.cpu()
 
 
 def _shard_json(spec: ShardSpec) -> list[object]:

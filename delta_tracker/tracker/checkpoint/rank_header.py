@@ -14,12 +14,14 @@ followed by one of these names:
 
 A *row set* contains the pending rows of one consumer, and its name is the index of this consumer in the header. The row
 set ``history`` contains all rows changed since the tracker was created. In a ``rows/{table}`` tensor, a row set
-consists of up to four *pieces*:
+consists of up to five *pieces*:
 
 - ``ids``: ``[N]`` int32 (int64 for tables of 2^31 rows and more), global, ascending and unique;
 - ``known``: ``[N]`` bool, True where the old state is known; missing if all are known or the mode keeps no old states;
 - ``states``: ``[K, S]``, the known old states, in the modes that keep old states;
-- ``ages``: ``[N]`` int32, the number of reads in which top-k left the row out; missing if all are 0.
+- ``ages``: ``[N]`` int32, the number of reads in which top-k left the row out; missing if all are 0;
+- ``former``: ``[N]`` int64, the raw id that owned the row when the consumer last received it, 2^63 - 1 if none did or
+  this is unknown; missing for tables without managed collisions, and in states that an earlier release saved.
 
 The pieces of all row sets are concatenated in the header's order, each padded to a multiple of 8 bytes.
 
@@ -62,6 +64,7 @@ _COLUMNS: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
     "known": (1, (torch.bool,)),
     "states": (2, ()),
     "ages": (1, (torch.int32,)),
+    "former": (1, (torch.int64,)),
 }
 
 # dtype and shape of a tensor.
@@ -89,7 +92,7 @@ class Piece:
 
     Args:
         row_set: name of the row set that the tensor belongs to.
-        column: ``ids``, ``known``, ``states`` or ``ages``.
+        column: ``ids``, ``known``, ``states``, ``ages`` or ``former``.
         dtype: dtype of the tensor.
         shape: shape of the tensor.
 
@@ -209,9 +212,10 @@ class RankHeader:
                 raise MalformedStateError(self.prefix, f"numbers of old states and known rows differ for {fqn!r}")
             states = read["states"].new_full((size, read["states"].shape[1]), torch.nan)
             states[known] = read["states"]
-        if "ages" in read and read["ages"].shape != (size,):
-            raise MalformedStateError(self.prefix, f"numbers of ages and rows differ for {fqn!r}")
-        return ChangedRows(ids, states, known, read.get("ages"))
+        for column, what in (("ages", "ages"), ("former", "former owners")):
+            if column in read and read[column].shape != (size,):
+                raise MalformedStateError(self.prefix, f"numbers of {what} and rows differ for {fqn!r}")
+        return ChangedRows(ids, states, known, read.get("ages"), read.get("former"))
 
     def counter(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """Return the fields of a counter by field name; None if the part has no counter of that name.

@@ -9,14 +9,15 @@ must be restored first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from delta_tracker.buffers import new_rows
 from delta_tracker.errors import MalformedStateError, PartialStateError, StateMismatchError
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.tracker.checkpoint.rank_header import HISTORY, Layout, RankHeader
@@ -186,8 +187,10 @@ class Resharding:
             if rows.ages is not None:
                 ages[at] = torch.maximum(ages[at], rows.ages)
         aged = ages.to(shard.device) if bool(ages.any()) else None
+        former = _former(len(ids), zip(where, (rows for _, rows in pieces), strict=True))
+        former = None if former is None else former.to(shard.device)
         if not self._capture.keeps_old:
-            return ChangedRows(ids.to(shard.device), ages=aged)
+            return ChangedRows(ids.to(shard.device), ages=aged, former=former)
         held = self._capture.old_states(shard, ids.to(shard.device)).cpu().clone()
         known = torch.ones(len(ids), dtype=torch.bool)
         for at, (source, rows) in zip(where, pieces, strict=True):
@@ -197,7 +200,7 @@ class Resharding:
             held[at.unsqueeze(1), source.places] = rows.states[:, source.saved_places]
             known[at] &= rows.known
         held[~known] = torch.nan
-        return ChangedRows(ids.to(shard.device), held.to(shard.device), known.to(shard.device), aged)
+        return ChangedRows(ids.to(shard.device), held.to(shard.device), known.to(shard.device), aged, former)
 
 
 def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
@@ -206,7 +209,25 @@ def _local(rows: ChangedRows | None, spec: ShardSpec) -> ChangedRows | None:
         return None
     is_inside = (rows.ids >= spec.row_offset) & (rows.ids < spec.row_offset + spec.num_rows)
     inside = rows.take(is_inside, new_rows)
-    return ChangedRows(inside.ids - spec.row_offset, inside.states, inside.known, inside.ages)
+    return replace(inside, ids=inside.ids - spec.row_offset)
+
+
+def _former(num_rows: int, pieces: Iterable[tuple[Tensor, ChangedRows]]) -> Tensor | None:
+    """Return the former owners of the rows of all pieces, ``[N]`` int64, ``NO_OWNER`` where they are unknown.
+
+    Args:
+        num_rows: ``N``.
+        pieces: the places of each piece's rows, and the rows.
+
+    Returns:
+        None if no piece has former owners.
+    """
+    former = None
+    for at, rows in pieces:
+        if rows.former is not None:
+            former = torch.full((num_rows,), NO_OWNER) if former is None else former
+            former[at] = rows.former
+    return former
 
 
 def _check_states(part: RankHeader, fqn: str, rows: ChangedRows, held: Tensor, places: Tensor) -> None:

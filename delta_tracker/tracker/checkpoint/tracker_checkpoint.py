@@ -219,7 +219,8 @@ class TrackerCheckpoint:
             for name, tables in pending.items():
                 for fqn, ids in tables.items():
                     num_rows = self._model.shard(fqn).spec.num_rows
-                    self._log.distrust(name, fqn, torch.arange(num_rows) if ids is None else ids.long())
+                    every = torch.arange(num_rows) if ids is None else ids.long()
+                    self._log.distrust(name, fqn, every, knows_owners=False)
             self._positions = {name: self._log.position(name) for name in names}
         self._annotations, self._restored = dict(notes), Restored.STREAM
 

@@ -1,0 +1,234 @@
+"""Read the raw ids that own the rows of tables with managed collisions, on this rank.
+
+A managed-collision module maps raw ids to slots, the rows of its table, admits new ids and evicts old ones. The *owner*
+of a slot is the raw id that the module maps to the slot. A raw id is an id after the module's ``input_hash_func``.
+
+The modules are TorchRec's ``MCHManagedCollisionModule`` and ``HashZchManagedCollisionModule``, and subclasses of them.
+The former keeps the owners in ascending order, with the slot of each. The latter keeps one owner per slot. It does not
+train on the CPU, and its owners were only tested with written mappings.
+
+Notation: ``R`` is the number of rows of the shard.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from delta_tracker.errors import UnsupportedModuleError, UnsupportedTableError
+from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.sharding.discover import Discovery, LocalShard, walk
+from delta_tracker.sharding.torchrec_api import Torchrec, load_torchrec, planned_blocks
+from delta_tracker.types import Bucket, Identity
+
+_HASH_EMPTY = -1  # value of an empty slot in hash-ZCH
+
+
+class Versions:
+    """Tensors and their version counters at one moment. Equal if no tensor was replaced or written in place between.
+
+    Args:
+        tensors: the tensors.
+    """
+
+    __slots__ = ("_tensors", "_versions")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors  # held, so that no other tensor gets their address
+        self._versions = [tensor._version for tensor in tensors]  # noqa: SLF001
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Versions)
+            and len(self._tensors) == len(other._tensors)
+            and all(mine is its for mine, its in zip(self._tensors, other._tensors, strict=True))
+            and self._versions == other._versions
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalOwners(ABC):
+    """Reader of the owners of one table's slots on this rank.
+
+    Args:
+        fqn: the table.
+        identity: hash size and slot ranges of the whole table, the same on all ranks.
+        rows: half-open range of the slots on this rank.
+        module: this rank's managed-collision module of the table.
+        device: device of the result of :meth:`read`.
+    """
+
+    fqn: str
+    identity: Identity
+    rows: tuple[int, int]
+    module: Any
+    device: torch.device
+
+    @property
+    def num_rows(self) -> int:
+        """Number of slots on this rank, ``R``."""
+        return self.rows[1] - self.rows[0]
+
+    @abstractmethod
+    def token(self) -> object | None:
+        """Return an object that is equal to an earlier one if the owners are unchanged since; None if this is unknown.
+
+        Does no work on the device.
+        """
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """Return the owner of each slot, ``[R]`` int64, ``NO_OWNER`` if the slot is empty. Does not wait."""
+
+    @abstractmethod
+    def refusal(self) -> str:
+        """Return the reason why a stream cannot have the owners; an empty string if it can. Waits for the device."""
+
+
+class SortedOwners(LocalOwners):
+    """Reader of the owners in an ``MCHManagedCollisionModule``."""
+
+    __slots__ = ()
+
+    def token(self) -> object | None:
+        """Return the versions of the two tensors of the mapping; None for tensors without versions."""
+        tensors = self.module._mch_sorted_raw_ids, self.module._mch_remapped_ids_mapping  # noqa: SLF001
+        return None if any(tensor.is_inference() for tensor in tensors) else Versions(*tensors)
+
+    def read(self) -> Tensor:
+        """Return the owner of each slot, ``[R]`` int64, ``NO_OWNER`` if the slot is empty."""
+        raw_ids = self.module._mch_sorted_raw_ids  # noqa: SLF001
+        slots = self.module._mch_remapped_ids_mapping - self.rows[0]  # noqa: SLF001
+        return torch.full_like(raw_ids, NO_OWNER).index_copy_(0, slots, raw_ids).to(self.device)
+
+    def refusal(self) -> str:
+        """Return a reason if one raw id owns two slots, otherwise an empty string."""
+        return _repeated(self.module._mch_sorted_raw_ids, NO_OWNER)  # noqa: SLF001
+
+
+class HashedOwners(LocalOwners):
+    """Reader of the owners in a ``HashZchManagedCollisionModule``."""
+
+    __slots__ = ()
+
+    def token(self) -> object | None:
+        """Return None, because FBGEMM's operator may write the owners without increasing the tensor's version."""
+        return None
+
+    def read(self) -> Tensor:
+        """Return the owner of each slot, ``[R]`` int64, ``NO_OWNER`` if the slot is empty.
+
+        -1 stands for ``NO_OWNER`` as an owner, which is refused, so that a change to or from it is found.
+        """
+        raw_ids = self._raw_ids()
+        is_empty, is_reserved = raw_ids == _HASH_EMPTY, raw_ids == NO_OWNER
+        return raw_ids.masked_fill(is_empty, NO_OWNER).masked_fill_(is_reserved, _HASH_EMPTY).to(self.device)
+
+    def refusal(self) -> str:
+        """Return a reason if ``NO_OWNER``, which is 2^63 - 1, owns a slot, or if one raw id owns two slots."""
+        raw_ids = self._raw_ids()
+        if bool((raw_ids == NO_OWNER).any()):
+            return f"the raw id {NO_OWNER}, which marks empty slots in the format, owns a slot"
+        return _repeated(raw_ids.sort().values, _HASH_EMPTY)
+
+    def _raw_ids(self) -> Tensor:
+        held: Tensor = self.module._hash_zch_identities.detach()[:, 0]  # noqa: SLF001
+        return held
+
+
+def _repeated(ascending: Tensor, empty: int) -> str:
+    """Return a reason if a value other than ``empty`` occurs twice in ``[R]`` sorted values."""
+    twice = ascending[1:][(ascending[1:] == ascending[:-1]) & (ascending[1:] != empty)]
+    return f"the raw id {int(twice[0])} owns two slots" if len(twice) else ""
+
+
+def collision_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield ``(FQN, module)`` for each managed-collision module in ``model`` whose mapping can be read.
+
+    FQNs are those of ``state_dict``. A module in several places is yielded once.
+
+    Raises:
+        MissingExtraError: if torchrec is not installed.
+    """
+    torchrec = load_torchrec()
+    kinds = (*torchrec.sorted_collisions, *torchrec.hashed_collisions)
+    for fqn, module in walk(model, "", torchrec, set()):
+        if isinstance(module, kinds):
+            yield fqn, module
+
+
+def local_owners(model: nn.Module, found: Discovery) -> dict[str, LocalOwners]:
+    """Return the readers of the owners for this rank's tracked tables with managed collisions, by table FQN.
+
+    Args:
+        model: the tracked model.
+        found: its tracked tables.
+
+    Raises:
+        UnsupportedModuleError: if a managed-collision module is of another class than those of this file.
+        UnsupportedTableError: if the ranges of slots do not fit the table's sharding plan.
+        MissingExtraError: if torchrec is not installed.
+    """
+    torchrec = load_torchrec()
+    fqns = {id(module): fqn for fqn, module in found.modules.items()}
+    sources: dict[str, LocalOwners] = {}
+    unknown: dict[str, str] = {}
+    for part in model.modules():
+        held = getattr(part, "_embedding_module", None)
+        mapped = getattr(getattr(part, "_managed_collision_collection", None), "_managed_collision_modules", {})
+        if id(held) not in fqns:
+            continue
+        prefix = f"{fqns[id(held)]}." if fqns[id(held)] else ""
+        for fqn, shard in found.shards.items():
+            name = fqn.rpartition(".")[2]
+            if not fqn.startswith(prefix) or name not in mapped:
+                continue
+            if not isinstance(mapped[name], (*torchrec.sorted_collisions, *torchrec.hashed_collisions)):
+                unknown[fqn] = type(mapped[name]).__name__
+            else:
+                sources[fqn] = _local_owners(held, mapped[name], shard, torchrec)
+    if unknown:
+        raise UnsupportedModuleError(
+            unknown,
+            "Use an MCHManagedCollisionModule, or name the tables in fqns_to_skip to train them untracked",
+            problem="whose managed collisions cannot be read",
+        )
+    return sources
+
+
+def _local_owners(held: Any, module: Any, shard: LocalShard, torchrec: Torchrec) -> LocalOwners:  # noqa: ANN401
+    """Return the reader of one table.
+
+    Args:
+        held: the sharded collection that has the table.
+        module: this rank's managed-collision module of the table.
+        shard: this rank's shard of the table.
+        torchrec: classes of the installed torchrec.
+
+    Raises:
+        UnsupportedTableError: as in :func:`local_owners`.
+    """
+    table, rows = shard.spec.table, (shard.spec.row_offset, shard.spec.row_offset + shard.spec.num_rows)
+    is_sorted = isinstance(module, torchrec.sorted_collisions)
+    if is_sorted:
+        # Not from the module's _output_segments_tensor, into which load_state_dict copies the segments of the save.
+        blocks = planned_blocks(held, table.fqn.rpartition(".")[2]) or set()
+        edges = sorted({0, *(row + num_rows for row, _, num_rows, _ in blocks)})
+        fits = rows in pairwise(edges) and len(edges) - 1 == module.buckets()
+        buckets = tuple(Bucket((begin, end), end - 1) for begin, end in pairwise(edges))
+    else:
+        edges = list(module._output_segments)  # noqa: SLF001
+        fits = edges == sorted(set(edges)) and {0, *rows} <= set(edges)
+        buckets = tuple(Bucket(ends, None) for ends in pairwise(edges))
+    if not fits or edges[-1] != table.num_rows or module.output_size() != shard.spec.num_rows:
+        reason = f"its managed collisions have the ranges of slots {edges}, which do not fit its shard {rows}"
+        raise UnsupportedTableError(table.fqn, reason)
+    kind = SortedOwners if is_sorted else HashedOwners
+    return kind(table.fqn, Identity(module.input_size(), buckets), rows, module, shard.device)
