@@ -70,7 +70,7 @@ def defaults_of(identity: Identity, raw_ids: Tensor) -> Tensor:
     return torch.tensor(rows, device=raw_ids.device)[bucket_of(identity, raw_ids)]
 
 
-def check_owners(identity: Identity, slots: Tensor, owners: Tensor) -> None:
+def check_owners(identity: Identity, slots: Tensor, owners: Tensor, *, is_unique: bool = True) -> None:
     """Check that raw ids may own the given rows.
 
     Waits for the device of ``owners``.
@@ -79,9 +79,12 @@ def check_owners(identity: Identity, slots: Tensor, owners: Tensor) -> None:
         identity: rule of the table.
         slots: ``[N]`` int64 global row ids, inside the table.
         owners: ``[N]`` int64 raw ids of these rows, :data:`NO_OWNER` if none.
+        is_unique: True if the rows were read at one time, so that no raw id may own two of them. False for rows that
+            were copied while ids were mapped to other rows.
 
     Raises:
-        ValueError: if a default row has an owner, a raw id owns a row of another bucket, or a raw id owns two rows.
+        ValueError: if a default row has an owner, a raw id owns a row of another bucket, or with ``is_unique`` a raw id
+            owns two rows.
     """
     is_owned = owners != NO_OWNER
     slots, owners = slots[is_owned], owners[is_owned]
@@ -96,6 +99,8 @@ def check_owners(identity: Identity, slots: Tensor, owners: Tensor) -> None:
     if wrong.any():
         row, owner = int(slots[wrong][0]), int(owners[wrong][0])
         raise ValueError(f"row {row} has the raw id {owner}, which belongs to another bucket")
+    if not is_unique:
+        return
     ordered = owners.sort().values
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice):

@@ -57,6 +57,8 @@ def test_unknown_ids_read_the_default_row_of_their_bucket() -> None:
 def test_owners_that_no_collision_module_has_are_found(slots: list[int], owners: list[int], reason: str) -> None:
     with pytest.raises(ValueError, match=f"^{reason}$"):
         check_owners(_identity(100, 2), torch.tensor(slots), torch.tensor(owners))
+    if "two rows" in reason:
+        check_owners(_identity(100, 2), torch.tensor(slots), torch.tensor(owners), is_unique=False)
 
 
 def test_owners_by_bucket_pass_the_check() -> None:

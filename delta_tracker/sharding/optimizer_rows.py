@@ -86,13 +86,16 @@ class StateWatch:
         self._shards = shards
         self._held = self._versions()
 
-    def written(self) -> list[str]:
-        """Return the FQNs of the tables whose states were written or replaced since the previous call.
+    def written(self) -> Iterator[str]:
+        """Yield the FQNs of the tables whose states were written or replaced since the previous call.
 
-        The first call reports writes since the construction. Tables without states on this rank are omitted.
+        The first call reports writes since the construction. Tables without states on this rank are omitted. If the
+        caller fails before it requests the next FQN, a later call yields the same one again.
         """
-        before, self._held = self._held, self._versions()
-        return [fqn for fqn, versions in self._held.items() if versions and versions != before.get(fqn)]
+        for fqn, versions in self._versions().items():
+            if versions and versions != self._held.get(fqn):
+                yield fqn
+            self._held[fqn] = versions
 
     def _versions(self) -> dict[str, list[tuple[int, int]]]:
         """Return the address and the version counter of each state of each table."""

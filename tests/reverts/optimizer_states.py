@@ -44,7 +44,21 @@ REVERTS = [
     Revert(
         defect="a cut fails after a reshard that leaves a rank no rows of a table",
         generator="tests/sharding/test_optimizer_rows.py::test_case[written]",
-        edits={_ROWS: [("if versions and versions != before.get(fqn)]", "if versions != before.get(fqn, [])]")]},
+        edits={
+            _ROWS: [("if versions and versions != self._held.get(fqn):", "if versions != self._held.get(fqn, []):")]
+        },
+    ),
+    Revert(
+        defect="loaded optimizer states are lost if a version fails before it has marked them",
+        generator=f"{_VERSIONS}::test_case[in_progress]",
+        edits={
+            _ROWS: [
+                (
+                    "                yield fqn\n            self._held[fqn] = versions\n",
+                    "                self._held[fqn] = versions\n                yield fqn\n",
+                )
+            ]
+        },
     ),
     Revert(
         defect="loaded optimizer states are not found",
@@ -69,8 +83,8 @@ REVERTS = [
         edits={
             "delta_tracker/stream/maintenance/merging.py": [
                 (
-                    "gather(self.sources[number].reader(state), place[wanted])",
-                    "self.sources[number].reader(state)(0, len(wanted))",
+                    "gather(self.sources[number].reader(column), place[wanted])",
+                    "self.sources[number].reader(column)(0, len(wanted))",
                 )
             ]
         },

@@ -7,6 +7,7 @@ from tests.reverts.revert import Revert
 _LOG = "delta_tracker/stream/log.py"
 _READER = "delta_tracker/stream/format/part_reader.py"
 _STATES = "tests/stream/test_row_states.py"
+_IDENTITIES = "tests/stream/test_identities.py"
 
 REVERTS = [
     Revert(
@@ -41,8 +42,8 @@ REVERTS = [
         edits={
             "delta_tracker/stream/format/overlay.py": [
                 (
-                    "partial(self._overlaid, whole, None), states)\n",
-                    "partial(self._overlaid, whole, None), whole.states)\n",
+                    'partial(self._overlaid, whole, "values"), states, owners)\n',
+                    'partial(self._overlaid, whole, "values"), whole.states, owners)\n',
                 )
             ]
         },
@@ -70,6 +71,53 @@ REVERTS = [
         edits={
             "delta_tracker/stream/maintenance/compaction.py": [
                 ("piece.schema != _schema([*run, piece])", "piece.tables != _schema([*run, piece])[1]")
+            ]
+        },
+    ),
+    Revert(
+        defect="merged rows have the owners of another version",
+        generator=f"{_IDENTITIES}::test_a_compaction_keeps_the_owners_with_their_rows",
+        edits={
+            "delta_tracker/stream/maintenance/merging.py": [
+                ('partial(self.read, "owners")\n', "self.sources[0].owners\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="listed rows replace the values of a whole block, but not their owners",
+        generator=f"{_IDENTITIES}::test_owners_and_values_are_from_the_same_rows_after_an_overlay",
+        edits={
+            "delta_tracker/stream/format/overlay.py": [('partial(self._overlaid, whole, "owners")\n', "whole.owners\n")]
+        },
+    ),
+    Revert(
+        defect="a table with raw ids has blocks of several encodings or of some columns, which no overlay joins",
+        generator="tests/stream/test_parse.py::test_a_bad_field_of_format_2_is_refused[parts.1.blocks.0.encoding]",
+        edits={"delta_tracker/stream/format/parse.py": [("    _check_identities(manifest)\n", "")]},
+    ),
+    Revert(
+        defect="a compaction merges versions of a table with raw ids that have other encodings",
+        generator=f"{_IDENTITIES}::test_versions_with_other_identities_or_encodings_are_not_merged[encoding]",
+        edits={
+            "delta_tracker/stream/maintenance/compaction.py": [
+                ("        if not _is_alike(piece, run):\n            break\n", "")
+            ]
+        },
+    ),
+    Revert(
+        defect="owners that no collision module has are accepted",
+        generator=f"{_IDENTITIES}::test_owners_that_break_a_rule_are_refused",
+        edits={_READER: [("                    self._check_owners(index, ids)\n", "                    pass\n")]},
+    ),
+    Revert(
+        defect="unknown raw ids read the default row of the last bucket",
+        generator="tests/test_raw_ids.py::test_unknown_ids_read_the_default_row_of_their_bucket",
+        edits={
+            "delta_tracker/raw_ids.py": [
+                (
+                    "    return torch.tensor(rows, device=raw_ids.device)[bucket_of(identity, raw_ids)]\n",
+                    "    return torch.full_like(raw_ids, rows[-1])\n",
+                )
             ]
         },
     ),

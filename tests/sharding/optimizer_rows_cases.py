@@ -216,14 +216,14 @@ def written(rank: int, world_size: int) -> None:
     with ModelDeltaTracker(model) as tracker:
         watch = tracker.watch_states()
         model(batch(spec, torch.Generator().manual_seed(rank))).backward()
-        assert watch.written() == []
+        assert list(watch.written()) == []
         model.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
         held = [fqn for fqn, each in tracker.shards.items() if each.num_rows and fqn in tracker.fused_tables]
-        assert watch.written() == held
-        assert watch.written() == []
+        assert list(watch.written()) == held
+        assert list(watch.written()) == []
         # As after a reshard that leaves this rank no rows.
         watch._shards = lambda: dict.fromkeys(held, SimpleNamespace(places=()))  # type: ignore[arg-type]
-        assert watch.written() == []
+        assert list(watch.written()) == []
 
 
 def others(rank: int, world_size: int) -> None:

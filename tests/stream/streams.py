@@ -8,13 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.encoding import Encoding, encode_rows
-from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, DenseSpec, IdForm, Kind, Manifest
+from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, Block, DenseSpec, IdForm, Kind, Manifest
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.types import TableSpec, TableStates
+from delta_tracker.types import Identity, TableSpec, TableStates
 
 FQN = "ec.embeddings.t"
 
@@ -36,9 +37,11 @@ class Writer:
         dim: number of columns of the table.
         dtype: dtype of the table.
         encoding: encoding of the rows; None for that of the dtype.
-        states: states of the rows, for a stream of format 2; None for format 1.
+        states: states of the rows, for a stream of format 2; None for none.
+        identity: rule for the raw ids of the rows, for a stream of format 2; None for a table without raw ids.
 
     Attributes:
+        owners: raw ids of the rows, ``[num_rows]``, at first none. They do not change with the rows.
         held_states: the table's states, ``[num_rows, dim]`` or ``[num_rows, column ranges]`` each. They change together
             with the rows.
         training: training states of the ranks in bytes, which each version of format 2 has.
@@ -53,6 +56,7 @@ class Writer:
         encoding: Encoding | None = None,
         *,
         states: TableStates | None = None,
+        identity: Identity | None = None,
     ) -> None:
         self.storage = storage
         self.claim: Claim = StreamLog(storage).claim()
@@ -61,6 +65,9 @@ class Writer:
         self.dense: dict[str, Tensor] = {}
         self.encoding = encoding or Encoding.of(dtype)
         self.states = states
+        self.identity = identity
+        self.owners = torch.full((num_rows,), NO_OWNER)
+        self.format = FORMAT if states is None and identity is None else STATES_FORMAT
         self.columns = ((0, dim),) if states is None else states.columns
         self.held_states = [
             torch.zeros(num_rows, dim if each.width == "columns" else len(self.columns), dtype=each.dtype)
@@ -99,13 +106,16 @@ class Writer:
             for spec, held in zip(() if self.states is None else self.states.states, self.held_states, strict=True):
                 columns = (first, end) if spec.width == "columns" else (number, number + 1)
                 states.append(BlockRows.of(block, listed, held[places, columns[0] : columns[1]].clone()).read)
-            blocks.append(replace(whole, states=tuple(states)))
+            owners = BlockRows.of(block, listed, self.owners[places, None].clone()).read
+            blocks.append(replace(whole, states=tuple(states), owners=None if self.identity is None else owners))
         return blocks
 
     def write(self, kind: Kind, rows: list[BlockRows], tables: Mapping[str, TableSpec] | None = None) -> Manifest:
         head = self.claim.head
         names = [part_name(head.version + 1, head.generation, author) for author in ("r0", "r0s")]
-        part = put_part(self.storage, names[0], rows, self.dense, states_name=None if self.states is None else names[1])
+        part = put_part(
+            self.storage, names[0], rows, self.dense, states_name=None if self.format == FORMAT else names[1]
+        )
         draft = Manifest(
             stream="",
             generation=0,
@@ -117,7 +127,7 @@ class Writer:
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in self.dense.items()},
             parts=(part,),
         )
-        if self.states is not None:
+        if self.format == STATES_FORMAT:
             training = tuple(
                 put_training(
                     self.storage,
@@ -127,7 +137,11 @@ class Writer:
                 )
                 for rank, data in enumerate(self.training)
             )
-            draft = replace(draft, format=STATES_FORMAT, states={FQN: self.states}, training=training)
+            draft = replace(draft, format=STATES_FORMAT, training=training)
+            if self.states is not None:
+                draft = replace(draft, states={FQN: self.states})
+            if self.identity is not None:
+                draft = replace(draft, identities={FQN: self.identity})
         return self.claim.commit(draft)
 
     def model(self) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ _TESTS = Path(__file__).parent.parent
 _FORMAT = _TESTS.parent / "delta_tracker" / "stream" / "FORMAT.md"
 _HERE = "stream/test_format_rules.py"
 _STATES = "stream/test_row_states.py"
+_IDENTITIES = "stream/test_identities.py"
 
 # The beginning of each sentence, and the tests that break the rule, or that fail if the library does.
 _RULES = {
@@ -115,7 +116,8 @@ _RULES = {
     ],
     "The first version that is not a claim after a change": ["publisher/test_states.py::test_case"],  # resumed
     "Versions that differ in one of these MUST NOT be merged": [
-        f"{_STATES}::test_versions_with_other_states_are_not_merged"
+        f"{_STATES}::test_versions_with_other_states_are_not_merged",
+        f"{_IDENTITIES}::test_versions_with_other_identities_or_encodings_are_not_merged",
     ],
     "| `optimizer` | null or string": ["stream/test_parse.py::test_a_bad_field_of_format_2_is_refused"],
     "In a **table with states**": ["stream/test_parse.py::test_a_bad_field_of_format_2_is_refused"],
@@ -136,14 +138,23 @@ _RULES = {
         "stream/test_overlay.py::test_values_and_states_are_from_the_same_rows",
         f"{_STATES}::test_rows_keep_their_states_when_they_are_selected",
         f"{_STATES}::test_a_compaction_keeps_the_states_with_their_rows",
+        f"{_IDENTITIES}::test_owners_and_values_are_from_the_same_rows_after_an_overlay",
+        f"{_IDENTITIES}::test_a_compaction_keeps_the_owners_with_their_rows",
     ],
     "A span MUST have exactly the bytes": [
         "test_state_tree.py::test_invalid_texts_are_refused_before_the_data_are_read"
     ],
     "Readers MUST ignore other keys": [f"{_STATES}::test_a_training_state_is_decoded_in_parts"],
-    "Reserved: a writer of draft 1 MUST write null": ["stream/test_manifest.py::test_no_identities_are_written"],
-    "A reader of draft 1 MUST treat `I64`": [
-        "stream/test_parse.py::test_an_entry_of_a_newer_format_needs_a_newer_release"
+    "A table with raw ids MUST have one range": ["stream/test_parse.py::test_a_bad_field_of_format_2_is_refused"],
+    "Each of its blocks MUST have all columns": ["stream/test_parse.py::test_a_bad_field_of_format_2_is_refused"],
+    "A default row MUST NOT have an owner": [f"{_IDENTITIES}::test_owners_that_break_a_rule_are_refused"],
+    "A raw id MUST NOT own two rows": [
+        f"{_IDENTITIES}::test_owners_that_break_a_rule_are_refused",
+        f"{_IDENTITIES}::test_a_listed_owner_replaces_that_in_a_whole_block",
+    ],
+    "Readers of a whole part MUST check these rules": [
+        f"{_IDENTITIES}::test_owners_that_break_a_rule_are_refused",
+        f"{_IDENTITIES}::test_owners_must_be_there_exactly_if_the_table_has_raw_ids",
     ],
     "A reader that needs states MUST start": ["recovery/test_path.py::test_a_version_without_states_is_refused"],
     "It MUST reject a later entry": [

@@ -46,10 +46,13 @@ def test_format_1_has_the_fields_of_format_1() -> None:
     assert list(some_entry()["tables"]["t"]) == ["num_rows", "dim", "dtype"]
 
 
-def test_no_identities_are_written() -> None:
+def test_identities_are_written_for_tables_with_raw_ids() -> None:
     entry = json.loads(states_manifest().to_json())
-    assert [table["identity"] for table in entry["tables"].values()] == [None, None, None]
-    assert (entry["format"], entry["draft"], list(entry)[-1]) == (2, 1, "training")
+    buckets = [{"rows": [0, 2], "default": 1}, {"rows": [2, 3], "default": 2}]
+    identity = {"dtype": "I64", "hash_size": 100, "buckets": buckets}
+    assert [table["identity"] for table in entry["tables"].values()] == [None, None, identity]
+    assert entry["owners"] == {"u": {"admitted": 2, "evicted": 1}}
+    assert (entry["format"], entry["draft"], list(entry)[-2:]) == (2, 2, ["training", "owners"])
 
 
 def test_a_merged_manifest_links_to_the_last_version_that_it_stands_for() -> None:

@@ -18,8 +18,15 @@ from delta_tracker.errors import (
     MalformedError,
     NewerFormatError,
 )
-from delta_tracker.stream.format.manifest import states_record
-from delta_tracker.stream.format.parse import load_json, parse_manifest, parse_part, parse_states, parse_stored
+from delta_tracker.stream.format.manifest import identity_record, states_record
+from delta_tracker.stream.format.parse import (
+    load_json,
+    parse_identity,
+    parse_manifest,
+    parse_part,
+    parse_states,
+    parse_stored,
+)
 from tests.stream.manifests import HASH, parsed, some_entry, some_manifest, states_manifest
 
 _LINK = {"version": 2, "xxh3": HASH}
@@ -155,6 +162,7 @@ def _changed(path: str, value: object) -> dict[str, Any]:
 
 _MISSING = object()
 _STORED = {"name": "parts/s.safetensors", "num_bytes": 66, "body": 50, "xxh3": HASH}
+_IDENTITY = {"dtype": "I64", "hash_size": 1, "buckets": [{"rows": [0, 3], "default": 2}]}
 _BAD_STATES_FIELDS: dict[str, list[object]] = {
     "event_time": [-1, "now", True, 2**53, _MISSING],
     "training": [None, {}, [1], [_STORED | {"num_bytes": 65}], [_STORED | {"name": "log/1.json"}], _MISSING],
@@ -169,7 +177,30 @@ _BAD_STATES_FIELDS: dict[str, list[object]] = {
         [{"name": "x", "dtype": "F32", "width": "range"}] * 2,
         [{"name": f"x{number}", "dtype": "F32", "width": "range"} for number in range(17)], [], _MISSING,
     ],
-    "tables.t.identity": ["I32", 3, _MISSING],
+    "tables.t.identity": ["I64", 3, _IDENTITY | {"buckets": [{"rows": [0, 10], "default": None}]}, _MISSING],
+    "tables.h.identity": [_IDENTITY | {"buckets": [{"rows": [0, 6], "default": None}]}],
+    "tables.u.identity": [
+        "I64", {}, True, [], _IDENTITY | {"dtype": "I32"}, _IDENTITY | {"hash_size": -1},
+        _IDENTITY | {"hash_size": 2**63}, _IDENTITY | {"hash_size": None}, {"dtype": "I64", "hash_size": 1}, _MISSING,
+        None,
+    ],
+    "tables.u.identity.buckets": [
+        None, {}, [], [[0, 3]], [{"rows": [0, 3]}], [{"default": 1}], [{"rows": [0, 2], "default": None}],
+        [{"rows": [0, 4], "default": None}], [{"rows": [1, 3], "default": None}], [{"rows": [0, 3], "default": 3}],
+        [{"rows": [0, 3], "default": -1}], [{"rows": [0, 3], "default": 1.0}], [{"rows": [3, 0], "default": None}],
+        [{"rows": [0, 2], "default": 1}, {"rows": [2, 3], "default": 1}],
+        [{"rows": [0, 2], "default": 1}, {"rows": [2, 3], "default": None}],
+        [{"rows": [0, 2], "default": None}, {"rows": [2, 3], "default": 2}],
+        [{"rows": [0, 3], "default": None}, {"rows": [3, 3], "default": None}],
+        [{"rows": [0, 2], "default": None}, {"rows": [1, 3], "default": None}],
+        [{"rows": [0, 1], "default": None}, {"rows": [2, 3], "default": None}], _MISSING,
+    ],
+    "owners": [
+        None, [], {"u": None}, {"u": {"admitted": 1}}, {"u": {"admitted": 1, "evicted": -1}},
+        {"t": {"admitted": 1, "evicted": 1}}, {"x": {"admitted": 1, "evicted": 1}}, _MISSING,
+    ],
+    "parts.1.blocks.0.columns": [[0, 1], [1, 2]],
+    "parts.1.blocks.0.encoding": ["F16", "INT8"],
     "tables.u.columns": [[[0, 1], [1, 2]]],
     "tables.u.states": [[{"name": "x", "dtype": "F32", "width": "range"}]],
     "parts.0.body": [0, 999, 1001, -1, None, 2**63, 2**63 - 1, _MISSING],
@@ -193,7 +224,7 @@ def test_a_bad_field_of_format_2_is_refused(path: str) -> None:
 
 
 def test_a_claim_has_format_1_in_every_stream() -> None:
-    claim = _states_entry() | {"kind": "claim", "tables": {}, "dense": {}, "parts": [], "training": []}
+    claim = _states_entry() | {"kind": "claim", "tables": {}, "dense": {}, "parts": [], "training": [], "owners": {}}
     with pytest.raises(MalformedError, match="a claim of format 2"):
         parsed(claim)
     parsed(claim | {"format": 1})
@@ -204,17 +235,16 @@ def test_a_claim_has_format_1_in_every_stream() -> None:
     [
         ("format", 3, "3"),
         ("format", 10**400, "10000"),
-        ("draft", 2, "2, draft 2"),
+        ("draft", 1, "2, draft 1"),
         ("draft", None, "2, draft null"),
         ("draft", "1", '2, draft "1"'),
         ("draft", _MISSING, "2, draft none"),
-        ("tables.u.identity", "I64", "2 with identities"),
     ],
 )
 def test_an_entry_of_a_newer_format_needs_a_newer_release(path: str, value: object, found: str) -> None:
     with pytest.raises(NewerFormatError, match="Upgrade delta_tracker on this host") as caught:
         parsed(_changed(path, value))
-    assert (caught.value.path, caught.value.known) == ("log/3", "formats 1 and 2 (draft 1)")
+    assert (caught.value.path, caught.value.known) == ("log/3", "formats 1 and 2 (draft 2)")
     assert caught.value.found.startswith(found)
     assert len(str(caught.value)) < 1300
 
@@ -239,6 +269,15 @@ def test_very_many_column_ranges_are_refused_early() -> None:
         parsed(entry)
 
 
+def test_very_many_buckets_are_refused_early() -> None:
+    entry = _states_entry()
+    entry["tables"]["u"]["num_rows"] = 66_000
+    buckets = [{"rows": [number, number + 1], "default": None} for number in range(66_000)]
+    entry["tables"]["u"]["identity"]["buckets"] = buckets
+    with pytest.raises(MalformedError, match="do not divide"):
+        parsed(entry)
+
+
 def test_records_in_messages_are_read_as_they_were_written() -> None:
     manifest = states_manifest()
     for fqn, states in manifest.states.items():
@@ -246,6 +285,11 @@ def test_records_in_messages_are_read_as_they_were_written() -> None:
         assert parse_states(manifest.tables[fqn], record) == states
         with pytest.raises(ValueError, match="optimizer"):
             parse_states(manifest.tables[fqn], record | {"optimizer": None})
+    for fqn, identity in manifest.identities.items():
+        record = json.loads(json.dumps(identity_record(identity)))
+        assert parse_identity(manifest.tables[fqn], record) == identity
+        with pytest.raises(ValueError, match="hash_size"):
+            parse_identity(manifest.tables[fqn], record | {"hash_size": -1})
     for part in manifest.parts:
         assert parse_part(json.loads(json.dumps(asdict(part)))) == part
     for stored in manifest.training:

@@ -159,7 +159,7 @@ def test_a_predictor_of_an_older_release_keeps_its_version_and_asks_for_an_upgra
     predictor.sync()
     manifest = writer.delta([1])
     held = model[FQN].clone()
-    newer = manifest.to_json().replace(b'"draft":1', b'"draft":2')
+    newer = manifest.to_json().replace(b'"draft":2', b'"draft":3')
     writer.storage.replace(entry_name(2), newer)
     for _ in range(2):
         with pytest.raises(NewerFormatError, match="Upgrade"):

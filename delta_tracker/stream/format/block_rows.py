@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from delta_tracker.stream.format.encoding import Encoding, decode_rows
 from delta_tracker.stream.format.manifest import Block
 
 RowReader = Callable[[int, int], Tensor]
+Column = int | Literal["values", "owners"]  # what is read of a row; an integer is the index of a state
 CHUNK_BYTES = 4 << 20
 _VALUE_BYTES = 4  # encoding and decoding work in float32
 _ID_BYTES = 8
@@ -50,13 +52,17 @@ class BlockRows:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the stored rows and their states, plus their ids as int64."""
+        """Size in bytes of the stored rows, their states and owners, plus their ids as int64."""
         states = sum(empty.shape[1] * empty.itemsize for empty in (read(0, 0) for read in self.states))
-        return self.block.num_rows * (self.block.row_bytes + states + (0 if self.ids is None else _ID_BYTES))
+        num_ids = (self.ids is not None) + (self.owners is not None)
+        return self.block.num_rows * (self.block.row_bytes + states + num_ids * _ID_BYTES)
 
-    def reader(self, state: int | None) -> RowReader:
-        """Return the reader of the values, or with ``state`` that of the state with this index."""
-        return self.read if state is None else self.states[state]
+    def reader(self, column: Column) -> RowReader:
+        """Return the reader of the values, of the owners, or of the state with an index."""
+        if column == "owners":
+            assert self.owners is not None, "all blocks of a table have owners, or none has"
+            return self.owners
+        return self.read if column == "values" else self.states[column]
 
     def chunks(self, num_rows: int | None = None, *, read: RowReader | None = None) -> Iterator[Tensor]:
         """Yield all rows as they are stored, in chunks that are read lazily.
@@ -72,10 +78,11 @@ class BlockRows:
             yield read(begin, min(begin + step, self.block.num_rows))
 
     def loaded(self) -> BlockRows:
-        """Read the rows and their states now and return them in memory."""
+        """Read the rows with their states and owners now and return them in memory."""
         num_rows = self.block.num_rows
         states = tuple(held_rows(read(0, num_rows)) for read in self.states)
-        return BlockRows(self.block, self.ids, held_rows(self.read(0, num_rows)), states)
+        owners = None if self.owners is None else held_rows(self.owners(0, num_rows))
+        return BlockRows(self.block, self.ids, held_rows(self.read(0, num_rows)), states, owners)
 
     def decoded(self, dtype: torch.dtype) -> BlockRows:
         """Return the same rows decoded to the table's dtype: float32, float16 or bfloat16."""
@@ -87,6 +94,7 @@ class BlockRows:
             self.ids,
             lambda begin, end: decode_rows(self.read(begin, end), block.encoding, block.num_columns, dtype),
             self.states,
+            self.owners,
         )
 
     def within(self, rows: tuple[int, int], columns: tuple[int, int]) -> BlockRows:
@@ -95,13 +103,14 @@ class BlockRows:
         Args:
             rows: half-open range of global row ids, inside the block's range.
             columns: half-open column range, inside the block's column range. For quantized rows and for rows with
-                states, it must be the block's whole column range.
+                states or owners, it must be the block's whole column range.
         """
         block = self.block
         if rows == block.rows and columns == block.columns:
             return self
         assert columns == block.columns or not block.encoding.is_quantized, "quantized rows cannot be split by columns"
         assert columns == block.columns or not self.states, "states cannot be split by columns"
+        assert columns == block.columns or self.owners is None, "rows with owners have all columns"
         if self.ids is None:
             ids, start, stop = None, rows[0] - block.rows[0], rows[1] - block.rows[0]
         else:
@@ -110,19 +119,22 @@ class BlockRows:
         part = replace(block, rows=rows, columns=columns, num_rows=stop - start)
         if columns == block.columns:
             states = tuple(_shifted(read, start) for read in self.states)
-            return BlockRows(part, ids, _shifted(self.read, start), states)
+            owners = None if self.owners is None else _shifted(self.owners, start)
+            return BlockRows(part, ids, _shifted(self.read, start), states, owners)
         left, right = columns[0] - block.columns[0], columns[1] - block.columns[0]
         return BlockRows(part, ids, lambda begin, end: self.read(start + begin, start + end)[:, left:right])
 
     def take(self, places: Tensor) -> BlockRows:
-        """Return the rows at the given indices, with their states. The result has ids, even if this block has none.
+        """Return the rows at the given indices, with their states and owners. The result always has ids.
 
         Args:
             places: ``[M]`` int64 indices among the ``N`` rows, ascending and unique.
         """
         ids = places + self.block.rows[0] if self.ids is None else self.ids[places]
         part = replace(self.block, num_rows=len(places), ids="list")
-        return BlockRows(part, ids, _taken(self.read, places), tuple(_taken(read, places) for read in self.states))
+        states = tuple(_taken(read, places) for read in self.states)
+        owners = None if self.owners is None else _taken(self.owners, places)
+        return BlockRows(part, ids, _taken(self.read, places), states, owners)
 
     def gather(self, places: Tensor) -> Tensor:
         """Return the rows at the given indices as they are stored, ``[M, width]``. See :func:`gather`."""

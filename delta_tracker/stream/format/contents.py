@@ -15,6 +15,8 @@ from delta_tracker.stream.format.part_buffer import PartBuffer
 from delta_tracker.stream.format.part_reader import MEMORY_BYTES, dense_of, read_parts
 from delta_tracker.stream.storage.storage import Storage
 
+_OWNERS_ROWS = 1 << 20  # raw ids in memory at once
+
 
 class Contents:
     """Contents of a version: its rows and dense tensors. The constructor reads and checks all parts.
@@ -52,6 +54,22 @@ class Contents:
         rows = [each.decoded(tables[each.block.table].dtype) for reader in readers for each in reader.rows]
         self.whole, self.listed = newest(rows)
         self.dense = dense_of(readers)
+
+    def owners(self) -> Iterator[tuple[str, Tensor | slice, Tensor]]:
+        """Yield the raw ids of all rows of tables with raw ids: of the whole blocks first, then of the listed rows.
+
+        Yields:
+            The table FQN, the ``n`` global row ids as a slice or as ascending int64, and the ``[n]`` int64 raw ids,
+            2**63 - 1 for a row without one. Do not write to the tensors: they may be views of a part.
+        """
+        for rows in (*self.whole, *self.listed):
+            if rows.owners is None:
+                continue
+            for begin in range(0, rows.block.num_rows, _OWNERS_ROWS):
+                end = min(begin + _OWNERS_ROWS, rows.block.num_rows)
+                first = rows.block.rows[0]
+                ids = slice(first + begin, first + end) if rows.ids is None else rows.ids[begin:end]
+                yield rows.block.table, ids, rows.owners(begin, end)[:, 0]
 
     def chunks(self, num_rows: int = 16_384) -> Iterator[tuple[str, Tensor]]:
         """Yield all rows as pairs of a table FQN and decoded values, ``[n, columns]`` with ``n <= num_rows``."""

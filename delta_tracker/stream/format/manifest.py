@@ -17,8 +17,8 @@ from delta_tracker.stream.format.field_types import Count, Hex, Range
 from delta_tracker.types import Identity, TableSpec, TableStates
 
 FORMAT = 1  # values only
-STATES_FORMAT = 2  # values, the optimizer's states of the same rows, and the training state
-DRAFT = 1  # revision of format 2, which is not final
+STATES_FORMAT = 2  # values, the optimizer's states and the raw ids of the same rows, and the training state
+DRAFT = 2  # revision of format 2, which is not final
 Kind = Literal["claim", "snapshot", "delta"]
 # Storage of a block's row ids: all rows of its range, a list of ids, or compressed gaps between ids.
 IdForm = Literal["all", "list", "gaps"]
@@ -151,7 +151,7 @@ class Manifest:
             that list rows.
         merges: for a merged entry, link to the log entry of ``version``; None for an entry of the log. A merged entry
             replaces the versions after ``parent`` up to and including ``version``.
-        format: 1, or 2 for a version with the optimizer's states.
+        format: 1, or 2 for a version with the optimizer's states or with raw ids.
         states: FQN to the states of the table's rows, for each table with a fused optimizer; empty in format 1.
         training: records of the training states of all ranks, in the order of the ranks; empty in format 1.
         event_time: smallest event time of the batch that any rank trained last, in seconds; None if it is unknown.
@@ -256,7 +256,7 @@ class Manifest:
                 name: {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape} for name, spec in self.dense.items()
             },
             "parts": to_builtins(self.parts),
-            **({"training": to_builtins(self.training)} if has_states else {}),
+            **({"training": to_builtins(self.training), "owners": self._owners()} if has_states else {}),
         }
         if not has_states:
             for part in entry["parts"]:
@@ -268,10 +268,18 @@ class Manifest:
         record = {"num_rows": table.num_rows, "dim": table.dim, "dtype": DTYPE_NAMES[table.dtype]}
         if self.format != STATES_FORMAT:
             return record
+        identity = self.identities.get(table.fqn)
+        owned = {"identity": None if identity is None else identity_record(identity)}
         found = self.states.get(table.fqn)
         if found is None:
-            return {**record, "columns": ((0, table.dim),), "optimizer": None, "states": [], "identity": None}
-        return {**record, **states_record(found), "identity": None}
+            return {**record, "columns": ((0, table.dim),), "optimizer": None, "states": [], **owned}
+        return {**record, **states_record(found), **owned}
+
+    def _owners(self) -> dict[str, dict[str, int]]:
+        """Return the JSON object of the changes of owner."""
+        return {
+            fqn: {"admitted": admitted, "evicted": evicted} for fqn, (admitted, evicted) in self.owner_changes.items()
+        }
 
 
 _PLAIN_FIELDS = (
@@ -297,3 +305,9 @@ def states_record(states: TableStates) -> dict[str, Any]:
             {"name": each.name, "dtype": DTYPE_NAMES[each.dtype], "width": each.width} for each in states.states
         ],
     }
+
+
+def identity_record(identity: Identity) -> dict[str, Any]:
+    """Return the field ``identity`` of a table's JSON object."""
+    buckets = [{"rows": bucket.rows, "default": bucket.default} for bucket in identity.buckets]
+    return {"dtype": "I64", "hash_size": identity.hash_size, "buckets": buckets}

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from delta_tracker.stream.format.block_rows import BlockRows, places_within
+from delta_tracker.stream.format.block_rows import BlockRows, Column, places_within
 from delta_tracker.stream.format.manifest import Block
 
 
@@ -33,12 +33,13 @@ class Overlay:
         self._index = _Index((each.block, each) for each in listed if each.block.num_rows)
 
     def over(self, whole: BlockRows) -> BlockRows:
-        """Return the rows of a whole block with the listed rows, and their states, written over them.
+        """Return the rows of a whole block with the listed rows, their states and their owners, written over them.
 
         Ignores listed rows whose encoding differs from that of the block. If the encoding is quantized, also ignores
         listed rows whose column range differs from that of the block.
 
-        If the block has states, the overlapping listed rows must have the same column range and the same states.
+        If the block has states, the overlapping listed rows must have the same column range and the same states. If it
+        has owners, they must have owners and the same encoding.
         """
         block = whole.block
         found = [
@@ -51,19 +52,20 @@ class Overlay:
                 assert each.block.columns == block.columns, "rows with states overlap in whole column ranges only"
                 assert len(each.states) == len(whole.states), "all blocks of a table have the same states"
         states = tuple(partial(self._overlaid, whole, state) for state in range(len(whole.states)))
-        return BlockRows(block, None, partial(self._overlaid, whole, None), states)
+        owners = None if whole.owners is None else partial(self._overlaid, whole, "owners")
+        return BlockRows(block, None, partial(self._overlaid, whole, "values"), states, owners)
 
-    def _overlaid(self, whole: BlockRows, state: int | None, begin: int, end: int) -> Tensor:
+    def _overlaid(self, whole: BlockRows, column: Column, begin: int, end: int) -> Tensor:
         """Return the rows ``begin`` to ``end`` of a whole block, with the listed rows written over them.
 
         Args:
             whole: rows of the whole block.
-            state: index of the state to return; None for the values.
+            column: what to return of each row.
             begin: first row in the block.
             end: end of the rows in the block, exclusive.
         """
         block = whole.block
-        stored, is_copied = whole.reader(state)(begin, end), False
+        stored, is_copied = whole.reader(column)(begin, end), False
         rows = block.rows[0] + begin, block.rows[0] + end
         for each in self._index.overlapping(block.table, rows, block.columns):
             assert each.ids is not None, "listed"
@@ -72,7 +74,7 @@ class Overlay:
                 continue
             if not is_copied:  # the rows may be a view of the part
                 stored, is_copied = stored.clone(), True
-            newer, target = each.reader(state)(start, stop), stored
+            newer, target = each.reader(column)(start, stop), stored
             if each.block.columns != block.columns:
                 first = max(block.columns[0], each.block.columns[0])
                 width = min(block.columns[1], each.block.columns[1]) - first

@@ -34,6 +34,7 @@ from msgspec.json import Decoder
 
 from delta_tracker.errors import MalformedError, NewerFormatError
 from delta_tracker.stream.format.digests import total_bytes
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.field_types import MAX_COUNT, Count, Hex, Range, Time
 from delta_tracker.stream.format.json_elements import elements
 from delta_tracker.stream.format.manifest import (
@@ -51,7 +52,7 @@ from delta_tracker.stream.format.manifest import (
     PartName,
     Stored,
 )
-from delta_tracker.types import StateSpec, StateWidth, TableSpec, TableStates
+from delta_tracker.types import Bucket, Identity, StateSpec, StateWidth, TableSpec, TableStates
 
 _TABLE_DTYPES = {name: DENSE_DTYPES[name] for name in ("F32", "F16", "BF16")}
 # Maximum of row edges times column edges of one table's blocks; allows 10,000 ranks by 100 column ranges.
@@ -59,6 +60,7 @@ _MAX_CELLS = 4_000_000
 _MAX_REASON = 1000
 _MAX_RANGES = 65_536  # column ranges of a table
 _MAX_STATES = 16  # states of a table
+_MAX_BUCKETS = 65_536  # buckets of a table
 _KNOWN = f"formats {FORMAT} and {STATES_FORMAT} (draft {DRAFT})"
 _POSITIVE = re.compile(rb"[1-9][0-9]*+")
 
@@ -84,7 +86,7 @@ class _StatesTable(_Table):
     columns: Raw
     optimizer: Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")] | None
     states: Raw
-    identity: Literal["I64"] | None
+    identity: Raw
 
 
 class _State(Struct):
@@ -99,6 +101,26 @@ class _TableStates(Struct):
     columns: Raw
     optimizer: Annotated[str, Meta(pattern=r"\A[A-Z0-9_]{1,64}\Z")]
     states: Raw
+
+
+class _Identity(Struct):
+    """Schema of the rule for the raw ids of a table, with the bytes of its buckets."""
+
+    dtype: Literal["I64"]
+    hash_size: Count
+    buckets: Raw
+
+
+class _Bucket(Struct):
+    rows: Range
+    default: Count | None
+
+
+class _Owners(Struct):
+    """Schema of the numbers of rows whose owner changed."""
+
+    admitted: Count
+    evicted: Count
 
 
 class _Dense(Struct):
@@ -151,6 +173,7 @@ class _StatesEntry(_Entry):
 
     event_time: Time | None
     training: Raw
+    owners: Raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +191,7 @@ _SCHEMAS: dict[int, _Schema] = {
     STATES_FORMAT: _Schema(Decoder(_StatesEntry), Decoder(dict[str, _StatesTable]), Decoder(_StatesPart)),
 }
 _BLOCKS, _NAMES, _DENSES = Decoder(Block), Decoder(str), Decoder(dict[str, _Dense])
+_IDENTITIES, _BUCKETS, _OWNERS = Decoder(_Identity), Decoder(_Bucket), Decoder(dict[str, _Owners])
 _RANGES, _STATES, _STORED = Decoder(Range), Decoder(_State), Decoder(Stored)
 
 # A block as this library writes it, which has no name twice.
@@ -247,6 +271,15 @@ def parse_states(table: TableSpec, record: object) -> TableStates:
     return states
 
 
+def parse_identity(table: TableSpec, record: object) -> Identity:
+    """Return the rule for the raw ids of a table, parsed from the JSON object that ``identity_record`` returns.
+
+    Raises:
+        ValueError: if a field is missing or invalid.
+    """
+    return _identity(table, json.dumps(record).encode(), "$")
+
+
 def _manifest(name: str, data: bytes) -> Manifest:
     text = data.decode()  # the decoders do not check the UTF-8 of unknown fields
     number = _format_of(name, data)
@@ -254,14 +287,17 @@ def _manifest(name: str, data: bytes) -> Manifest:
     entry = schema.entries.decode(data)
     tables: dict[str, TableSpec] = {}
     states: dict[str, TableStates] = {}
+    identities: dict[str, Identity] = {}
     for fqn, table in _members(schema.tables, entry.tables, "$.tables"):
         tables[fqn] = spec = TableSpec(fqn, table.num_rows, table.dim, _TABLE_DTYPES[table.dtype])
         if isinstance(table, _StatesTable):
-            if table.identity is not None:
-                raise NewerFormatError(name, f"{STATES_FORMAT} with identities of rows", _KNOWN)
             found = _table_states(spec, table.optimizer, table.columns, table.states, f"$.tables.{fqn}")
             if found is not None:
                 states[fqn] = found
+            if bytes(table.identity) != b"null":
+                identities[fqn] = _identity(spec, table.identity, f"$.tables.{fqn}.identity")
+                if found is not None and len(found.columns) > 1:
+                    raise ValueError(f"table {fqn!r} has raw ids and {len(found.columns)} column ranges")
     dense = {name: _dense(spec) for name, spec in _members(_DENSES, entry.dense, "$.dense")}
     held: set[str] = set()
     context = _Context(tables, {fqn: frozenset(each.columns) for fqn, each in states.items() if each.states}, dense)
@@ -273,10 +309,15 @@ def _manifest(name: str, data: bytes) -> Manifest:
         made["training"] = tuple(
             [_checked(stored, f"$.training[{i}]") for i, stored in _elements(_STORED, entry.training, "$.training")]
         )
+        made["identities"] = identities
+        made["owner_changes"] = _owner_changes(entry.owners, identities)
     _check_names(text)
-    manifest = Manifest(**structs.asdict(entry) | made | {"xxh3": xxhash.xxh3_128_hexdigest(data)})
+    fields = structs.asdict(entry)
+    fields.pop("owners", None)
+    manifest = Manifest(**fields | made | {"xxh3": xxhash.xxh3_128_hexdigest(data)})
     _check_place(manifest)
     _check_overlaps(manifest)
+    _check_identities(manifest)
     if len(held) != len(dense):
         raise ValueError(f"its parts hold {len(held)} of its {len(dense)} dense tensors")
     return manifest
@@ -334,6 +375,43 @@ def _table_states(table: TableSpec, optimizer: str | None, columns: Raw, states:
     if found or len(ranges) > 1:
         raise ValueError(f"table {table.fqn!r} has states or several column ranges, but no optimizer")
     return None
+
+
+def _identity(table: TableSpec, value: Raw | bytes, path: str) -> Identity:
+    """Parse and check the rule for the raw ids of a table.
+
+    Raises:
+        ValueError: if the buckets do not cover the table's rows without gaps, or a field is invalid.
+    """
+    record = _decoded(_IDENTITIES, value, path)
+    buckets: list[Bucket] = []
+    end = 0
+    for _, bucket in _elements(_BUCKETS, record.buckets, f"{path}.buckets"):
+        first, stop = bucket.rows
+        if first != end or stop <= first or stop > table.num_rows or len(buckets) == _MAX_BUCKETS:
+            raise ValueError(f"the buckets of table {table.fqn!r} do not divide its {table.num_rows} rows")
+        is_inside = bucket.default is None or first <= bucket.default < stop
+        if not is_inside or (buckets and (buckets[0].default is None) != (bucket.default is None)):
+            raise ValueError(f"table {table.fqn!r} has a default row outside its bucket, or not for each bucket")
+        end = stop
+        buckets.append(Bucket(bucket.rows, bucket.default))
+    if not buckets or end != table.num_rows:
+        raise ValueError(f"the buckets of table {table.fqn!r} cover {end} of its {table.num_rows} rows")
+    return Identity(record.hash_size, tuple(buckets))
+
+
+def _owner_changes(value: Raw, identities: Mapping[str, Identity]) -> dict[str, tuple[int, int]]:
+    """Parse the numbers of rows whose owner changed.
+
+    Raises:
+        ValueError: if a field is invalid, or a table has no raw ids.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for fqn, owners in _members(_OWNERS, value, "$.owners"):
+        if fqn not in identities:
+            raise ValueError(f"table {fqn!r} has changes of raw ids, but no raw ids - at `$.owners`")
+        found[fqn] = owners.admitted, owners.evicted
+    return found
 
 
 def _checked(stored: Stored, path: str) -> Stored:
@@ -515,6 +593,22 @@ def _check_overlaps(manifest: Manifest) -> None:
                 raise ValueError(f"blocks of table {fqn!r} overlap")
             if must_cover and (cover < 1).any():
                 raise ValueError(f"the snapshot does not hold all of table {fqn!r}, which is {table}")
+
+
+def _check_identities(manifest: Manifest) -> None:
+    """Check that the blocks of each table with raw ids have all columns and one encoding.
+
+    Then the listed rows of a version can always be written over its whole blocks.
+    """
+    encodings: dict[str, Encoding] = {}
+    for part in manifest.parts if manifest.identities else ():
+        for block in part.blocks:
+            if block.table not in manifest.identities:
+                continue
+            if block.columns != (0, manifest.tables[block.table].dim):
+                raise ValueError(f"block {block} of a table with raw ids does not have all columns")
+            if encodings.setdefault(block.table, block.encoding) is not block.encoding:
+                raise ValueError(f"table {block.table!r} has raw ids and blocks of several encodings")
 
 
 def _cover(blocks: Sequence[Block], table: TableSpec) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -20,14 +20,22 @@ import xxhash
 from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, MalformedError, StorageError
+from delta_tracker.raw_ids import check_owners
 from delta_tracker.state_tree import StateReader
-from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.block_rows import BlockRows, RowReader
 from delta_tracker.stream.format.digests import DIGESTS_KEY, is_piece, num_digests, piece_at, piece_range, total_bytes
 from delta_tracker.stream.format.encoding import unpack_ids
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, Block, Manifest, Part, Stored
 from delta_tracker.stream.format.parse import load_json, reason_of
 from delta_tracker.stream.format.part_buffer import PartBuffer, PartSource
-from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES, TRAINING_KEY, dense_key, state_key
+from delta_tracker.stream.format.part_writer import (
+    ALIGNMENT,
+    SIZE_BYTES,
+    TRAINING_KEY,
+    dense_key,
+    owners_key,
+    state_key,
+)
 from delta_tracker.stream.interruption import Interrupted, check
 from delta_tracker.stream.storage.storage import Storage, Transfer
 
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
 # Parts up to this size are held in memory while they are applied. Larger ones are read twice, piece by piece.
 MEMORY_BYTES = 256 << 20
 _PIECE_BYTES = 8 << 20
+_OWNERS_ROWS = 1 << 20  # raw ids that are checked at once
 _MAX_HEADER_BYTES = 64 << 20  # a header has some 200 bytes per table
 _FAULTS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
 _Expected: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...] | None]]
@@ -82,13 +91,14 @@ class _File:
         return torch.from_numpy(data).view(span.dtype).view(span.shape)
 
     def rows(self, key: str, begin: int, end: int) -> Tensor:
-        """Return the rows ``begin`` to ``end`` (exclusive) of a tensor with two dimensions."""
+        """Return the rows ``begin`` to ``end`` (exclusive) of a tensor with one or two dimensions, in two."""
         span = self.spans[key]
-        row_bytes = span.shape[1] * span.dtype.itemsize
+        width = math.prod(span.shape[1:])
+        row_bytes = width * span.dtype.itemsize
         data = self._read(span.begin + begin * row_bytes, span.begin + end * row_bytes)
         if len(data) == 0:
-            return torch.empty(0, span.shape[1], dtype=span.dtype)
-        return torch.from_numpy(data).view(span.dtype).view(end - begin, span.shape[1])
+            return torch.empty(0, width, dtype=span.dtype)
+        return torch.from_numpy(data).view(span.dtype).view(end - begin, width)
 
     def _layout(self, stored: Part | Stored, expected: _Expected) -> dict[str, _Span]:
         """Read the header, and return the dtype, shape and byte range of each tensor, in the order of the file."""
@@ -141,7 +151,7 @@ class PartReader:
         source: source of the part's bytes, possibly partly read; None creates a new one, which uses ``memory_bytes``
             and ``out``.
         blocks: indices of the blocks to read; None for all. The ids of other blocks are neither read nor checked. The
-            dense tensors are then checked when they are read.
+            dense tensors are then checked when they are read, and owners are not checked.
 
     Raises:
         CorruptPartError: if the bytes do not match the record.
@@ -164,6 +174,7 @@ class PartReader:
         self._memory_bytes = memory_bytes
         self._specs = manifest.dense
         self._states = manifest.states
+        self._identities = manifest.identities
         self._has_checked_flags = False
         source = source or _source(storage, part, memory_bytes, out)
         self._read = source.read
@@ -178,16 +189,19 @@ class PartReader:
             }
             if blocks is None:
                 self._check_flags()
+                for index, ids in self._ids.items():
+                    self._check_owners(index, ids)
 
     @property
     def rows(self) -> list[BlockRows]:
         """Rows of each block in their stored encoding, read lazily. A read may raise the errors of :meth:`stored`.
 
-        The rows have no states, see :meth:`with_states`. If ``blocks`` was given, only these blocks are returned, in
-        the order of the part.
+        The rows have owners if their table has raw ids, but no states, see :meth:`with_states`. If ``blocks`` was
+        given, only these blocks are returned, in the order of the part.
         """
         return [
-            BlockRows(self.part.blocks[index], ids, partial(self.stored, index)) for index, ids in self._ids.items()
+            BlockRows(self.part.blocks[index], ids, partial(self.stored, index), owners=self._owners(index))
+            for index, ids in self._ids.items()
         ]
 
     def with_states(self, source: PartSource | None = None) -> list[BlockRows]:
@@ -259,9 +273,28 @@ class PartReader:
                 expected[f"{index}.escapes"] = torch.int64, None
             width = block.encoding.width(block.num_columns)
             expected[f"{index}.values"] = block.encoding.dtype, (block.num_rows, width)
+            if block.table in self._identities:
+                expected[owners_key(index)] = torch.int64, (block.num_rows,)
         for index, name in enumerate(self.part.dense):
             expected[dense_key(index)] = self._specs[name].dtype, self._specs[name].shape
         return expected
+
+    def _owners(self, index: int) -> RowReader | None:
+        """Return the reader of the raw ids of a block's rows; None if its table has no raw ids."""
+        has_owners = self.part.blocks[index].table in self._identities
+        return partial(self._file.rows, owners_key(index)) if has_owners else None
+
+    def _check_owners(self, index: int, ids: Tensor | None) -> None:
+        """Check the raw ids of a block in pieces, so that a large block does not take much memory."""
+        read, block = self._owners(index), self.part.blocks[index]
+        if read is None:
+            return
+        for begin in range(0, block.num_rows, _OWNERS_ROWS):
+            end = min(begin + _OWNERS_ROWS, block.num_rows)
+            slots = torch.arange(begin, end) + block.rows[0] if ids is None else ids[begin:end]
+            owners = read(begin, end)[:, 0]
+            # A raw id may be mapped to another row while a whole block is copied: then both rows have it.
+            check_owners(self._identities[block.table], slots, owners, is_unique=ids is not None)
 
     def _check_flags(self) -> None:
         """Check that bool tensors hold only the bytes 0 and 1. Torch does not check this."""

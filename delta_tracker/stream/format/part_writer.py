@@ -131,7 +131,8 @@ class PartWriter:
 
     Args:
         name: name of the part in the store.
-        rows: rows to write, without their states. Each chunk is read after the preceding one was written.
+        rows: rows to write with their owners, without their states. Each chunk is read after the preceding one was
+            written.
         dense: dense tensors to write, by name; None if there are none.
         has_digests: True for a part of format 2, which ends with the digests of its pieces.
 
@@ -205,6 +206,7 @@ def put_part(
     if states_name is None:
         for each in rows:
             assert not each.states, "format 1 has no states"
+            assert each.owners is None, "format 1 has no owners"
         return writer.part
     entries = [entry for index, each in enumerate(rows) for entry in _state_entries(index, each)]
     if not entries:
@@ -246,6 +248,11 @@ def state_key(index: int, number: int) -> str:
     return f"{index}.states.{number}"
 
 
+def owners_key(index: int) -> str:
+    """Return the key under which a part's file stores the raw ids of the ``index``-th block's rows."""
+    return f"{index}.owners"
+
+
 def _entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
     block = rows.block
     if block.ids == "list":
@@ -256,6 +263,8 @@ def _entries(index: int, rows: BlockRows) -> Iterator[_Entry]:
         packed, escapes = pack_ids(rows.ids)
         yield _Entry(f"{index}.gaps", torch.uint8, tuple(packed.shape), [packed])
         yield _Entry(f"{index}.escapes", torch.int64, tuple(escapes.shape), [escapes])
+    if rows.owners is not None:
+        yield _Entry(owners_key(index), torch.int64, (block.num_rows,), rows.chunks(read=rows.owners))
     width = block.encoding.width(block.num_columns)
     yield _Entry(f"{index}.values", block.encoding.dtype, (block.num_rows, width), rows.chunks())
 

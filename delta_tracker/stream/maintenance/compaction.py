@@ -16,6 +16,7 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError, MalformedError, StorageError
 from delta_tracker.stream.format.block_rows import BlockRows
+from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import FORMAT, STATES_FORMAT, Block, DenseSpec, Manifest, Part, Schema
 from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
 from delta_tracker.stream.format.part_reader import PartReader, read_parts
@@ -84,7 +85,8 @@ def compact(
         versions = _run(pieces, max_bytes - compaction.base_bytes)
         is_due = _num_new(versions) >= min_versions
         num_bytes = sum(_size(piece) for piece in pieces if is_due or piece.merges is not None)
-        if versions and num_bytes >= fold * _size(base) and _schema(versions) == base.schema:
+        is_alike = _schema(versions) == base.schema and _is_alike(base, versions)
+        if versions and num_bytes >= fold * _size(base) and is_alike:
             behind = sum(_size(piece) for piece in pieces[len(versions) :])
             return compaction.fold(versions, fold * _size(base) - behind, is_due=is_due)
         for start in range(len(pieces)):
@@ -311,6 +313,8 @@ def _run(pieces: Sequence[Manifest], max_bytes: int) -> list[Manifest]:
         num_bytes += _size(piece) + _ID_BYTES * piece.num_rows
         if num_bytes > max_bytes or (piece.kind != "claim" and piece.schema != _schema([*run, piece])):
             break
+        if not _is_alike(piece, run):
+            break
         run.append(piece)
     return run if any(piece.kind != "claim" for piece in run) else []
 
@@ -320,15 +324,32 @@ def _schema(versions: Sequence[Manifest]) -> Schema:
     return next((version.schema for version in versions if version.kind != "claim"), (FORMAT, {}, {}, {}))
 
 
+def _is_alike(version: Manifest, run: Sequence[Manifest]) -> bool:
+    """Return True if the tables with raw ids have the same encodings in ``version`` and in each version of ``run``.
+
+    Their rows are merged as they are stored: the blocks of an entry have one encoding for each of these tables.
+    """
+    new = _owned_encodings(version)
+    return all(new.get(fqn, held) is held for other in run for fqn, held in _owned_encodings(other).items())
+
+
+def _owned_encodings(version: Manifest) -> dict[str, Encoding]:
+    """Return the encoding of each table with raw ids that has blocks in a version, by FQN."""
+    if not version.identities:
+        return {}
+    blocks = (block for part in version.parts for block in part.blocks)
+    return {block.table: block.encoding for block in blocks if block.table in version.identities}
+
+
 def _size(version: Manifest) -> int:
     """Return the size in bytes of a version's parts and of the states of their rows."""
     return version.total_bytes - sum(each.num_bytes for each in version.training)
 
 
 def _state_bytes(block: Block, version: Manifest) -> int:
-    """Return the size in bytes of the states of one row of a block."""
+    """Return the size in bytes of the states and the owner of one row of a block."""
     states = version.states.get(block.table)
-    return sum(
+    return _ID_BYTES * (block.table in version.identities) + sum(
         state.dtype.itemsize * (block.num_columns if state.width == "columns" else 1)
         for state in (() if states is None else states.states)
     )

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from delta_tracker.stream.format.block_rows import BlockRows, gather
+from delta_tracker.stream.format.block_rows import BlockRows, Column, gather
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.format.manifest import Block, IdForm
 from delta_tracker.stream.format.part_reader import PartReader
@@ -25,7 +25,7 @@ Shape = tuple[tuple[int, int], Encoding]  # columns and encoding of a block
 
 
 def listed_rows(part: PartReader) -> list[BlockRows]:
-    """Read the listed rows of a part (the rows stored with their ids) and their states into memory."""
+    """Read the listed rows of a part (the rows stored with their ids), their states and their owners into memory."""
     if all(block.ids == "all" for block in part.part.blocks):
         return []
     return [rows.loaded() for rows in part.with_states() if rows.ids is not None and rows.block.num_rows]
@@ -34,8 +34,9 @@ def listed_rows(part: PartReader) -> list[BlockRows]:
 def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> Iterator[BlockRows]:
     """Yield the newest rows of each table, in column ranges that do not overlap.
 
-    The values and states are gathered from ``rows`` lazily. All blocks of a table with states have their own encoding,
-    and column ranges that are equal or do not overlap.
+    The values, states and owners are gathered from ``rows`` lazily. All blocks of a table with states have their own
+    encoding, and column ranges that are equal or do not overlap. All blocks of a table with owners have one encoding
+    and all columns.
 
     Args:
         rows: listed rows in memory, oldest first.
@@ -66,26 +67,27 @@ class _Winners:
     source: Tensor
     place: Tensor
 
-    def read(self, state: int | None, begin: int, end: int) -> Tensor:
+    def read(self, column: Column, begin: int, end: int) -> Tensor:
         """Return the newest rows of the ids with indices ``begin`` to ``end`` (exclusive), still encoded.
 
         Args:
-            state: index of the state to return; None for the values.
+            column: what to return of each id's row.
             begin: index of the first id.
             end: index after the last id.
         """
         source, place = self.source[begin:end], self.place[begin:end]
-        like = self.sources[0].reader(state)(0, 0)
+        like = self.sources[0].reader(column)(0, 0)
         out = like.new_empty(end - begin, like.shape[1])
         for number in set(source.tolist()):
             wanted = (source == number).nonzero()[:, 0]
-            out.index_copy_(0, wanted, gather(self.sources[number].reader(state), place[wanted]))
+            out.index_copy_(0, wanted, gather(self.sources[number].reader(column), place[wanted]))
         return out
 
     def rows(self, block: Block, ids: Tensor) -> BlockRows:
-        """Return the newest rows and their states. The same choice applies to the values and to each state."""
+        """Return the newest rows with their states and owners. One choice applies to all of them."""
         states = tuple(partial(self.read, state) for state in range(len(self.sources[0].states)))
-        return BlockRows(block, ids, partial(self.read, None), states)
+        owners = None if self.sources[0].owners is None else partial(self.read, "owners")
+        return BlockRows(block, ids, partial(self.read, "values"), states, owners)
 
 
 def _column_ranges(shapes: Collection[Shape], own: Encoding) -> Iterator[Shape]:
@@ -134,4 +136,5 @@ def _shaped(rows: BlockRows, columns: tuple[int, int], encoding: Encoding, dtype
     if (rows.block.columns, rows.block.encoding) == (columns, encoding):
         return rows
     assert not rows.states, "rows with states have equal column ranges and encodings"
+    assert rows.owners is None, "rows with owners have equal encodings and all columns"
     return rows.decoded(dtype).within(rows.block.rows, columns)
