@@ -15,10 +15,11 @@ from torch import Tensor
 from delta_tracker.cli.output import table
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import count
-from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, write_rows
+from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, write_owners, write_rows
 from delta_tracker.errors import InvalidArgumentError, StorageError
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.cursor import StreamCursor
-from delta_tracker.stream.format.manifest import Manifest
+from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.types import TableSpec
 
 _CHUNK_BYTES = 4 << 20
@@ -34,6 +35,7 @@ files (TMPDIR). This needs disk space for two copies of the table, and little me
 Examples:
   delta-tracker diff file:///streams/ctr 120 121 --table ec.embeddings.user
   delta-tracker diff s3://bucket/ctr 1 500 --table ec.embeddings.user --limit 100 --json
+  delta-tracker diff s3://bucket/ctr 120 121 --table mc_ec.embeddings.item --ids
 """
 
 
@@ -45,12 +47,15 @@ Examples:
 @click.option(
     "--limit", default=20, show_default=True, type=click.IntRange(0), help="Number of rows to list, largest move first."
 )
-def command(stream: Stream, v1: int, v2: int, fqn: str | None, limit: int) -> int:
+@click.option("--ids", "shows_ids", is_flag=True, help="Compare the raw ids of the rows instead of their values.")
+def command(stream: Stream, v1: int, v2: int, *, fqn: str | None, limit: int, shows_ids: bool) -> int:
     """Compare the two versions of the table and print the differences."""
     stream.head()
     cursor = StreamCursor(stream.log)
     paths = cursor.path_to(v1), cursor.path_to(v2)
     spec = _table(fqn, paths[0][0])
+    if shows_ids:
+        return _show_ids(stream, (v1, v2), paths, spec, limit)
     with _scratch() as scratch:
         before, after = _both(stream, paths, spec, scratch)
         ids, moved = _compare(before, after)
@@ -75,6 +80,38 @@ def command(stream: Stream, v1: int, v2: int, fqn: str | None, limit: int) -> in
     if farthest:
         rows = [(str(row), *(f"{value:.4g}" for value in rest)) for row, *rest in farthest]
         stream.out.show(table((">row", ">moved by", f">length at {v1}", f">length at {v2}"), rows))
+    return 0
+
+
+def _show_ids(
+    stream: Stream, versions: tuple[int, int], paths: tuple[list[Manifest], list[Manifest]], spec: TableSpec, limit: int
+) -> int:
+    """Print the rows of a table whose raw ids differ between two versions.
+
+    Raises:
+        InvalidArgumentError: if the table has no raw ids.
+    """
+    if any(spec.fqn not in path[0].identities for path in paths):
+        raise InvalidArgumentError("--ids", spec.fqn, "Pass a table with managed collisions")
+    with _scratch() as scratch:
+        before, after = _both(stream, paths, spec, scratch, with_ids=True)
+        (ids,) = (before != after).nonzero(as_tuple=True)
+        shown = ids[:limit]
+        rows = [
+            (row, *(None if each == NO_OWNER else each for each in owners))
+            for row, *owners in torch.stack([shown, before[shown], after[shown]], 1).tolist()
+        ]
+    if stream.out.is_json:
+        stream.out.json(
+            {"url": stream.storage.url, "table": spec.fqn, "from": versions[0], "to": versions[1]}
+            | {"rows": spec.num_rows, "changed": len(ids)}
+            | {"owners": [dict(zip(("row", "before", "after"), row, strict=True)) for row in rows]}
+        )
+        return 0
+    stream.out.line(f"{count(len(ids))} of {count(spec.num_rows)} rows of {spec.fqn} have another raw id", "bold")
+    if rows:
+        heads = (">row", f">raw id at {versions[0]}", f">raw id at {versions[1]}")
+        stream.out.show(table(heads, [["none" if each is None else str(each) for each in row] for row in rows]))
     return 0
 
 
@@ -114,9 +151,14 @@ def _table(fqn: str | None, manifest: Manifest) -> TableSpec:
 
 
 def _both(
-    stream: Stream, paths: tuple[list[Manifest], list[Manifest]], spec: TableSpec, scratch: Path
+    stream: Stream,
+    paths: tuple[list[Manifest], list[Manifest]],
+    spec: TableSpec,
+    scratch: Path,
+    *,
+    with_ids: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows that the table has at each of the two versions.
+    """Return the rows that the table has at each of the two versions, or their raw ids.
 
     If the second path begins with all entries of the first path, these entries are read only once.
 
@@ -125,9 +167,11 @@ def _both(
         paths: for each of the two versions, the entries from a snapshot to the version.
         spec: the table.
         scratch: directory for the files of the memory-mapped tensors.
+        with_ids: True to return the raw ids, for a table that has them.
 
     Returns:
-        All rows at the first version and all rows at the second, each ``[rows, columns]`` in the table's dtype.
+        All rows at the first version and all rows at the second, each ``[rows, columns]`` in the table's dtype; or
+        their raw ids, each ``[rows]`` int64.
 
     Raises:
         MalformedError: if the table's shape or dtype differs between entries.
@@ -135,6 +179,8 @@ def _both(
         OSError: if the disk is full.
     """
     first, second = paths
+    room = DenseSpec(torch.int64, (spec.num_rows,)) if with_ids else DenseSpec(spec.dtype, (spec.num_rows, spec.dim))
+    write = write_owners if with_ids else write_rows
     num_shared = len(first) if [each.link for each in second[: len(first)]] == [each.link for each in first] else 0
     with stream.reading("reading", bytes_to_read([*first, *second[num_shared:]], [spec.fqn])):
 
@@ -143,15 +189,15 @@ def _both(
                 check_tables(manifest, [spec.fqn], first[0])
                 contents = contents_of(stream.storage, manifest, [spec.fqn])
                 if held is None:  # allocate only after the table was checked
-                    held = mapped(scratch / name, {spec.fqn: spec})[spec.fqn]
-                write_rows(contents, {spec.fqn: held})
+                    held = mapped(scratch / name, {spec.fqn: room})[spec.fqn]
+                write(contents, {spec.fqn: held})
             assert held is not None, "a path is not empty"
             return held
 
         before = put(first, None, "first")
         if not num_shared:
             return before, put(second, None, "second")
-        after = mapped(scratch / "second", {spec.fqn: spec})[spec.fqn].copy_(before)
+        after = mapped(scratch / "second", {spec.fqn: room})[spec.fqn].copy_(before)
         return before, put(second[num_shared:], after, "second")
 
 

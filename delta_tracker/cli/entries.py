@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -51,6 +51,7 @@ class Entry:
         part_bytes: bytes of the parts, which are what predictors read.
         num_parts: number of parts.
         tables: FQN to amount of data, for each table that has rows in this version.
+        owners: FQN to the number of rows that got a raw id, and of rows that lost theirs, for each table with raw ids.
     """
 
     version: int
@@ -66,6 +67,17 @@ class Entry:
     part_bytes: int
     num_parts: int
     tables: dict[str, Amount]
+    owners: Mapping[str, tuple[int, int]]
+
+    @property
+    def admitted(self) -> int:
+        """Number of rows that got a raw id, or another one."""
+        return sum(admitted for admitted, _ in self.owners.values())
+
+    @property
+    def evicted(self) -> int:
+        """Number of rows that lost their raw id."""
+        return sum(evicted for _, evicted in self.owners.values())
 
     @property
     def skew(self) -> float:
@@ -89,6 +101,7 @@ class Entry:
             manifest.num_bytes,
             len(manifest.parts),
             amounts(manifest),
+            manifest.owner_changes,
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -106,6 +119,9 @@ class Entry:
             "bytes": self.num_bytes,
             "parts": self.num_parts,
             "tables": {fqn: {"rows": each.rows, "bytes": each.num_bytes} for fqn, each in self.tables.items()},
+            "owners": {
+                fqn: {"admitted": admitted, "evicted": evicted} for fqn, (admitted, evicted) in self.owners.items()
+            },
         }
 
 

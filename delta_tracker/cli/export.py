@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -18,12 +17,19 @@ from torch import Tensor
 
 from delta_tracker.cli.stream_command import Stream, stream_command
 from delta_tracker.cli.text import size
-from delta_tracker.cli.versions import bytes_to_read, check_tables, contents_of, mapped, shape_of, write_rows
+from delta_tracker.cli.versions import (
+    bytes_to_read,
+    check_tables,
+    contents_of,
+    mapped,
+    shape_of,
+    write_owners,
+    write_rows,
+)
 from delta_tracker.errors import InvalidArgumentError, StorageError
 from delta_tracker.stream.cursor import StreamCursor
 from delta_tracker.stream.format.manifest import DTYPE_NAMES, DenseSpec, Manifest
 from delta_tracker.stream.format.part_writer import ALIGNMENT, SIZE_BYTES
-from delta_tracker.types import TableSpec
 
 _METADATA = "__metadata__"
 
@@ -32,9 +38,11 @@ _HELP = """Write the tables and dense tensors of one version.
 \b
 --format safetensors  --out is a new directory with one file per table,
                       <table>.weight.safetensors with the tensor <table>.weight,
-                      and dense.safetensors if the stream has dense tensors
---format torch        --out is a new file: a state dict of <table>.weight and
-                      the dense tensors, for torch.load(FILE, weights_only=True)
+                      and dense.safetensors if the stream has dense tensors.
+                      A table with managed collisions also has <table>.raw_ids,
+                      the raw id of each row, 2**63 - 1 for none
+--format torch        --out is a new file: a state dict of the same tensors, for
+                      torch.load(FILE, weights_only=True)
 
 The version is built under a temporary name next to --out and renamed at the end, so that --out is never partial. Needs
 disk space for the tables (for two copies with torch), and little memory. Never overwrites an existing file.
@@ -117,17 +125,18 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
     path = StreamCursor(stream.log).path_to(version)
     work = draft / "work"
     work.mkdir()
-    tables: dict[str, Tensor] | None = None
+    rooms: dict[str, Tensor] | None = None
     dense: dict[str, Tensor] = {}
     with stream.reading("reading", bytes_to_read(path)):
         for manifest in path:
             contents = contents_of(stream.storage, manifest)
-            if tables is None:  # allocate only after the contents were checked
-                tables = _rooms(manifest, version, work, form)
+            if rooms is None:  # allocate only after the contents were checked
+                rooms = _rooms(manifest, version, work, form)
             check_tables(manifest, manifest.tables, path[0])
-            write_rows(contents, tables)
+            write_rows(contents, {fqn: rooms[_weight(fqn)] for fqn in path[0].tables})
+            write_owners(contents, {fqn: rooms[_raw_ids(fqn)] for fqn in path[0].identities})
             dense |= {name: tensor.clone() for name, tensor in contents.dense.items()}
-    assert tables is not None, "a path is not empty"
+    assert rooms is not None, "a path is not empty"
     if form == "safetensors":
         if dense:
             specs = {name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in _widest_first(dense)}
@@ -137,14 +146,14 @@ def _put_together(stream: Stream, version: int, draft: Path, form: str) -> list[
     else:
         files = [draft / "state.pt"]
         with stream.out.progress("writing", None):
-            torch.save(_state_dict(tables, dense), files[0])
+            torch.save(_state_dict(rooms, dense), files[0])
     for file in (*files, work):
         _sync(file)
     return files
 
 
 def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str, Tensor]:
-    """Create one file per table and return the memory-mapped tables by FQN. The caller must write the rows.
+    """Create one file per table and return the memory-mapped tensors by name. The caller must write the rows.
 
     Args:
         snapshot: manifest with the specs of the tables.
@@ -154,18 +163,27 @@ def _rooms(snapshot: Manifest, version: int, work: Path, form: str) -> dict[str,
     """
     rooms: dict[str, Tensor] = {}
     for number, (fqn, spec) in enumerate(snapshot.tables.items()):
-        key = f"{fqn}.weight"
+        key = _weight(fqn)
+        specs = {key: DenseSpec(spec.dtype, shape_of(spec))}
+        if fqn in snapshot.identities:  # first, because its items are the widest
+            specs = {_raw_ids(fqn): DenseSpec(torch.int64, (spec.num_rows,)), **specs}
         if form == "safetensors":
             file = work / f"{quote(key, safe='')}.safetensors"
-            rooms[fqn] = _safetensors(file, {key: spec}, snapshot.stream, version)[key]
+            rooms |= _safetensors(file, specs, snapshot.stream, version)
         else:
-            rooms[fqn] = mapped(work / str(number), {key: spec})[key]
+            rooms |= mapped(work / str(number), specs)
     return rooms
 
 
-def _safetensors(
-    file: Path, specs: Mapping[str, TableSpec] | Mapping[str, DenseSpec], stream: str, version: int
-) -> dict[str, Tensor]:
+def _weight(fqn: str) -> str:
+    return f"{fqn}.weight"
+
+
+def _raw_ids(fqn: str) -> str:
+    return f"{fqn}.raw_ids"
+
+
+def _safetensors(file: Path, specs: Mapping[str, DenseSpec], stream: str, version: int) -> dict[str, Tensor]:
     """Create a safetensors file and return its memory-mapped tensors by name. The caller must write the values.
 
     Args:
@@ -183,9 +201,8 @@ def _safetensors(
     header: dict[str, object] = {_METADATA: {"stream": stream, "version": str(version)}}
     end = 0
     for name, spec in specs.items():
-        shape = shape_of(spec)
-        begin, end = end, end + math.prod(shape) * spec.dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin, end = end, end + spec.num_bytes
+        header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [begin, end]}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % ALIGNMENT)
     return mapped(file, specs, len(head).to_bytes(SIZE_BYTES, "little") + head)
@@ -197,10 +214,9 @@ def _widest_first(dense: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
 
 
 def _state_dict(tables: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    state = {f"{fqn}.weight": table for fqn, table in tables.items()}
-    for name in dense.keys() & state.keys():
+    for name in dense.keys() & tables.keys():
         raise InvalidArgumentError("--format", "torch", f"Choose safetensors: a table and a dense tensor are {name!r}")
-    return state | dict(dense)
+    return {**tables, **dense}
 
 
 def _sync(path: Path) -> None:

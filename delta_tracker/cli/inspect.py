@@ -23,6 +23,7 @@ _HELP = """Show the contents of a stream, what a new predictor reads, and the pr
 Reads every entry of the log, but no rows. Predictors are listed by their heartbeats: "silent" after 30 seconds without
 a heartbeat, and omitted after an hour. Exit code 1 if an entry is malformed, or if a new predictor cannot reach the
 newest version. Times are by the store's clock; a host whose clock differs from it by more than a minute is reported.
+For tables with managed collisions, "ids in / out" are the numbers of raw ids that were admitted and evicted.
 
 \b
 Examples:
@@ -128,6 +129,7 @@ def _generations(found: Survey) -> Table:
 
 
 def _versions(entries: Sequence[Entry], now: float) -> Table:
+    has_owners = any(entry.owners for entry in entries)
     rows = (
         (
             str(entry.version),
@@ -137,10 +139,12 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
             count(entry.num_rows),
             size(entry.num_bytes),
             count(entry.pending_rows),
+            *([f"{count(entry.admitted)} / {count(entry.evicted)}"] if has_owners else []),
         )
         for entry in entries
     )
-    return table((">version", "kind", ">age", ">batches", ">rows", ">bytes", ">pending"), rows)
+    heads = (">version", "kind", ">age", ">batches", ">rows", ">bytes", ">pending")
+    return table((*heads, ">ids in / out") if has_owners else heads, rows)
 
 
 def _predictors(found: Survey) -> Table | Text:

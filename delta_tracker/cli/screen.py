@@ -143,7 +143,9 @@ def _table_of_tables(rows: list[tuple[Text, ...]], lines: int) -> Table:
 
 
 def _versions(entries: Sequence[Entry], now: float) -> Table:
-    made = _table(">version", "kind", ">age", ">rows", ">bytes", ">tables", ">pending", ">cut to commit")
+    has_owners = any(entry.owners for entry in entries)
+    names = (">version", "kind", ">age", ">rows", ">bytes", ">tables", ">pending", ">cut to commit")
+    made = _table(*names, *([">ids in / out"] if has_owners else []))
     for entry in entries:
         delay = f"{duration(entry.created - entry.cut)}" if 0 < entry.cut <= entry.created else ""
         made.add_row(
@@ -155,6 +157,7 @@ def _versions(entries: Sequence[Entry], now: float) -> Table:
             cell(len(entry.tables)),
             cell(count(entry.pending_rows)),
             cell(delay),
+            *([cell(f"{count(entry.admitted)} / {count(entry.evicted)}")] if has_owners else []),
         )
     return made
 

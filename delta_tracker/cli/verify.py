@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import click
+import torch
+from torch import Tensor
 
 from delta_tracker.cli.entries import read_all
 from delta_tracker.cli.stream_command import Stream, stream_command
@@ -14,10 +16,13 @@ from delta_tracker.cli.survey import contiguous
 from delta_tracker.cli.text import plain, several, size
 from delta_tracker.cli.times import Skews
 from delta_tracker.errors import CorruptPartError, MalformedError
+from delta_tracker.raw_ids import NO_OWNER, check_owners
+from delta_tracker.stream.format.block_rows import BlockRows
 from delta_tracker.stream.format.manifest import Link, Manifest, Part, Stored
 from delta_tracker.stream.format.part_reader import PartReader, Ranged, read_training
 from delta_tracker.stream.log import entry_name
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import Identity
 
 # Parts up to this size are read as a whole, larger ones in pieces of 8 MiB.
 _MEMORY_BYTES = 32 << 20
@@ -26,8 +31,9 @@ _HELP = """Check everything that a reader of the stream may read.
 
 Each entry of the log must follow the format, name its predecessor by hash, and not decrease the generation. Each part
 must have the size, the hash, the tensors and the ids that its entry records, and so must the optimizer states and the
-training states of format 2. The same holds for merged entries, which must replace entries of this log. Reads every
-byte, in bounded memory, and changes nothing. Skips entries that retention deletes during the check.
+training states of format 2. The same holds for merged entries, which must replace entries of this log. After each
+version, no raw id may own two rows of a table. Reads every byte, in bounded memory, and changes nothing. Skips entries
+that retention deletes during the check.
 
 Exit code 0 if nothing is damaged, 1 otherwise.
 
@@ -84,6 +90,60 @@ class Finding:
     is_in_the_way: bool
 
 
+class _Owners:
+    """Check that no raw id owns two rows after any version.
+
+    Holds 8 bytes for each row of a table with raw ids, and 16 for each row of the current version.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._identities: Mapping[str, Identity] = {}
+        self._new: list[tuple[str, Tensor | slice, Tensor]] = []
+
+    def add(self, rows: BlockRows) -> None:
+        """Add the raw ids of a block of the next version."""
+        if rows.owners is not None:
+            ids = slice(*rows.block.rows) if rows.ids is None else rows.ids.clone()
+            self._new.append((rows.block.table, ids, rows.owners(0, rows.block.num_rows)[:, 0].clone()))
+
+    def forget(self) -> None:
+        """Forget all raw ids, because the next version is unknown. The check continues at the next snapshot."""
+        self._held, self._new = {}, []
+
+    def problems(self, manifest: Manifest, *, is_whole: bool) -> Iterator[str]:
+        """Yield a description of each problem after a version, whose raw ids were added.
+
+        Args:
+            manifest: the version.
+            is_whole: True if all of its rows were added.
+        """
+        if manifest.kind == "claim":
+            return
+        new = sorted(self._new, key=lambda each: isinstance(each[1], Tensor))  # whole blocks before listed rows
+        self._new = []
+        if not is_whole:
+            self.forget()
+            return
+        if manifest.kind == "snapshot":
+            self._identities = manifest.identities
+            self._held = {fqn: torch.full((each.num_rows,), NO_OWNER) for fqn, each in self._identities.items()}
+        elif self._held and manifest.identities != self._identities:
+            self.forget()
+            yield "its buckets of raw ids are not those of its predecessor, but it is no snapshot"
+            return
+        changed: dict[str, None] = {}
+        for fqn, ids, owners in new:
+            if fqn in self._held:
+                self._held[fqn][ids] = owners
+                changed[fqn] = None
+        for fqn in changed:
+            try:
+                check_owners(self._identities[fqn], torch.arange(len(self._held[fqn])), self._held[fqn])
+            except ValueError as error:
+                yield f"after it, in table {fqn!r}: {error}"
+
+
 @dataclass
 class _Check:
     """Check of the entries and parts of one stream, with its result.
@@ -112,6 +172,7 @@ class _Check:
     _start: int = -1  # version of the newest snapshot, -1 for none
     _links: dict[int, Link] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)
+    _owners: _Owners = field(default_factory=_Owners)
 
     def to_dict(self) -> dict[str, object]:
         """Return the result as a dict that can be written as JSON."""
@@ -150,6 +211,7 @@ class _Check:
         for version, manifest in read_all(versions, log.read, lambda manifest: manifest):
             if isinstance(manifest, MalformedError):
                 self._find(manifest.path, manifest.reason, version)
+                self._owners.forget()
                 before = None
             elif manifest is not None:
                 self.num_entries += 1
@@ -157,7 +219,9 @@ class _Check:
                 self.skews.add(manifest)
                 for problem in _chain_problems(manifest, before, head):
                     self._find(entry_name(version), problem, version)
-                self._check_parts(manifest, partial(log.read, version))
+                is_whole = self._check_parts(manifest, partial(log.read, version), self._owners)
+                for problem in self._owners.problems(manifest, is_whole=is_whole and not self.is_quick):
+                    self._find(entry_name(version), problem, version)
                 before = manifest
 
     def _check_merged(self, head: Manifest) -> None:
@@ -169,7 +233,7 @@ class _Check:
                 self.num_merged += 1
                 for problem in self._merged_problems(manifest, head):
                     self._find(merged.name, problem, merged.last)
-                self._check_parts(manifest, partial(log.read_merged, merged))
+                self._check_parts(manifest, partial(log.read_merged, merged), None)
 
     def _newest_snapshot(self, head: Manifest) -> int:
         try:
@@ -178,19 +242,32 @@ class _Check:
             return -1 if head.snapshot is None else head.snapshot
         return -1 if snapshot is None else snapshot.version
 
-    def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None]) -> None:
-        for each, check in self._checks(manifest):
+    def _check_parts(self, manifest: Manifest, again: Callable[[], Manifest | None], owners: _Owners | None) -> bool:
+        """Check the objects of an entry.
+
+        Args:
+            manifest: the entry.
+            again: reads the entry again.
+            owners: takes the raw ids of the rows; None if they are not needed.
+
+        Returns:
+            True if no object is damaged or missing.
+        """
+        is_whole = True
+        for each, check in self._checks(manifest, owners):
             try:
                 check()
             except CorruptPartError as error:
+                is_whole = False
                 there = again()
                 if there is None or there.xxh3 != manifest.xxh3:
-                    return  # retention deleted the version
+                    return is_whole  # retention deleted the version
                 if self._is_without_parts(manifest, each):
-                    return
+                    return is_whole
                 self._find(error.path, error.reason, manifest.version)
             self.num_parts += 1
             self.num_bytes += each.num_bytes
+        return is_whole
 
     def _is_without_parts(self, manifest: Manifest, stored: Part | Stored) -> bool:
         """Return True if an object is missing because retention deleted it.
@@ -200,7 +277,9 @@ class _Check:
         log = self.stream.log
         return manifest.version < self._start and log.storage.size(stored.name) is None and log.precedes_claim(manifest)
 
-    def _checks(self, manifest: Manifest) -> Iterator[tuple[Part | Stored, Callable[[], object]]]:
+    def _checks(
+        self, manifest: Manifest, owners: _Owners | None
+    ) -> Iterator[tuple[Part | Stored, Callable[[], object]]]:
         """Yield each object of an entry, and a function that checks it. The functions raise CorruptPartError."""
         if self.is_quick:
             for each in manifest.objects:
@@ -208,7 +287,7 @@ class _Check:
             return
         storage = self.stream.storage
         for part in manifest.parts:
-            reader = _PartCheck(storage, part, manifest)
+            reader = _PartCheck(storage, part, manifest, owners)
             yield part, reader.open
             if part.states is not None:
                 yield part.states, reader.check_states
@@ -241,17 +320,22 @@ class _PartCheck:
         storage: store of the stream.
         part: record of the part.
         manifest: entry that lists the part.
+        owners: takes the raw ids of the part's rows; None if they are not needed.
     """
 
-    def __init__(self, storage: Storage, part: Part, manifest: Manifest) -> None:
+    def __init__(self, storage: Storage, part: Part, manifest: Manifest, owners: _Owners | None) -> None:
         self._storage = storage
         self._part = part
         self._manifest = manifest
+        self._owners = owners
         self._reader: PartReader | None = None
 
     def open(self) -> None:
         """Check every byte of the part."""
         self._reader = PartReader(self._storage, self._part, self._manifest, memory_bytes=_MEMORY_BYTES)
+        if self._owners is not None:
+            for rows in self._reader.rows:
+                self._owners.add(rows)
 
     def check_states(self) -> None:
         """Check every byte of the object with the states. Without a valid part, check only its hashes."""

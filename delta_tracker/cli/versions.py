@@ -42,7 +42,7 @@ def contents_of(storage: Storage, manifest: Manifest, tables: Collection[str] | 
 
 
 def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest) -> None:
-    """Check that the table specs of a version equal the specs in the snapshot from which the version is built.
+    """Check that the tables of a version are like those in the snapshot from which the version is built.
 
     Args:
         manifest: manifest of the version.
@@ -50,12 +50,15 @@ def check_tables(manifest: Manifest, tables: Collection[str], snapshot: Manifest
         snapshot: manifest of the snapshot.
 
     Raises:
-        MalformedError: if the spec of a table differs, or the snapshot does not have the table.
+        MalformedError: if the spec or the rule for raw ids of a table differs, or the snapshot does not have the table.
     """
     for fqn, spec in manifest.tables.items():
         if fqn in tables and spec != snapshot.tables.get(fqn):
             found = snapshot.tables.get(fqn, "missing")
             reason = f"its table {fqn!r} is {spec}, and {found} in snapshot {snapshot.version}"
+            raise MalformedError(entry_name(manifest.version), reason)
+        if fqn in tables and manifest.identities.get(fqn) != snapshot.identities.get(fqn):
+            reason = f"its table {fqn!r} has other buckets of raw ids than in snapshot {snapshot.version}"
             raise MalformedError(entry_name(manifest.version), reason)
 
 
@@ -88,6 +91,22 @@ def write_rows(contents: Contents, tables: Mapping[str, Tensor]) -> None:
         for placement in place([each for each in rows if each.block.table in targets], targets):
             for chunk in placement.chunks(_CHUNK_ROWS):
                 chunk.write()
+
+
+def write_owners(contents: Contents, owners: Mapping[str, Tensor]) -> None:
+    """Write the raw ids of a version's rows to tensors.
+
+    Args:
+        contents: contents of the version.
+        owners: FQN to ``[rows]`` int64, written in place; rows of other tables are skipped.
+
+    Raises:
+        CorruptPartError: if a part that is too large for memory changed after it was checked.
+        StorageError: if such a part cannot be read again.
+    """
+    for fqn, ids, raw_ids in contents.owners():
+        if fqn in owners:
+            owners[fqn][ids] = raw_ids
 
 
 def mapped(

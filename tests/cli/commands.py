@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from delta_tracker.cli.main import main
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.stream.format.manifest import Manifest
 from delta_tracker.stream.heartbeat import Heartbeat, leave_heartbeat
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.storage.storage import Storage
+from delta_tracker.types import Bucket, Identity
 from tests.stream.streams import Writer
 
 HOSTILE = "[red]\x1b[31m\x1b[2J\r\nnext line\x9b1m\u202e"
@@ -92,3 +94,20 @@ def leave(writer: Writer, beat: Heartbeat, seconds_ago: float = 0.0) -> None:
 def date(path: Path, seconds_ago: float) -> None:
     modified = time.time() - seconds_ago
     os.utime(path, (modified, modified))
+
+
+IDENTITY = Identity(1000, (Bucket((0, 25), 24), Bucket((25, 50), 49)))
+
+
+def make_owned(path: Path) -> Writer:
+    """A stream of a table with raw ids: a snapshot, and two deltas in which raw ids move and are evicted."""
+    writer = Writer(Storage(path.as_uri(), create=True), num_rows=50, identity=IDENTITY)
+    writer.owners[:4] = torch.tensor([100, 101, 102, 103])
+    writer.snapshot()
+    writer.owners[[1, 30]] = torch.tensor([107, 900])  # 101 is evicted
+    writer.owner_changes = 2, 1
+    writer.delta([1, 2, 30])
+    writer.owners[[0, 5]] = torch.tensor([NO_OWNER, 100])  # 100 moves from row 0 to row 5
+    writer.owner_changes = 1, 1
+    writer.delta([0, 5])
+    return writer

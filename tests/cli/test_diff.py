@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from delta_tracker.cli import diff as diff_command
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
-from tests.cli.commands import Cli, full_disk, url_of
+from tests.cli.commands import Cli, full_disk, make_owned, url_of
 from tests.stream.streams import FQN, Writer
 
 
@@ -76,3 +77,22 @@ def test_diff_without_room_says_where(cli: Cli, writer: Writer, monkeypatch: pyt
     cli("diff", url_of(writer), 1, 2, code=2)
     assert "TMPDIR" in cli.err
     assert "No space left on device" in cli.err
+
+
+def test_diff_of_raw_ids(cli: Cli, writer: Writer, tmp_path: Path) -> None:
+    owned = make_owned(tmp_path / "owned")
+    found = cli.json("diff", url_of(owned), 1, 3, "--ids")
+    assert (found["changed"], found["rows"]) == (4, 50)
+    assert [tuple(each.values()) for each in found["owners"]] == [
+        (0, 100, None),
+        (1, 101, 107),
+        (5, None, 100),
+        (30, None, 900),
+    ]
+    assert len(cli.json("diff", url_of(owned), 1, 3, "--ids", "--limit", 1)["owners"]) == 1
+    assert cli.json("diff", url_of(owned), 2, 2, "--ids")["changed"] == 0
+    shown = cli("diff", url_of(owned), 3, 1, "--ids")
+    assert "4 of 50 rows" in shown
+    assert "raw id at 3" in shown
+    cli("diff", url_of(writer), 1, 2, "--ids", code=2)
+    assert "managed collisions" in cli.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,18 @@ from safetensors.torch import load_file
 from delta_tracker.cli import export as export_command
 from delta_tracker.predictor.predictor import Predictor
 from delta_tracker.stream.format.encoding import Encoding
-from tests.cli.commands import Cli, entry, flip, full_disk, interrupted, make, path_of, url_of
+from tests.cli.commands import (
+    IDENTITY,
+    Cli,
+    entry,
+    flip,
+    full_disk,
+    interrupted,
+    make,
+    make_owned,
+    path_of,
+    url_of,
+)
 from tests.stream.streams import FQN, Writer
 
 
@@ -75,3 +87,25 @@ def test_export_is_there_whole_or_not_at_all(
     cli(*arguments, tmp_path / "out", code=2)
     assert "No space left on device" in cli.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "stream"]
+
+
+def test_raw_ids_are_exported_with_their_table(cli: Cli, tmp_path: Path) -> None:
+    writer = make_owned(tmp_path / "s")
+    found = cli.json("export", url_of(writer), "--out", tmp_path / "out")
+    assert found["files"] == [f"{FQN}.weight.safetensors"]
+    cli("export", url_of(writer), "--out", tmp_path / "out.pt", "--format", "torch")
+    for state in (
+        load_file(tmp_path / "out" / f"{FQN}.weight.safetensors"),
+        torch.load(tmp_path / "out.pt", weights_only=True),
+    ):
+        assert state.keys() == {f"{FQN}.weight", f"{FQN}.raw_ids"}
+        assert torch.equal(state[f"{FQN}.raw_ids"], writer.owners)
+        assert torch.equal(state[f"{FQN}.weight"], writer.table)
+
+
+def test_other_buckets_in_a_delta_are_refused(cli: Cli, tmp_path: Path) -> None:
+    writer = make_owned(tmp_path / "s")
+    writer.identity = replace(IDENTITY, hash_size=999)
+    writer.delta([1])
+    cli("export", url_of(writer), "--out", tmp_path / "out", code=1)
+    assert "other buckets of raw ids" in cli.err

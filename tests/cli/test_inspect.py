@@ -17,7 +17,7 @@ from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
-from tests.cli.commands import Cli, beat, entry, leave, make, path_of, url_of
+from tests.cli.commands import Cli, beat, entry, leave, make, make_owned, path_of, url_of
 from tests.stream.histories import Clock
 from tests.stream.streams import FQN, Writer
 
@@ -172,3 +172,20 @@ def test_a_publisher_with_a_wrong_clock_is_shown(cli: Cli, tmp_path: Path, ahead
     for command in ("inspect", "verify", "top --once"):
         name, *options = command.split()
         assert skews(cli(name, url, *options).replace("\n", " ")) == expected
+
+
+def test_inspect_and_top_show_admissions_and_evictions(cli: Cli, tmp_path: Path) -> None:
+    writer = make_owned(tmp_path / "s")
+    for command in ("inspect", "top --once"):
+        name, *options = command.split()
+        versions = cli.json(name, url_of(writer), *options)["versions"]
+        assert {each["version"]: each["owners"] for each in versions} == {
+            0: {},
+            1: {},
+            2: {FQN: {"admitted": 2, "evicted": 1}},
+            3: {FQN: {"admitted": 1, "evicted": 1}},
+        }
+        shown = cli(name, url_of(writer), *options)
+        assert "ids in / out" in shown
+        assert "2 / 1" in shown
+    assert "ids in / out" not in cli("inspect", url_of(make(tmp_path / "t")))

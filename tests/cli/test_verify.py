@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from delta_tracker.cli import verify as verify_command
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format import digests
 from delta_tracker.stream.format.manifest import Manifest
@@ -18,7 +20,7 @@ from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
 from delta_tracker.types import StateSpec, TableStates
-from tests.cli.commands import Cli, entry, flip, path_of, url_of
+from tests.cli.commands import IDENTITY, Cli, entry, flip, make_owned, path_of, url_of
 from tests.stream.streams import Writer
 
 
@@ -188,3 +190,32 @@ def test_verify_checks_states_without_their_part(cli: Cli, states_writer: Writer
     flip(path_of(states_writer, part.states.name))
     found = cli.json("verify", url_of(states_writer), code=1)["findings"]
     assert [each["where"] for each in found] == [part.name, part.states.name]
+
+
+def test_verify_finds_a_raw_id_with_two_rows_after_a_version(cli: Cli, tmp_path: Path) -> None:
+    writer = make_owned(tmp_path / "s")
+    assert cli.json("verify", url_of(writer))["ok"]
+    writer.owners[7] = 100  # also owns row 5, which is in another version
+    writer.delta([7])
+    (found,) = cli.json("verify", url_of(writer), code=1)["findings"]
+    assert found["where"] == entry_name(4)
+    assert "the raw id 100 has two rows" in found["problem"]
+    assert cli.json("verify", url_of(writer), "--quick")["ok"]
+    writer.owners[5] = NO_OWNER
+    writer.delta([5])
+    writer.identity = replace(IDENTITY, hash_size=999)
+    writer.delta([5])
+    found = [each["where"] for each in cli.json("verify", url_of(writer), code=1)["findings"]]
+    assert found == [entry_name(4), entry_name(6)]
+    writer.snapshot()
+    writer.delta([1])
+    assert len(cli.json("verify", url_of(writer), code=1)["findings"]) == 2
+
+
+def test_verify_takes_listed_owners_over_those_of_whole_blocks(cli: Cli, tmp_path: Path) -> None:
+    writer = make_owned(tmp_path / "s")
+    writer.owners[9] = 100  # in the whole block also at row 5
+    whole = writer.rows(None)
+    writer.owners[5] = NO_OWNER
+    writer.write("snapshot", [writer.rows([5]), whole])
+    assert cli.json("verify", url_of(writer))["ok"]

@@ -42,6 +42,7 @@ class Writer:
 
     Attributes:
         owners: raw ids of the rows, ``[num_rows]``, at first none. They do not change with the rows.
+        owner_changes: numbers of admitted and evicted raw ids that versions record; None for none.
         held_states: the table's states, ``[num_rows, dim]`` or ``[num_rows, column ranges]`` each. They change together
             with the rows.
         training: training states of the ranks in bytes, which each version of format 2 has.
@@ -67,6 +68,7 @@ class Writer:
         self.states = states
         self.identity = identity
         self.owners = torch.full((num_rows,), NO_OWNER)
+        self.owner_changes: tuple[int, int] | None = None
         self.format = FORMAT if states is None and identity is None else STATES_FORMAT
         self.columns = ((0, dim),) if states is None else states.columns
         self.held_states = [
@@ -141,7 +143,8 @@ class Writer:
             if self.states is not None:
                 draft = replace(draft, states={FQN: self.states})
             if self.identity is not None:
-                draft = replace(draft, identities={FQN: self.identity})
+                changes = {} if self.owner_changes is None else {FQN: self.owner_changes}
+                draft = replace(draft, identities={FQN: self.identity}, owner_changes=changes)
         return self.claim.commit(draft)
 
     def model(self) -> dict[str, Tensor]:
