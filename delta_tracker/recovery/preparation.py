@@ -115,7 +115,7 @@ def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str
     every = set().union(*names)
     for rank, each in enumerate(names):
         if missing := sorted(every - each - set(ignore)):
-            reason = f"rank {rank} had no states {missing}, so only {states.world_size} ranks can restore it"
+            reason = f"rank {rank} had no states {missing}: restore it with {states.world_size} ranks, or ignore them"
             raise NotRecoverableError(url, version, reason)
     return sorted(every)
 

@@ -37,7 +37,7 @@ def test_states_of_all_ranks_are_listed() -> None:
 def test_a_state_of_some_ranks_only_is_refused(first: list[str], second: list[str], rank: int) -> None:
     states = states_of(first, second)
     with pytest.raises(
-        NotRecoverableError, match=rf"rank {rank} had no states \['b'\], so only 2 ranks can restore it"
+        NotRecoverableError, match=rf"rank {rank} had no states \['b'\]: restore it with 2 ranks, or ignore them"
     ):
         names_of_all_ranks(states, [], "memory://", 1)
     assert names_of_all_ranks(states, ["b"], "memory://", 1) == ["a", "b"]
