@@ -86,10 +86,13 @@ def restore(  # noqa: PLR0913  all but two have a default
     Ctrl-C on one rank ends the call on the other ranks with a RankLostError; all ranks may call it again.
 
     Afterwards, training continues as after the version: bit for bit, if the number of ranks, the plan and the software
-    are the same. A publisher that is then built with the same tracker and consumer continues the stream without a
-    snapshot. The pending rows of the tracker's other consumers are those of the versions that they had not read, and at
-    most one version more, with unknown old states. If one of these versions is a snapshot or is unreadable, all rows
-    are pending. All rows of a table in ``ignore`` are pending for every consumer.
+    are the same. On three ranks or more, the version must have at least one trained batch, or two with
+    ``static_graph``: before, ``DistributedDataParallel`` sums its gradients in another order.
+
+    A publisher that is then built with the same tracker and consumer continues the stream without a snapshot. The
+    pending rows of the tracker's other consumers are those of the versions that they had not read, and at most one
+    version more, with unknown old states. If one of these versions is a snapshot or is unreadable, all rows are
+    pending. All rows of a table in ``ignore`` are pending for every consumer.
 
     Args:
         model: the model.

@@ -351,7 +351,11 @@ def run(seed: int, root: Path, world_sizes: Sequence[int], max_actions: int, num
     if not versions:
         play("empty", _check_empty, stream, job, ranks=job.world_size)
         return covered + Counter(empty=1)
-    chosen = versions[-1] if draw.random() < 0.7 else draw.choice(versions)
+    # DDP orders the gradients after the first batch: from 3 ranks on, a job continues only after it bit for bit.
+    choices = [each for each in versions if each["batches"] or job.world_size == 2]
+    if not choices:
+        return covered + Counter(untrained=1)
+    chosen = choices[-1] if draw.random() < 0.7 else draw.choice(choices)
     cut = chosen | {"is_head": chosen is versions[-1]}
     (oracle := root / "oracle").mkdir()
     play("oracle", _train_uninterrupted, oracle, job, cut["batches"], num_more, ranks=job.world_size)
