@@ -387,7 +387,8 @@ class Memory:
     Args:
         log_bytes: size of the sets of changed rows, the old states on the device and in pinned host memory, and the ids
             of updates in progress.
-        copy_bytes: size of the copies of the shards whose optimizer is not fused.
+        copy_bytes: size of the copies of the shards whose optimizer is not fused, and of the copies of the raw ids that
+            own rows (8 bytes for each row with managed collisions).
         carried_bytes: size of the pending rows that the log does not hold: rows that top-k left out, rows that were
             loaded with a state, and rows that were made pending for one consumer only.
     """

@@ -149,6 +149,17 @@ class ChangeLog:
         with self.lock:
             return dict(self._owners)
 
+    def owners_of(self, fqn: str, ids: Tensor) -> Tensor | None:
+        """Return the owners of some slots at the last cut, ``[N]`` int64; None for a table without managed collisions.
+
+        Args:
+            fqn: the table.
+            ids: ``[N]`` int64 local ids.
+        """
+        with self.lock:
+            store = self._owners.get(fqn)
+            return None if store is None else store.owners.index_select(0, ids)
+
     @property
     def consumers(self) -> tuple[str, ...]:
         """Names of the consumers."""

@@ -151,7 +151,7 @@ class DeltaReader:
         self, fqn: str, changed: ChangedRows, *, with_states: bool, with_values: bool, with_optimizer: bool
     ) -> DeltaRows:
         shard = self._model.shards[fqn]
-        owned = self._owners(fqn, changed)
+        owned = self._log.owners_of(fqn, changed.ids)
         admitted = evicted = None
         if owned is not None:
             assert changed.former is not None, "the table has managed collisions"
@@ -168,11 +168,6 @@ class DeltaReader:
             admitted=admitted,
             evicted=evicted,
         )
-
-    def _owners(self, fqn: str, changed: ChangedRows) -> Tensor | None:
-        """Return the raw ids of changed rows, ``[N]`` int64; None for a table without managed collisions."""
-        store = self._log.owners.get(fqn)
-        return None if store is None else store.owners.index_select(0, changed.ids)
 
     def _choose(
         self, rows: Mapping[str, ChangedRows] | Exception, top_k: TopK, ranks: AllRanks | None
@@ -225,7 +220,7 @@ class DeltaReader:
         is_due = torch.zeros_like(changed.ids, dtype=torch.bool)
         if top_k.max_age is not None and changed.ages is not None:
             is_due = changed.ages >= top_k.max_age
-        owned = self._owners(fqn, changed)
+        owned = self._log.owners_of(fqn, changed.ids)
         if owned is not None:  # without its raw id, the consumer would use the row for another one
             is_due |= changed.former != owned
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)

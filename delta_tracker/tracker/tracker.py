@@ -540,7 +540,8 @@ class ModelDeltaTracker:
     ) -> Delta:
         """Return the rows that changed since the consumer's last committed read.
 
-        A read that raises changes nothing: an earlier uncommitted read can still be committed.
+        A read that raises changes nothing: an earlier uncommitted read can still be committed. If the model has managed
+        collisions, read in the training thread, because TorchRec changes two tensors one after the other.
 
         Args:
             consumer: name of the consumer; optional if there is only one consumer.

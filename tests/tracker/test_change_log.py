@@ -109,6 +109,7 @@ def _calls(log: ChangeLog, generator: random.Random) -> dict[str, Callable[[], o
         "restore": lambda: log.restore(log.state()),
         "output_launched": log.output_launched,
         "owners": lambda: log.owners,
+        "owners_of": lambda: log.owners_of("t", ids),
         "rewind": lambda: log.rewind("other"),
         "seal": lambda: read_and(lambda delta: log.seal(delta, commit=True)),
         "standings": lambda: log.standings(counts=True),
