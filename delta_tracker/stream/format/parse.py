@@ -313,11 +313,13 @@ def _manifest(name: str, data: bytes) -> Manifest:
         made["owner_changes"] = _owner_changes(entry.owners, identities)
     _check_names(text)
     fields = structs.asdict(entry)
-    fields.pop("owners", None)
+    if number == STATES_FORMAT:
+        del fields["owners"]
     manifest = Manifest(**fields | made | {"xxh3": xxhash.xxh3_128_hexdigest(data)})
     _check_place(manifest)
     _check_overlaps(manifest)
-    _check_identities(manifest)
+    if identities:
+        _check_identities(manifest)
     if len(held) != len(dense):
         raise ValueError(f"its parts hold {len(held)} of its {len(dense)} dense tensors")
     return manifest
@@ -601,7 +603,7 @@ def _check_identities(manifest: Manifest) -> None:
     Then the listed rows of a version can always be written over its whole blocks.
     """
     encodings: dict[str, Encoding] = {}
-    for part in manifest.parts if manifest.identities else ():
+    for part in manifest.parts:
         for block in part.blocks:
             if block.table not in manifest.identities:
                 continue

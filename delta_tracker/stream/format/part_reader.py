@@ -93,7 +93,8 @@ class _File:
     def rows(self, key: str, begin: int, end: int) -> Tensor:
         """Return the rows ``begin`` to ``end`` (exclusive) of a tensor with one or two dimensions, in two."""
         span = self.spans[key]
-        width = math.prod(span.shape[1:])
+        _, *columns = span.shape
+        width = columns[0] if columns else 1
         row_bytes = width * span.dtype.itemsize
         data = self._read(span.begin + begin * row_bytes, span.begin + end * row_bytes)
         if len(data) == 0:
@@ -189,7 +190,7 @@ class PartReader:
             }
             if blocks is None:
                 self._check_flags()
-                for index, ids in self._ids.items():
+                for index, ids in self._ids.items() if self._identities else ():
                     self._check_owners(index, ids)
 
     @property
@@ -200,7 +201,12 @@ class PartReader:
         given, only these blocks are returned, in the order of the part.
         """
         return [
-            BlockRows(self.part.blocks[index], ids, partial(self.stored, index), owners=self._owners(index))
+            BlockRows(
+                self.part.blocks[index],
+                ids,
+                partial(self.stored, index),
+                owners=self._owners(index) if self._identities else None,
+            )
             for index, ids in self._ids.items()
         ]
 
