@@ -121,4 +121,13 @@ REVERTS = [
             ]
         },
     ),
+    Revert(
+        defect="a compaction leaves out the whole blocks of deltas",
+        generator="tests/stream/test_compaction.py::test_whole_blocks_of_a_delta_are_merged_before_its_listed_rows",
+        edits={
+            "delta_tracker/stream/maintenance/compaction.py": [
+                ("            rows += [each for part in parts for each in rows_of_whole_blocks(part)]\n", "")
+            ]
+        },
+    ),
 ]

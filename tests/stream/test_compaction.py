@@ -18,7 +18,7 @@ from delta_tracker.stream.log import Merged, StreamLog, entry_name
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.maintenance.retention import Retention, retain
 from delta_tracker.stream.storage.storage import Storage
-from tests.stream.histories import Clock, ClockedStorage, History, Reader, apply, assert_equal
+from tests.stream.histories import Clock, ClockedStorage, History, Reader, State, apply, assert_equal
 from tests.stream.streams import FQN, Writer
 
 _STEPS = ["delta"] * 6 + [
@@ -312,3 +312,26 @@ def test_inconsistent_entries_are_refused() -> None:
 def test_invalid_bounds_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
         compact(Storage("memory://"), **{name: value})
+
+
+@pytest.mark.parametrize("fold", [1e9, 1e-9], ids=["delta", "snapshot"])
+def test_whole_blocks_of_a_delta_are_merged_before_its_listed_rows(fold: float) -> None:
+    """This library writes no such deltas, but the format permits them."""
+    writer = Writer(Storage("memory://"))
+    base = writer.snapshot()
+    writer.delta([1, 9])
+    writer.change(list(range(20)))
+    whole = [each.within((5, 12), (0, 4)) for each in writer.blocks(None)]
+    writer.change([6, 11])
+    writer.write("delta", [*writer.blocks([6, 11]), *whole])
+    writer.delta([8])
+    merged = compact(writer.storage, fold=fold)
+    assert merged is not None
+    found: State = {}
+    for entry in [base, merged] if merged.kind == "delta" else [merged]:
+        found = apply(found, writer.storage, entry)
+    read: State = {}
+    for version in range(1, 5):
+        read = apply(read, writer.storage, StreamLog(writer.storage).read(version))
+    assert torch.equal(found[FQN], read[FQN])
+    assert torch.equal(found[FQN][5:12], writer.table[5:12])

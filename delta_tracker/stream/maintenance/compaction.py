@@ -22,7 +22,7 @@ from delta_tracker.stream.format.overlay import Overlay, WholeBlocks
 from delta_tracker.stream.format.part_reader import PartReader, read_parts
 from delta_tracker.stream.format.part_writer import put_part
 from delta_tracker.stream.log import Merged, StreamLog, entry_name, generation_error, part_name
-from delta_tracker.stream.maintenance.merging import listed_rows, newest_rows
+from delta_tracker.stream.maintenance.merging import listed_rows, newest_rows, rows_of_whole_blocks
 from delta_tracker.stream.maintenance.retention import ORPHAN_SECONDS
 from delta_tracker.stream.storage.storage import Storage
 
@@ -173,6 +173,8 @@ class _Compaction:
         dense: _Dense = {}
         for version in versions:
             parts = read_parts(self._log.storage, version, memory_bytes=self._max_bytes)
+            # Listed rows are newer than the rows of a whole block of the same version.
+            rows += [each for part in parts for each in rows_of_whole_blocks(part)]
             for part in parts:
                 rows += listed_rows(part)
                 dense |= part.dense()

@@ -31,6 +31,17 @@ def listed_rows(part: PartReader) -> list[BlockRows]:
     return [rows.loaded() for rows in part.with_states() if rows.ids is not None and rows.block.num_rows]
 
 
+def rows_of_whole_blocks(part: PartReader) -> list[BlockRows]:
+    """Read the rows of a part's whole blocks into memory, with their states and owners, as listed rows with ids."""
+    if all(block.ids != "all" for block in part.part.blocks):
+        return []
+    return [
+        rows.take(torch.arange(rows.block.num_rows)).loaded()
+        for rows in part.with_states()
+        if rows.ids is None and rows.block.num_rows
+    ]
+
+
 def newest_rows(rows: Iterable[BlockRows], tables: Mapping[str, TableSpec]) -> Iterator[BlockRows]:
     """Yield the newest rows of each table, in column ranges that do not overlap.
 
