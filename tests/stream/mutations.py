@@ -19,7 +19,7 @@ _HUGE = "9" * 5000  # more digits than Python reads
 _VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 255, 2**31, 2**32, 2**53, 2**61, 2**62, 2**63 - 1, 2**63, 2**64, 10**400,
     0.0, 1.0, -0.5, 1e308, "", "x", "0", "F32", "F16", "INT4", "INT8", "list", "gaps", "all", "snapshot", "claim", "U8",
-    "BOOL",
+    "BOOL", "I64", {"dtype": "I64", "hash_size": 0, "buckets": [{"rows": [0, 12], "default": None}]},
     "../../etc/passwd", "parts/x.safetensors", "/", "\x00", "\u00e9\ud800", "\U0001f600" * 50, "a" * 10_000, "0" * 32,
     [], {}, [[]], [{}], [0, 0], [0, 1], [1, 0], [0, 2**62], [0, -1], [None], {"version": 0, "xxh3": "0" * 32},
     {"": {}}, list(range(20)), _RAW + "NaN", _RAW + "Infinity", _RAW + "-Infinity", _RAW + _HUGE, _RAW + "-" + _HUGE,
@@ -151,7 +151,7 @@ def _mutate_tree_bytes(draw: Draw, raw: bytes) -> bytes:
 
 def _mutate_tensor(draw: Draw, tensors: dict[str, list[Any]]) -> None:
     """Change a tensor's length, ids or gaps; the file stays well-formed."""
-    told = [name for name in tensors if name.rpartition(".")[2] in ("ids", "gaps", "escapes")]
+    told = [name for name in tensors if name.rpartition(".")[2] in ("ids", "gaps", "escapes", "owners")]
     if not tensors:
         return
     name = draw.choice(told) if told and draw.chance(0.85) else draw.choice(list(tensors))

@@ -12,19 +12,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.state_tree import pack
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.encoding import Encoding
+from delta_tracker.stream.format.encoding import Encoding, encode_rows
 from delta_tracker.stream.format.manifest import STATES_FORMAT, Block, DenseSpec, Kind, Manifest, Part
 from delta_tracker.stream.format.overlay import Overlay
 from delta_tracker.stream.format.part_reader import PartReader, Ranged
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import StreamLog, part_name
+from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.types import StateSpec, TableSpec, TableStates
+from delta_tracker.types import Bucket, Identity, StateSpec, TableSpec, TableStates
 from tests.stream.golden.make import ITEM, USER, without_chance
 
-TABLES = {USER: TableSpec(USER, 12, 4, torch.float32), ITEM: TableSpec(ITEM, 600, 2, torch.float16)}
+RAW, HASHED = "mcec.embeddings.raw", "mcec.embeddings.hashed"  # tables with raw ids
+TABLES = {
+    USER: TableSpec(USER, 12, 4, torch.float32),
+    ITEM: TableSpec(ITEM, 600, 2, torch.float16),
+    RAW: TableSpec(RAW, 20, 4, torch.float32),
+    HASHED: TableSpec(HASHED, 5, 2, torch.float16),
+}
+_ENCODINGS = {RAW: Encoding.INT8}
+IDENTITIES = {
+    RAW: Identity(1000, (Bucket((0, 12), 11), Bucket((12, 20), 19))),
+    HASHED: Identity(0, (Bucket((0, 2), None), Bucket((2, 5), None))),
+}
 STATES = {
     USER: TableStates(
         "EXACT_ROWWISE_ADAGRAD",
@@ -32,6 +45,7 @@ STATES = {
         (StateSpec("sum", torch.float32, "range"), StateSpec("exp_avg", torch.bfloat16, "columns")),
     ),
     ITEM: TableStates("EXACT_SGD", ((0, 2),), ()),
+    HASHED: TableStates("EXACT_ADAGRAD", ((0, 2),), (StateSpec("sum", torch.float32, "columns"),)),
 }
 TREE = {
     "library": {"kernels": {USER: {"iter": 3, "lr": 0.1}}, "batches": 2**70},
@@ -48,20 +62,41 @@ class _Maker:
         self._storage = storage
         self._claim = StreamLog(storage).claim()
         self._draw = random.Random(0)
-        self.dense: dict[str, Tensor] = {}
+        self.owners = {fqn: torch.full((TABLES[fqn].num_rows,), NO_OWNER) for fqn in IDENTITIES}
+        self._before = {fqn: owners.clone() for fqn, owners in self.owners.items()}
+
+    def owned(self, fqn: str, rows: tuple[int, int], ids: Sequence[int] | None = None) -> BlockRows:
+        """Return rows of a table with raw ids, with the owners of now."""
+        return self.rows(fqn, (0, TABLES[fqn].dim), rows, ids)
+
+    def admit(self, fqn: str, rows: Sequence[int]) -> None:
+        """Assign other raw ids, or none, to rows. No raw id is ever given to two rows."""
+        for row in rows:
+            bucket = next(number for number, each in enumerate(IDENTITIES[fqn].buckets) if row < each.rows[1])
+            unique = 100 * row + 2 * self._draw.randrange(50) + bucket  # less than 2,000, and even in the first bucket
+            choices = [NO_OWNER, unique + 10**12, unique - 4000]
+            if fqn == RAW:
+                choices.append(500 * bucket + unique % 100)
+            is_default = row == IDENTITIES[fqn].buckets[bucket].default
+            owner = NO_OWNER if is_default else self._draw.choice(choices)
+            self.owners[fqn][row] = NO_OWNER if owner in self.owners[fqn] else owner
 
     def rows(self, fqn: str, columns: tuple[int, int], rows: tuple[int, int], ids: Sequence[int] | None) -> BlockRows:
         count = rows[1] - rows[0] if ids is None else len(ids)
-        encoding = Encoding.of(TABLES[fqn].dtype)
+        encoding = _ENCODINGS.get(fqn, Encoding.of(TABLES[fqn].dtype))
         form = "all" if ids is None else self._draw.choice(["list", "gaps"])
         block = Block(fqn, rows, columns, count, form, encoding)
         listed = None if ids is None else torch.tensor(ids, dtype=torch.int64)
         width = block.num_columns
-        held = [
-            self._values(count, 1 if each.width == "range" else width).to(each.dtype) for each in STATES[fqn].states
-        ]
+        specs = STATES[fqn].states if fqn in STATES else ()
+        held = [self._values(count, 1 if each.width == "range" else width).to(each.dtype) for each in specs]
         states = tuple(BlockRows.of(block, listed, each).read for each in held)
-        return replace(BlockRows.of(block, listed, self._values(count, width).to(encoding.dtype)), states=states)
+        owners = None
+        if fqn in IDENTITIES:
+            raw_ids = self.owners[fqn][slice(*rows) if ids is None else list(ids)]
+            owners = BlockRows.of(block, listed, raw_ids[:, None].clone()).read
+        stored = encode_rows(self._values(count, width), encoding)
+        return replace(BlockRows.of(block, listed, stored), states=states, owners=owners)
 
     def _values(self, count: int, width: int) -> Tensor:
         return torch.tensor([self._draw.randrange(-64, 64) / 8 for _ in range(count * width)]).view(count, width)
@@ -78,37 +113,73 @@ class _Maker:
         return self._claim.commit(
             Manifest(
                 stream="", generation=0, writer="", version=0, kind=kind, created=0.0, format=STATES_FORMAT,
-                tables=TABLES, states=STATES, parts=tuple(parts), training=training, event_time=12.5,
+                tables=TABLES, states=STATES, identities=IDENTITIES, owner_changes=self._owner_changes(),
+                parts=tuple(parts), training=training, event_time=12.5,
                 dense={name: DenseSpec(each.dtype, tuple(each.shape)) for name, each in dense.items()},
             )
         )  # fmt: skip
+
+    def _owner_changes(self) -> dict[str, tuple[int, int]]:
+        """Return the numbers of rows that got and lost raw ids since the last call."""
+        changes = {}
+        for fqn, owners in self.owners.items():
+            changed = owners != self._before[fqn]
+            admitted, evicted = (int((changed & (each != NO_OWNER)).sum()) for each in (owners, self._before[fqn]))
+            self._before[fqn] = owners.clone()
+            changes[fqn] = admitted, evicted
+        return changes
 
     def _name(self, author: str) -> str:
         return part_name(self._claim.head.version + 1, self._claim.head.generation, author)
 
 
 def make(root: Path) -> None:
-    """Write the stream below ``root``: a claim, a snapshot with newer rows, and two deltas."""
+    """Write the stream below ``root``: a claim, a snapshot with newer rows, two deltas, and two merged entries."""
     with without_chance():
-        maker = _Maker(Storage(f"file://{root}", create=True))
+        storage = Storage(f"file://{root}", create=True)
+        maker = _Maker(storage)
         dense = {"w": torch.arange(6.0).view(2, 3), "mask": torch.tensor([True, False])}
+        for fqn, spec in TABLES.items():
+            if fqn in IDENTITIES:
+                maker.admit(fqn, range(spec.num_rows))
         first = [maker.rows(USER, columns, (0, 7), None) for columns in ((0, 3), (3, 4))]
         second = [maker.rows(USER, columns, (7, 12), None) for columns in ((0, 3), (3, 4))]
         newer = maker.rows(USER, (0, 3), (7, 12), [8, 11])
+        # A raw id moves from row 5 to row 2 after row 5 was copied: the whole block has it twice.
+        maker.owners[RAW][5] = 42
+        maker.owners[RAW][2] = 42
+        first += [maker.owned(RAW, (0, 12)), maker.owned(HASHED, (0, 2))]
+        maker.owners[RAW][5] = NO_OWNER
+        first.append(maker.owned(RAW, (0, 12), [2, 5]))
+        second += [maker.owned(RAW, (12, 20)), maker.owned(HASHED, (2, 5))]
         parts = [maker.part(0, first, dense), maker.part(1, [*second, maker.rows(ITEM, (0, 2), (0, 600), None), newer])]
         maker.commit("snapshot", parts, dense)
-        maker.commit("delta", [maker.part(0, [maker.rows(USER, (0, 3), (0, 12), [0, 5, 11])])], {})
-        rows = [maker.rows(ITEM, (0, 2), (0, 600), [1, 300, 599]), maker.rows(USER, (3, 4), (0, 7), [2])]
-        maker.commit("delta", [maker.part(0, rows[:1]), maker.part(1, rows[1:])], {})
+        maker.admit(RAW, [1, 3, 12, 19])
+        rows = [maker.rows(USER, (0, 3), (0, 12), [0, 5, 11]), maker.owned(RAW, (0, 20), [1, 3, 11, 12, 19])]
+        maker.commit("delta", [maker.part(0, rows)], {})
+        maker.owners[RAW][[2, 7]] = torch.tensor([43, 42])  # 42 moves on
+        maker.admit(HASHED, [0, 3])
+        rows = [
+            maker.rows(ITEM, (0, 2), (0, 600), [1, 300, 599]),
+            maker.owned(HASHED, (0, 2), [0]),
+            maker.rows(USER, (3, 4), (0, 7), [2]),
+            maker.owned(HASHED, (2, 5)),
+            maker.owned(HASHED, (2, 5), [3]),
+            maker.owned(RAW, (0, 20), [2, 7]),
+        ]
+        maker.commit("delta", [maker.part(0, rows[:2]), maker.part(1, rows[2:])], {})
+        for fold in (100.0, 0.001):
+            assert compact(storage, fold=fold, now=lambda: 100.0) is not None
 
 
 def apply(storage: Storage, manifest: Manifest, state: dict[str, Tensor]) -> None:
-    """Apply the rows and states of a version in ranges, as a restore does, to float32 tensors.
+    """Apply the rows, states and raw ids of a version in ranges, as a restore does, to float32 and int64 tensors.
 
     Args:
         storage: store of the stream.
         manifest: manifest of the version, whose tables have the sizes of ``TABLES``.
-        state: tables by name, and states by ``table/state``, as in the second reader. Missing ones are added.
+        state: tables by name, states by ``table/state`` and raw ids by ``table/owners``, as in the second reader.
+            Missing ones are added.
     """
     rows: list[BlockRows] = []
     for part in manifest.parts:
@@ -116,6 +187,8 @@ def apply(storage: Storage, manifest: Manifest, state: dict[str, Tensor]) -> Non
         rows += reader.with_states(None if part.states is None else Ranged(storage, part.states))
     for fqn, table in manifest.tables.items():
         state.setdefault(fqn, torch.zeros(table.num_rows, table.dim))
+    for fqn, identity in manifest.identities.items():
+        state.setdefault(f"{fqn}/owners", torch.full((identity.num_rows,), NO_OWNER))
     for fqn, found in manifest.states.items():
         num_rows, dim = manifest.tables[fqn].num_rows, manifest.tables[fqn].dim
         for spec in found.states:
@@ -128,6 +201,8 @@ def apply(storage: Storage, manifest: Manifest, state: dict[str, Tensor]) -> Non
         at = torch.arange(*block.rows) if each.ids is None else each.ids
         decoded = each.decoded(manifest.tables[block.table].dtype)
         state[block.table][at, slice(*block.columns)] = decoded.read(0, block.num_rows).float()
+        if each.owners is not None:
+            state[f"{block.table}/owners"][at] = each.owners(0, block.num_rows)[:, 0]
         if not each.states:
             continue
         found = manifest.states[block.table]
