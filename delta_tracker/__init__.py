@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from delta_tracker.predictor.predictor import Predictor
     from delta_tracker.publisher.cadence import Cadence
     from delta_tracker.publisher.publisher import Publisher
+    from delta_tracker.raw_id_index import RawIdIndex
     from delta_tracker.recovery.restore import restore
     from delta_tracker.row_target import RowTarget
     from delta_tracker.stream.format.encoding import Encoding
@@ -47,6 +48,7 @@ __all__ = [
     "ModelDeltaTracker",
     "Predictor",
     "Publisher",
+    "RawIdIndex",
     "Retention",
     "RowTarget",
     "ShardSpec",
@@ -71,6 +73,7 @@ _HOMES = {
     "ModelDeltaTracker": "delta_tracker.tracker.tracker",
     "Predictor": "delta_tracker.predictor.predictor",
     "Publisher": "delta_tracker.publisher.publisher",
+    "RawIdIndex": "delta_tracker.raw_id_index",
     "Retention": "delta_tracker.stream.maintenance.retention",
     "RowTarget": "delta_tracker.row_target",
     "ShardSpec": "delta_tracker.types",

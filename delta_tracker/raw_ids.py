@@ -123,20 +123,40 @@ class RawIdMap(Protocol):
         """Devices of the mapping's tensors."""
         ...
 
+    @property
+    def memory(self) -> Tensor:
+        """Tensor of the mapping, which no other mapping may share."""
+        ...
+
     def refusal(self, identity: Identity) -> str:
         """Return the reason why the mapping cannot serve the buckets of a stream; the empty string if it can."""
         ...
 
+    def routes_by(self, identity: Identity) -> bool:
+        """Return True if unknown raw ids are routed by the buckets of a stream."""
+        ...
+
     def adopt(self, identity: Identity) -> None:
-        """Route unknown raw ids by the buckets of a stream. May be called again. Call it while holding the lock."""
+        """Route unknown and unmapped raw ids by the buckets of a stream. Call it while holding the lock."""
         ...
 
     def owners(self) -> Tensor:
         """Return the raw ids by row, ``[R]`` int64 on the CPU, derived from the live mapping."""
         ...
 
+    def slots_of(self, raw_ids: Tensor) -> Tensor:
+        """Return the row of each raw id in the live mapping.
+
+        Args:
+            raw_ids: ``[N]`` int64 raw ids on the CPU.
+
+        Returns:
+            ``[N]`` int64 global row ids on the CPU; -1 or a default row for an unknown id.
+        """
+        ...
+
     def unmap(self, slots: Tensor) -> None:
-        """Remove the raw ids of some rows, so that they read the default row. Call it while holding the lock.
+        """Remove the raw ids of some rows, so that they read default rows. Call it while holding the lock.
 
         Args:
             slots: ``[N]`` int64 global row ids, inside :attr:`rows`.
@@ -152,5 +172,8 @@ class RawIdMap(Protocol):
         ...
 
     def map(self, ready: object) -> None:
-        """Replace the content of the mapping by the result of :meth:`prepare`. Call it while holding the lock."""
+        """Replace the content of the mapping by the result of :meth:`prepare`. Call it while holding the lock.
+
+        If the call is interrupted, no raw id is mapped to the row of another one.
+        """
         ...

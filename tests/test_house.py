@@ -27,7 +27,7 @@ _PACKAGE = _ROOT / "delta_tracker"
 
 # A package may import itself and packages of earlier lines: ``tracker`` does not import ``predictor``.
 _LAYERS = [
-    ["errors", "types", "rows", "row_target", "raw_ids", "state_tree"],
+    ["errors", "types", "rows", "row_target", "raw_ids", "raw_id_index", "state_tree"],
     ["buffers", "cuda_fence", "distributed", "forking", "host_copy"],
     ["monitor"],
     ["sharding", "stream"],
@@ -43,6 +43,7 @@ _TESTS_OF_TORCHREC = {
     "sharding.test_inference_tables",
     "sharding.test_prefetch_order",
     "sharding.test_presence",
+    "sharding.test_raw_id_maps",
     "sharding.test_row_cache",
     "stream.test_encoding",
 }
@@ -66,6 +67,7 @@ _TESTED_THROUGH = {
     "monitor.clock": "monitor.test_stat",
     "monitor.default": "predictor.test_gauges",
     "predictor.apply": "predictor.test_predictor",
+    "predictor.raw_id_maps": "predictor.test_identities",
     "publisher.coordinator": "publisher.test_publisher",
     "publisher.flight": "publisher.test_publisher",
     "publisher.row_gatherer": "publisher.test_publisher",
@@ -260,6 +262,7 @@ def test_the_public_names() -> None:
         "ModelDeltaTracker",
         "Predictor",
         "Publisher",
+        "RawIdIndex",
         "Retention",
         "RowTarget",
         "ShardSpec",

@@ -11,15 +11,20 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import DenseMismatchError, InvalidArgumentError
 from delta_tracker.monitor.recorder import Recorder
+from delta_tracker.predictor.identities import OwnerChange
 from delta_tracker.predictor.lock import TableLock
-from delta_tracker.predictor.placement import Placement, place
+from delta_tracker.predictor.placement import Chunk, Placement, place
+from delta_tracker.predictor.raw_id_maps import check_indexes, check_maps, find_maps
 from delta_tracker.predictor.table_fence import TableFence
 from delta_tracker.predictor.targets import check_targets, find_targets, renamed
+from delta_tracker.raw_id_index import RawIdIndex
+from delta_tracker.raw_ids import RawIdMap
 from delta_tracker.row_target import RowTarget, obstacle_of
 from delta_tracker.rows import copy_from_host
 from delta_tracker.sharding.presence import has_sharded
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
+from delta_tracker.types import Identity
 
 Model = nn.Module | Mapping[str, Tensor | RowTarget]
 
@@ -31,6 +36,7 @@ class Applier:
         model: module or mapping of tables, see :func:`~delta_tracker.predictor.targets.find_targets`.
         names: mapping from the name in the stream to the name in the model, for tables and dense tensors whose
             names differ.
+        raw_ids: table FQN in the stream to an index of its raw ids; None if there are none.
         takes_dense: True to write dense tensors too.
         lock: reader-writer lock between lookups and writes.
         fence: order of lookups and writes on CUDA devices.
@@ -39,7 +45,7 @@ class Applier:
 
     Raises:
         InvalidArgumentError: if the model has another type or no tables, or if ``names`` is not a mapping or refers to
-            a name that is missing in the model.
+            a name that is missing in the model, or if ``raw_ids`` is not a mapping of tables to indexes.
         MissingExtraError: if the model has sharded or quantized TorchRec modules and fbgemm is not installed.
     """
 
@@ -48,6 +54,7 @@ class Applier:
         model: Model,
         names: Mapping[str, str],
         *,
+        raw_ids: Mapping[str, RawIdIndex] | None = None,
         takes_dense: bool,
         lock: TableLock,
         fence: TableFence,
@@ -68,8 +75,9 @@ class Applier:
         for own in self._names.values():
             if own not in known:
                 raise InvalidArgumentError("names", own, f"Pass names of the model: {sorted(known)}")
+        self._indexes = check_indexes({} if raw_ids is None else raw_ids, self._renamed(tables))
         with lock.writing():
-            fence.cover(Receiver(tables, dense).devices)
+            fence.cover(Receiver(tables, dense, self.raw_ids()).devices)
 
     def resolve(self, manifest: Manifest) -> Receiver:
         """Return the tables and dense tensors of the model that a version is written to.
@@ -77,15 +85,45 @@ class Applier:
         The model is searched again for each version, so that ``model.to(device)`` may be called between versions.
 
         Raises:
-            TableMismatchError: for a table that is missing in the model, differs from it, or cannot be written.
+            TableMismatchError: for a table that is missing in the model, differs from it, cannot be written, or has raw
+                ids that the model cannot map as in the stream.
             DenseMismatchError: for a dense tensor that is missing in the model, has another dtype or shape, cannot be
                 written, or shares its memory with another dense tensor.
             InvalidArgumentError: for a target whose block lies outside its table, or if the model has no tables.
         """
-        tables = find_targets(self._model)
-        targets = renamed(tables, {name: own for name, own in self._names.items() if own in tables})
+        targets = self._renamed(find_targets(self._model))
         check_targets(manifest, targets)
-        return Receiver(targets, self._dense(manifest.dense))
+        maps = self.raw_ids()
+        check_maps(manifest, maps)
+        return Receiver(targets, self._dense(manifest.dense), maps)
+
+    def raw_ids(self) -> dict[str, tuple[RawIdMap, ...]]:
+        """Return the live mappings of raw ids, by table FQN in the stream."""
+        found = find_maps(self._model, self._names)
+        for fqn, index in self._indexes.items():
+            found[fqn] = (*found.get(fqn, ()), index)
+        return found
+
+    def adopt(self, identities: Mapping[str, Identity]) -> None:
+        """Route unknown raw ids by the buckets of saved tables. The caller must hold the lock for writing.
+
+        Args:
+            identities: table FQN in the stream to buckets.
+
+        Raises:
+            InvalidArgumentError: if a mapping cannot serve the buckets, or its own state was not loaded.
+        """
+        found = [
+            (fqn, raw_ids, identity) for fqn, identity in identities.items() for raw_ids in self.raw_ids().get(fqn, ())
+        ]
+        for fqn, raw_ids, identity in found:
+            refusal = raw_ids.refusal(identity)
+            if refusal:
+                raise InvalidArgumentError("state", fqn, f"Load it with the model that it was saved with: {refusal}")
+            if isinstance(raw_ids, RawIdIndex) and raw_ids.identity is None:
+                raise InvalidArgumentError("state", fqn, "Load the saved state of its RawIdIndex first")
+        for _, raw_ids, identity in found:
+            raw_ids.adopt(identity)
 
     def write(self, placements: Iterable[Placement]) -> Iterator[int]:
         """Write the rows of a version chunk by chunk, and yield the number of rows of each chunk.
@@ -102,6 +140,10 @@ class Applier:
                         chunk.write()
                     self._fence.throttle()
                     yield chunk.num_rows
+
+    def _renamed(self, tables: dict[str, RowTarget]) -> dict[str, RowTarget]:
+        """Return the tables of the model under their names in the stream."""
+        return renamed(tables, {name: own for name, own in self._names.items() if own in tables})
 
     def _dense(self, specs: Mapping[str, DenseSpec]) -> dict[str, Tensor]:
         """Return the tensors of the model to which the dense tensors of a version are written.
@@ -143,16 +185,22 @@ class Receiver:
     Args:
         targets: FQN in the stream to table.
         dense: name in the stream to dense tensor.
+        raw_ids: FQN in the stream to the mappings of the table's raw ids.
     """
 
     targets: Mapping[str, RowTarget]
     dense: Mapping[str, Tensor]
+    raw_ids: Mapping[str, tuple[RawIdMap, ...]]
 
     @property
     def devices(self) -> set[torch.device]:
-        """Devices of the tables and dense tensors. Of targets that are not tensors, those in their ``devices``."""
+        """Devices of the tables, the dense tensors and the mappings of raw ids.
+
+        Of targets that are not tensors, those in their ``devices``.
+        """
         tables = {device for target in self.targets.values() for device in getattr(target, "devices", ())}
-        return tables | {tensor.device for tensor in self.dense.values()}
+        mappings = {device for maps in self.raw_ids.values() for each in maps for device in each.devices}
+        return tables | mappings | {tensor.device for tensor in self.dense.values()}
 
     def place(self, contents: Contents) -> list[Placement]:
         """Return the placements of the version's rows, in the order of writing. Nothing is written.
@@ -161,6 +209,20 @@ class Receiver:
             PartialRowsError: if a table accepts only whole rows and the version has only some columns of a row.
         """
         return [*place(contents.whole, self.targets), *place(contents.listed, self.targets)]
+
+    def default_rows(self, contents: Contents, changes: Iterable[OwnerChange]) -> list[Chunk]:
+        """Return chunks with the default rows that must be written before the changes are adopted."""
+        chunks: list[Chunk] = []
+        for change in changes:
+            for slot in change.default_rows:
+                rows = [
+                    each.within((slot, slot + 1), each.block.columns)
+                    for each in (*contents.whole, *contents.listed)
+                    if each.block.table == change.fqn and each.block.rows[0] <= slot < each.block.rows[1]
+                ]
+                for placement in place(rows, self.targets):
+                    chunks += placement.chunks(1)
+        return chunks
 
     @torch.no_grad()
     def write_dense(self, contents: Contents) -> None:

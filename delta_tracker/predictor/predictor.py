@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -32,9 +32,12 @@ from delta_tracker.predictor.apply import Applier, Model, Receiver
 from delta_tracker.predictor.follower import Follower
 from delta_tracker.predictor.gate import Gate, GateKeeper
 from delta_tracker.predictor.gauges import PredictorGauges
+from delta_tracker.predictor.identities import OwnerChange, from_text, owner_changes, to_text, version_owners
 from delta_tracker.predictor.lock import TableLock
+from delta_tracker.predictor.placement import Chunk
 from delta_tracker.predictor.status import Served, Status
 from delta_tracker.predictor.table_fence import TableFence
+from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.stream.cursor import Place, StreamCursor
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import Link, Manifest
@@ -43,6 +46,7 @@ from delta_tracker.stream.heartbeat import Pulse
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.notify.notifier import Notifier
 from delta_tracker.stream.storage.storage import Storage, open_storage
+from delta_tracker.types import Identity
 
 _logger = logging.getLogger(__name__)
 
@@ -79,6 +83,12 @@ class Predictor(Forkable):
     last row. While a manifest is parsed, lookups in other threads wait for Python's interpreter lock, but at most about
     0.2 s at a time for a manifest of 10 MB (1,000 tables on 64 ranks), and 0.35 s for the largest one, 64 MiB.
 
+    If the trainer's tables have managed collisions, the mapping from raw ids to rows is part of each version. It is
+    written to the collision modules of the model, which must be in evaluation mode, or to the ``raw_ids`` of tables
+    without such modules. While a version is applied, each raw id reads its own row as of the last version or this one,
+    or the default row that the trainer's module has for unknown ids; it never reads the row of another id. The mapping
+    of a table is replaced in one hold of the lock. Models that were scripted, or traced by ``torch.fx``, are rejected.
+
     Args:
         model: module whose tables have the same names as the tables of the stream (``<fqn>.weight``), or a mapping of
             FQN to tensor or :class:`~delta_tracker.row_target.RowTarget`. A module may contain ``nn.Embedding``,
@@ -88,8 +98,11 @@ class Predictor(Forkable):
             :class:`~delta_tracker.stream.storage.storage.Storage`.
         names: name in the stream to name in the model, for tables and dense tensors whose names differ.
         dense: True to apply the dense parameters and buffers of the stream too; the model must have all of them.
+        raw_ids: table name in the stream to :class:`~delta_tracker.raw_id_index.RawIdIndex`, for tables whose raw ids
+            are not mapped by a collision module of the model. The predictor changes the indexes.
         gate: bounds on the values of a version; a version that violates a bound is held. None disables the check.
-        chunk_rows: maximum number of rows in a chunk. A lookup waits for at most one chunk.
+        chunk_rows: maximum number of rows in a chunk. A lookup waits for at most one chunk, or for the change of a
+            mapping of raw ids, which copies 16 bytes per row of the table.
         notifier: delivers hints of new versions to :meth:`follow`. Without a notifier, or when it fails, versions are
             found by polling.
         name: name of the heartbeat that is written to the stream every few seconds, see
@@ -99,8 +112,8 @@ class Predictor(Forkable):
         monitor: monitor for the metrics; None for ``delta_tracker.monitor.MONITOR``.
 
     Raises:
-        InvalidArgumentError: for a model without tables, unknown ``names``, or an invalid ``url``, ``gate`` or
-            ``chunk_rows``.
+        InvalidArgumentError: for a model without tables, unknown ``names``, or an invalid ``raw_ids``, ``url``,
+            ``gate`` or ``chunk_rows``.
         MissingExtraError: if the model or the url requires a package that is not installed.
         StorageError: if the store cannot be opened.
 
@@ -118,6 +131,7 @@ class Predictor(Forkable):
         *,
         names: Mapping[str, str] | None = None,
         dense: bool = True,
+        raw_ids: Mapping[str, RawIdIndex] | None = None,
         gate: Gate | None = None,
         chunk_rows: int = 4096,
         notifier: Notifier | None = None,
@@ -132,6 +146,7 @@ class Predictor(Forkable):
         self._applier = Applier(
             model,
             names or {},
+            raw_ids=raw_ids,
             takes_dense=dense,
             lock=self._lock,
             fence=self._fence,
@@ -142,6 +157,7 @@ class Predictor(Forkable):
         self._cursor = StreamCursor(StreamLog(self._storage))
         self._gate = None if gate is None else GateKeeper(gate)
         self._manifest: Manifest | None = None
+        self._identities: Mapping[str, Identity] = {}  # those of the tables
         self._begun: Manifest | None = None  # newest version that may be partly written
         self._is_mixed = False  # True if the tables may mix rows of unrelated versions; only a snapshot repairs that
         self._pinned: int | None = None
@@ -377,31 +393,41 @@ class Predictor(Forkable):
 
         - tables in a file: call this first, then save the tables, or do both in one ``with predictor.reading()``;
         - tables in shared or mapped memory: flush the memory, then write the position to a new file and rename it;
-        - before :meth:`rollback`: delete the saved position, and save it again after the call.
+        - before :meth:`rollback`: delete the saved position, and save it again after the call;
+        - tables with raw ids: save the position, the tables and the mapping (the buffers of the collision modules, or
+          the state of each ``RawIdIndex``) in one ``with predictor.reading()``. No other order is correct.
 
         Returns:
-            Dict with the keys ``stream``, ``version`` and ``xxh3``. The dict is empty before the first version, or if
-            an interrupted call left rows of unrelated versions in the tables. After an empty dict is loaded, only a
-            snapshot can be applied.
+            Dict with the keys ``stream``, ``version`` and ``xxh3``, and for tables with raw ids ``identities``, a text
+            with the buckets of the raw ids. The dict is empty before the first version, or if an interrupted call left
+            rows of unrelated versions in the tables. After an empty dict is loaded, only a snapshot can be applied.
         """
         place = self._cursor.place
-        return {} if place is None or self._is_mixed else place.to_dict()
+        if place is None or self._is_mixed:
+            return {}
+        return {**place.to_dict(), **({"identities": to_text(self._identities)} if self._identities else {})}
 
     def load_state_dict(self, state: Mapping[str, str | int]) -> None:
         """Restore the stream position of tables that were saved together with ``state``.
 
-        The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs.
+        The next :meth:`sync` or :meth:`follow` continues with the version after this position, or resyncs. Load the
+        mapping of raw ids before: the model's state, or that of each ``RawIdIndex``.
 
         Args:
             state: result of :meth:`state_dict`. If it is empty, the next :meth:`sync` or :meth:`follow` starts from the
                 newest snapshot.
 
         Raises:
-            InvalidArgumentError: if ``state`` is invalid, or if called inside :meth:`reading`.
+            InvalidArgumentError: if ``state`` is invalid or does not fit the mapping of raw ids, or if called inside
+                :meth:`reading`.
         """
         self._refuse_inside_reading("load_state_dict()")
-        place = Place.from_dict(state) if state else None
+        fields = dict(state)
+        identities = from_text(fields.pop("identities", "{}"))
+        place = Place.from_dict(fields) if state else None
         with self._syncing, self._lock.writing():
+            self._applier.adopt(identities)
+            self._identities = identities
             self._cursor.place, self._is_mixed = place, False
             self._manifest = self._begun = None
             self._is_torn = False
@@ -531,7 +557,9 @@ class Predictor(Forkable):
         """Roll back to ``version``, or complete an interrupted rollback."""
         path = [(manifest, self._applier.resolve(manifest)) for manifest in self._cursor.path_to(version)]
         for manifest, receiver in path:
-            receiver.place(Contents(self._storage, manifest, buffer=self._buffer))
+            contents = Contents(self._storage, manifest, buffer=self._buffer)
+            receiver.place(contents)
+            version_owners(contents)
         self._pinned = version
         self._ways.clear()
         if self._gate is not None:
@@ -554,20 +582,51 @@ class Predictor(Forkable):
         """
         manifest = contents.manifest
         placements = receiver.place(contents)
+        changes = owner_changes(version_owners(contents), manifest.identities, receiver.raw_ids)
+        default_rows = receiver.default_rows(contents, changes)
         self._is_mixed = self._is_mixed or is_elsewhere
         with self._lock.writing():
             self._fence.cover(receiver.devices)
             self._begin(manifest)
+            if changes:
+                self._unmap(changes, default_rows)
         for num_rows in self._applier.write(placements):
             self._rows += num_rows
+        for change in changes:
+            self._map(change)
         with self._lock.writing(), self._fence.writing():
             receiver.write_dense(contents)
             self._cursor.moved(manifest)
             self._finish(manifest)
-            self._manifest = self._manifest if manifest.kind == "claim" else manifest
+            if manifest.kind != "claim":
+                self._manifest, self._identities = manifest, manifest.identities
         self._is_mixed = False
         self._num_bytes += manifest.num_bytes
         self._gauges.applied(manifest)
+
+    def _unmap(self, changes: Sequence[OwnerChange], default_rows: Iterable[Chunk]) -> None:
+        """Unmap the raw ids of all rows whose owner changes. The caller must hold the lock for writing.
+
+        If the version has other buckets, unknown raw ids then read the default rows of these buckets.
+        """
+        with self._fence.writing():
+            for change in changes:
+                change.unmap()
+            for chunk in default_rows:
+                chunk.write()
+            for change in changes:
+                change.adopt()
+
+    def _map(self, change: OwnerChange) -> None:
+        """Map the raw ids to their new rows, in one hold of the lock."""
+        if not len(change.slots):
+            return
+        ready = change.ready()
+        with self._lock.writing(), self._fence.writing():
+            # Only a snapshot has all raw ids of a mapping that is half written.
+            is_mixed, self._is_mixed = self._is_mixed, True
+            change.map(ready)
+            self._is_mixed = is_mixed
 
     def _begin(self, manifest: Manifest) -> None:
         """Record that rows of a version are about to be written."""

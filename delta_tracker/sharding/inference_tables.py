@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.row_target import Region, RowTarget, TensorTarget
 from delta_tracker.sharding.discover import discover
+from delta_tracker.sharding.presence import has_fbgemm_tables
 from delta_tracker.sharding.row_cache import cached_table
 from delta_tracker.sharding.torchrec_api import Quantized, Torchrec, load_quantized, load_torchrec, tbe_of
 
@@ -55,6 +56,22 @@ def model_tables(model: nn.Module) -> Iterator[tuple[str, RowTarget | Tensor]]:
             continue
         for name, target in tables:
             yield prefix + name, target
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the FQN and the module for each module of a model, once for each FQN, as the names of its tables have them.
+
+    Modules inside sharded and quantized collections are not yielded.
+
+    Raises:
+        MissingExtraError: if torchrec is not installed.
+    """
+    if has_fbgemm_tables(model):
+        quantized = load_quantized()
+        yield from _walk(model, "", load_torchrec(), (*quantized.sharded, *quantized.collections))
+        return
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        yield fqn.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix("."), module
 
 
 def _walk(

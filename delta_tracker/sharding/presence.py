@@ -7,6 +7,7 @@ from torch import nn
 # The tables of all other TorchRec modules are nn.Embedding and nn.EmbeddingBag, which do not need fbgemm.
 _SHARDED = "torchrec.distributed."
 _QUANTISED = "torchrec.quant."
+_COLLISIONS = ("torchrec.modules.mc_modules", "torchrec.modules.hash_mc_modules", "torchrec.distributed.mc_modules")
 
 
 def has_sharded(model: nn.Module) -> bool:
@@ -17,6 +18,11 @@ def has_sharded(model: nn.Module) -> bool:
 def has_fbgemm_tables(model: nn.Module) -> bool:
     """Return True if a module of the model is sharded or quantized by TorchRec, so that FBGEMM holds its tables."""
     return _has(model, (_SHARDED, _QUANTISED))
+
+
+def has_collisions(model: nn.Module) -> bool:
+    """Return True if a module of the model maps raw ids to the rows of a table."""
+    return _has(model, _COLLISIONS)
 
 
 def _has(model: nn.Module, prefixes: tuple[str, ...]) -> bool:

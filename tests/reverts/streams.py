@@ -60,7 +60,10 @@ REVERTS = [
         generator=_TORN,
         edits={
             "delta_tracker/predictor/predictor.py": [
-                ("with self._lock.writing(), self._fence.writing():", "with self._lock.writing():")
+                (
+                    "with self._lock.writing(), self._fence.writing():\n            receiver",
+                    "with self._lock.writing():\n            receiver",
+                )
             ]
         },
     ),

@@ -1,0 +1,150 @@
+"""Change the owners of rows, so that no raw id reaches the row of another one while a version is applied.
+
+The owner of a row is the raw id that a managed-collision module maps to it. The order of each version is:
+
+1. Find the rows whose owner changes: the owners of the whole version are compared with those of the live mapping, from
+   which an interrupted attempt may have removed some. Nothing is changed.
+2. Unmap the owners of these rows, which then read the default rows of their buckets.
+3. Write the rows in chunks.
+4. Replace the mapping.
+
+At the end of each step, each raw id reads its own row as of the version before or this one, or its default row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError, MalformedError
+from delta_tracker.raw_ids import NO_OWNER, RawIdMap, check_owners
+from delta_tracker.stream.format.contents import Contents
+from delta_tracker.stream.log import entry_name
+from delta_tracker.types import Identity
+
+VersionOwners = Mapping[str, tuple[Tensor, Tensor]]
+"""Mapping of table FQN to the ``[N]`` global row ids of a version, and the ``[N]`` owners of these rows."""
+
+
+def version_owners(contents: Contents) -> VersionOwners:
+    """Return the owners of a version's rows, for each table with managed collisions.
+
+    Raises:
+        MalformedError: if a raw id owns two rows, a row of another bucket, or a default row.
+        CorruptPartError: if a part that is too large for memory changed after its check.
+        StorageError: if such a part cannot be read again.
+    """
+    manifest = contents.manifest
+    pieces: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for fqn, ids, owners in contents.owners():
+        pieces[fqn].append((torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids, owners))
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for fqn, identity in manifest.identities.items():
+        of_table = pieces[fqn] or [(torch.empty(0, dtype=torch.int64),) * 2]
+        slots, owners = (torch.cat(each) for each in zip(*of_table, strict=True))
+        try:
+            check_owners(identity, slots, owners)
+        except ValueError as error:
+            raise MalformedError(entry_name(manifest.version), f"in table {fqn!r}, {error}") from error
+        found[fqn] = slots, owners
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnerChange:
+    """Change of the owners in one mapping.
+
+    Args:
+        fqn: name of the table in the stream.
+        raw_ids: the live mapping.
+        identity: buckets of the table in the version.
+        slots: ``[M]`` int64 global ids of the rows whose owner changes.
+        final: ``[R]`` int64 owners of the mapping's rows after the version.
+    """
+
+    fqn: str
+    raw_ids: RawIdMap
+    identity: Identity
+    slots: Tensor
+    final: Tensor
+
+    @property
+    def default_rows(self) -> list[int]:
+        """Default rows to write before :meth:`adopt`, so that they do not contain rows of former owners."""
+        if self.raw_ids.routes_by(self.identity):
+            return []
+        return [bucket.default for bucket in self.identity.buckets if bucket.default is not None]
+
+    def unmap(self) -> None:
+        """Remove the raw ids of the rows whose owner changes. The caller must hold the lock for writing."""
+        if len(self.slots):
+            self.raw_ids.unmap(self.slots)
+
+    def adopt(self) -> None:
+        """Route unknown raw ids by the buckets of the version. The caller must hold the lock for writing."""
+        if not self.raw_ids.routes_by(self.identity):
+            self.raw_ids.adopt(self.identity)
+
+    def ready(self) -> object:
+        """Return the new content of the mapping. Lookups may run meanwhile."""
+        return self.raw_ids.prepare(self.final)
+
+    def map(self, ready: object) -> None:
+        """Replace the mapping by the result of :meth:`ready`. The caller must hold the lock for writing."""
+        self.raw_ids.map(ready)
+
+
+def owner_changes(
+    version: VersionOwners, identities: Mapping[str, Identity], maps: Mapping[str, tuple[RawIdMap, ...]]
+) -> list[OwnerChange]:
+    """Return the changes of a version for all mappings. Nothing is changed.
+
+    Args:
+        version: result of :func:`version_owners`.
+        identities: table FQN to the buckets in the version.
+        maps: table FQN to the live mappings.
+    """
+    return [
+        _change(fqn, raw_ids, identity, *version[fqn]) for fqn, identity in identities.items() for raw_ids in maps[fqn]
+    ]
+
+
+def _change(fqn: str, raw_ids: RawIdMap, identity: Identity, slots: Tensor, owners: Tensor) -> OwnerChange:
+    first, end = raw_ids.rows
+    if identity.num_rows != end - first:
+        is_here = (slots >= first) & (slots < end)
+        slots, owners = slots[is_here], owners[is_here]
+    live = raw_ids.owners()
+    final = live.clone()
+    final[slots - first] = owners
+    # An interrupted newer version, which is applied again later, may have mapped these ids to rows that this version
+    # does not have.
+    admitted = final[(final != live) & (final != NO_OWNER)]
+    former = raw_ids.slots_of(admitted)
+    is_here = (former >= first) & (former < end)
+    former, admitted = former[is_here] - first, admitted[is_here]
+    left = former[(live[former] == admitted) & (final[former] == admitted)]
+    final[left] = NO_OWNER
+    return OwnerChange(fqn, raw_ids, identity, (final != live).nonzero().flatten() + first, final)
+
+
+def to_text(identities: Mapping[str, Identity]) -> str:
+    """Return the buckets of tables as JSON, for the state of a predictor."""
+    return msgspec.json.encode(identities).decode()
+
+
+def from_text(text: object) -> dict[str, Identity]:
+    """Return the buckets of tables from the result of :func:`to_text`.
+
+    Raises:
+        InvalidArgumentError: if ``text`` is invalid.
+    """
+    try:
+        return msgspec.json.decode(str(text), type=dict[str, Identity])
+    except ValueError as error:
+        raise InvalidArgumentError("state", text, "Pass what state_dict() returned") from error

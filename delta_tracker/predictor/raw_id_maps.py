@@ -1,0 +1,82 @@
+"""Find the mappings of raw ids in a predictor's model, and check that they can serve a version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from delta_tracker.errors import InvalidArgumentError, TableMismatchError
+from delta_tracker.raw_id_index import RawIdIndex
+from delta_tracker.raw_ids import RawIdMap
+from delta_tracker.row_target import RowTarget
+from delta_tracker.sharding.presence import has_collisions
+from delta_tracker.stream.format.manifest import Manifest
+
+
+def find_maps(model: object, names: Mapping[str, str]) -> dict[str, tuple[RawIdMap, ...]]:
+    """Return the mappings of the managed-collision modules of a model.
+
+    Args:
+        model: module or mapping of tables; a mapping has no managed-collision modules.
+        names: FQN in the stream to FQN in the model, where they differ.
+
+    Returns:
+        Table FQN in the stream to mappings.
+    """
+    if not isinstance(model, nn.Module) or not has_collisions(model):
+        return {}
+    from delta_tracker.sharding.raw_id_maps import raw_id_maps  # noqa: PLC0415  it needs torchrec
+
+    streams = {own: name for name, own in names.items()}
+    return {streams.get(fqn, fqn): maps for fqn, maps in raw_id_maps(model).items()}
+
+
+def check_indexes(indexes: object, tables: Mapping[str, RowTarget]) -> dict[str, RawIdIndex]:
+    """Return the indexes of a predictor by table FQN.
+
+    Args:
+        indexes: mapping of table FQN in the stream, optionally followed by ``.weight``, to index.
+        tables: table FQN in the stream to table of the model.
+
+    Raises:
+        InvalidArgumentError: if ``indexes`` is not such a mapping, or has a name that is missing in ``tables``.
+    """
+    if not isinstance(indexes, Mapping) or not all(isinstance(each, RawIdIndex) for each in indexes.values()):
+        raise InvalidArgumentError("raw_ids", indexes, "Pass a mapping of table name in the stream to RawIdIndex")
+    found = {str(name).removesuffix(".weight"): index for name, index in indexes.items()}
+    for fqn in found:
+        if fqn not in tables:
+            raise InvalidArgumentError("raw_ids", fqn, f"Pass names of the model's tables: {sorted(tables)}")
+    return found
+
+
+def check_maps(manifest: Manifest, maps: Mapping[str, tuple[RawIdMap, ...]]) -> None:
+    """Reject a version whose raw ids cannot be mapped as the trainer maps them.
+
+    Args:
+        manifest: manifest of the version.
+        maps: table FQN in the stream to mappings.
+
+    Raises:
+        TableMismatchError: for the first table with raw ids that has no mapping, or one that cannot serve the buckets
+            of the version or is shared with another table, and for a table with a mapping that has no raw ids.
+    """
+    owners: dict[int, str] = {}  # address of a mapping to the first table
+    for fqn, table in manifest.tables.items():
+        identity = manifest.identities.get(fqn)
+        found = maps.get(fqn, ())
+        if identity is None:
+            if found:
+                raise TableMismatchError(fqn, f"{table} without raw ids", "with a mapping of raw ids")
+            continue
+        expected = f"{table} with raw ids"
+        if not found:
+            raise TableMismatchError(fqn, expected, "without a mapping of raw ids, such as a RawIdIndex")
+        for each in found:
+            refusal = each.refusal(identity)
+            if refusal:
+                raise TableMismatchError(fqn, expected, refusal)
+            shared = owners.setdefault(each.memory.data_ptr(), fqn)
+            if shared != fqn or sum(each.memory.data_ptr() == other.memory.data_ptr() for other in found) > 1:
+                raise TableMismatchError(fqn, expected, f"with a mapping of raw ids shared with {shared!r}")

@@ -1,0 +1,290 @@
+"""Index of the rows of raw ids, for serving code without torchrec, and the sorted mapping that it consists of.
+
+Notation: ``R`` is the number of rows of a mapping, ``N`` the number of ids of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from delta_tracker.errors import InvalidArgumentError
+from delta_tracker.raw_ids import NO_OWNER, check_owners, defaults_of
+from delta_tracker.rows import copy_from_host, to_device
+from delta_tracker.types import Bucket, Identity
+
+_NO_ROW = -1
+
+
+class SortedOwners:
+    """Mapping from raw ids to a range of rows, in two tensors: the ids in ascending order, and the row of each.
+
+    Rows without an owner are in the mapping too, last, with the id :data:`~delta_tracker.raw_ids.NO_OWNER`. An unmapped
+    id stays in the mapping, with the default row of its bucket. The tensors are changed in place.
+
+    Args:
+        raw_ids: ``[R]`` int64 raw ids, ascending.
+        slots: ``[R]`` int64 global row of each id; -1 for an unmapped id whose bucket has no default row.
+        rows: half-open range of global row ids.
+    """
+
+    def __init__(self, raw_ids: Tensor, slots: Tensor, rows: tuple[int, int]) -> None:
+        self.raw_ids = raw_ids
+        self.slots = slots
+        self.rows = rows
+
+    def owners(self, defaults: Iterable[int]) -> Tensor:
+        """Return the raw ids by row, ``[R]`` int64 on the CPU. Default rows have none.
+
+        Args:
+            defaults: global ids of the default rows.
+        """
+        first, end = self.rows
+        raw_ids, slots = self.raw_ids.cpu(), self.slots.cpu()
+        if not self._has_all_inside(slots):
+            is_inside = (slots >= first) & (slots < end)
+            raw_ids, slots = raw_ids[is_inside], slots[is_inside]
+        found = torch.full((end - first,), NO_OWNER)
+        found[slots - first] = raw_ids
+        for default in defaults:
+            if first <= default < end:
+                found[default - first] = NO_OWNER
+        return found
+
+    def slots_of(self, raw_ids: Tensor) -> Tensor:
+        """Return the row of each raw id, in the shape of ``raw_ids``; -1 for ids that are not in the mapping.
+
+        Args:
+            raw_ids: int64 ids of any shape, on the device of the mapping.
+        """
+        places = torch.searchsorted(self.raw_ids[:-1], raw_ids)
+        is_known = (self.raw_ids[places] == raw_ids) & (raw_ids != NO_OWNER)
+        return torch.where(is_known, self.slots[places], _NO_ROW)
+
+    def unmap(self, slots: Tensor, identity: Identity) -> None:
+        """Map the owners of some rows to the default rows of their buckets.
+
+        Takes time in proportion to ``R``, because several unmapped ids may be mapped to one row.
+
+        Args:
+            slots: ``[N]`` int64 global row ids, inside :attr:`rows`.
+            identity: buckets of the table.
+        """
+        first, num_rows = self.rows[0], len(self.slots)
+        is_freed = torch.zeros(num_rows + 1, dtype=torch.bool, device=self.slots.device)
+        is_freed[to_device(slots, is_freed.device) - first] = True
+        is_freed[-1] = True  # ids without a row: the new buckets may have default rows
+        at = torch.where(self.slots < first, num_rows, self.slots - first)
+        places = (is_freed[at] & (self.raw_ids != NO_OWNER)).nonzero().flatten()
+        self.slots[places] = self._local_defaults(identity, self.raw_ids[places])
+
+    def prepare(self, owners: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tensors of another mapping, on the CPU. Does not change this one.
+
+        The ids that keep their rows are already in order. Only the others are sorted.
+
+        Args:
+            owners: ``[R]`` int64 raw ids by row; each id has one row.
+
+        Returns:
+            Pair of the new :attr:`raw_ids` and the new :attr:`slots`.
+        """
+        first, num_rows = self.rows[0], len(owners)
+        raw_ids, places = self.raw_ids.cpu(), self.slots.cpu() - first
+        if not self._has_all_inside(places + first):
+            places = places.clamp(0, max(0, num_rows - 1))
+        keeps = (owners[places] == raw_ids) & (raw_ids != NO_OWNER)
+        kept_ids, kept = raw_ids[keeps], places[keeps]
+        is_owned = owners != NO_OWNER
+        is_added = is_owned.clone()
+        is_added[kept] = False
+        added = is_added.nonzero().flatten()
+        added_ids, order = owners[added].sort()
+        at = torch.searchsorted(kept_ids, added_ids) + torch.arange(len(added))
+        is_new = torch.zeros(len(kept) + len(added), dtype=torch.bool)
+        is_new[at] = True
+        rest = (~is_new).nonzero().flatten()
+        new_ids, new = torch.full((num_rows,), NO_OWNER), torch.empty(num_rows, dtype=torch.int64)
+        new_ids[at], new_ids[rest] = added_ids, kept_ids
+        new[at], new[rest] = added[order], kept
+        new[len(is_new) :] = (~is_owned).nonzero().flatten()
+        return new_ids, new + first
+
+    def replace(self, raw_ids: Tensor, slots: Tensor) -> None:
+        """Copy the tensors of another mapping to this one. If this is interrupted, every id is unknown."""
+        self.raw_ids.fill_(NO_OWNER)
+        copy_from_host(self.slots, slots)
+        copy_from_host(self.raw_ids, raw_ids)
+
+    def _has_all_inside(self, slots: Tensor) -> bool:
+        first, end = self.rows
+        return not len(slots) or (int(slots.min()) >= first and int(slots.max()) < end)
+
+    def _local_defaults(self, identity: Identity, raw_ids: Tensor) -> Tensor:
+        """Return the default rows of raw ids; the last row for a raw id whose default row is elsewhere."""
+        first, end = self.rows
+        found = defaults_of(identity, raw_ids)
+        return torch.where((found == _NO_ROW) | ((found >= first) & (found < end)), found, end - 1)
+
+
+class RawIdIndex:
+    """Index of the rows of raw ids in a table, on the CPU, for serving code without torchrec.
+
+    Pass it to a :class:`~delta_tracker.predictor.predictor.Predictor` as ``raw_ids``, which keeps it up to date. Look
+    ids and rows up in one ``with predictor.reading()`` block. Takes 16 bytes per row, and 33 more while a version is
+    applied.
+
+    Args:
+        num_rows: number of rows of the table.
+
+    Raises:
+        InvalidArgumentError: if ``num_rows`` is not a count of 1 or more.
+
+    Example:
+        >>> index = RawIdIndex(4)
+        >>> index.rows_of(torch.tensor([7, 8]))  # before the first version
+        tensor([-1, -1])
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        if type(num_rows) is not int or num_rows < 1:
+            raise InvalidArgumentError("num_rows", num_rows, "Pass the number of rows of the table, 1 or more")
+        self.rows = (0, num_rows)
+        self.devices = (torch.device("cpu"),)
+        self._owners = SortedOwners(torch.full((num_rows,), NO_OWNER), torch.arange(num_rows), self.rows)
+        self._identity: Identity | None = None
+
+    @property
+    def identity(self) -> Identity | None:
+        """Buckets by which unknown raw ids are routed; None before the first version."""
+        return self._identity
+
+    def rows_of(self, raw_ids: Tensor) -> Tensor:
+        """Return the row of each raw id. Call it inside ``predictor.reading()``.
+
+        Args:
+            raw_ids: int64 raw ids of any shape, on the CPU, as the trainer's collision module receives them: after its
+                ``input_hash_func``.
+
+        Returns:
+            int64 rows in the shape of ``raw_ids``. The row of an unknown id is the default row of its bucket; -1 if the
+            trainer's module has no default rows, or before the first version.
+
+        Raises:
+            InvalidArgumentError: if ``raw_ids`` is not an int64 tensor on the CPU.
+        """
+        if raw_ids.dtype != torch.int64 or raw_ids.device.type != "cpu":
+            raise InvalidArgumentError("raw_ids", (raw_ids.dtype, str(raw_ids.device)), "Pass int64 ids on the CPU")
+        found = self._owners.slots_of(raw_ids)
+        if self._identity is None:
+            return found
+        return torch.where(found == _NO_ROW, defaults_of(self._identity, raw_ids), found)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the index as tensors.
+
+        Save them together with the table and the predictor's position, in one ``with predictor.reading()`` block.
+
+        Returns:
+            ``owners``: ``[num_rows]`` raw id of each row, 2**63 - 1 if it has none. ``hash_size``: ``[1]``, and
+            ``buckets``: ``[B, 3]`` first row, end and default row of each bucket, -1 without default rows; both are
+            empty before the first version.
+        """
+        identity = self._identity
+        buckets = () if identity is None else identity.buckets
+        records = [(*each.rows, _NO_ROW if each.default is None else each.default) for each in buckets]
+        return {
+            "owners": self.owners(),
+            "hash_size": torch.tensor([] if identity is None else [identity.hash_size], dtype=torch.int64),
+            "buckets": torch.tensor(records, dtype=torch.int64).view(-1, 3),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the index by a saved one. Call it before a predictor applies versions.
+
+        Args:
+            state: result of :meth:`state_dict`.
+
+        Raises:
+            InvalidArgumentError: if ``state`` is not the state of an index with this number of rows. The index is
+                unchanged.
+        """
+        remedy = f"Pass what state_dict() of an index with {self.rows[1]} rows returned"
+        if set(state) != {"owners", "hash_size", "buckets"}:
+            raise InvalidArgumentError("state", sorted(state), remedy)
+        try:
+            identity, owners = _loaded(state, self.rows[1])
+        except (ValueError, RuntimeError) as error:
+            raise InvalidArgumentError("state", str(error), remedy) from error
+        self._identity = identity
+        self._owners.replace(*self._owners.prepare(owners))
+
+    # See RawIdMap
+
+    @property
+    def memory(self) -> Tensor:
+        """Tensor of the index, which no other mapping shares."""
+        return self._owners.slots
+
+    def refusal(self, identity: Identity) -> str:
+        """Return the reason why the index cannot serve the buckets of a stream; the empty string if it can."""
+        if identity.num_rows != self.rows[1]:
+            return f"with a RawIdIndex of {self.rows[1]} rows"
+        return ""
+
+    def routes_by(self, identity: Identity) -> bool:
+        """Return True if unknown raw ids are routed by the buckets of a stream."""
+        return identity == self._identity
+
+    def adopt(self, identity: Identity) -> None:
+        """Route unknown and unmapped raw ids by the buckets of a stream."""
+        if identity != self._identity:
+            self._owners.unmap(torch.tensor(self._defaults(), dtype=torch.int64), identity)
+            self._identity = identity
+
+    def owners(self) -> Tensor:
+        """Return the raw ids by row, ``[R]`` int64."""
+        return self._owners.owners(self._defaults())
+
+    def slots_of(self, raw_ids: Tensor) -> Tensor:
+        """Return the row of each raw id, ``[N]`` int64; -1 or a default row if it is unknown."""
+        return self._owners.slots_of(raw_ids)
+
+    def unmap(self, slots: Tensor) -> None:
+        """Remove the raw ids of some rows, so that they read the default rows of their buckets."""
+        if self._identity is not None:  # otherwise the index is empty
+            self._owners.unmap(slots, self._identity)
+
+    def prepare(self, owners: Tensor) -> object:
+        """Return the new content of the index for :meth:`map`."""
+        return self._owners.prepare(owners)
+
+    def map(self, ready: object) -> None:
+        """Replace the content of the index."""
+        self._owners.replace(*cast(tuple[Tensor, Tensor], ready))
+
+    def _defaults(self) -> list[int]:
+        buckets = () if self._identity is None else self._identity.buckets
+        return [each.default for each in buckets if each.default is not None]
+
+
+def _loaded(state: Mapping[str, Tensor], num_rows: int) -> tuple[Identity | None, Tensor]:
+    """Return the buckets and the owners of a saved index. Raise ValueError or RuntimeError for any other state."""
+    owners, hash_size, records = (state[name].to("cpu", copy=True) for name in ("owners", "hash_size", "buckets"))
+    if owners.dtype != torch.int64 or owners.shape != (num_rows,):
+        raise ValueError(f"owners of shape {tuple(owners.shape)}")
+    if not len(hash_size):
+        if bool((owners != NO_OWNER).any()) or records.numel():
+            raise ValueError("raw ids without buckets")
+        return None, owners
+    buckets = [
+        Bucket((first, end), None if default == _NO_ROW else default) for first, end, default in records.tolist()
+    ]
+    identity = Identity(int(hash_size.item()), tuple(buckets))
+    if identity.num_rows != num_rows:
+        raise ValueError(f"buckets of {identity.num_rows} rows")
+    check_owners(identity, torch.arange(num_rows), owners)
+    return identity, owners

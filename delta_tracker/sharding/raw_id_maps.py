@@ -1,0 +1,293 @@
+"""Mappings of raw ids in the managed-collision modules of a serving model.
+
+TorchRec's modules map raw ids to rows in two ways. ``MCHManagedCollisionModule`` keeps the raw ids sorted, and maps an
+unknown id to the last row of its range. ``HashZchManagedCollisionModule`` probes the rows from the hash of an id on.
+With ``disable_fallback=True``, it has no row for an unknown id. Otherwise an unknown id reads the row of another id, so
+that rows and mapping cannot be changed one after the other.
+
+A trainer on several ranks has a default row on each rank. A module that holds the rows of several ranks is given a
+``remap`` that finds the default row by the trainer's buckets.
+
+Hash modules train on CUDA only. Their mapping was tested with identities that a test wrote, in evaluation mode on the
+CPU. Nothing here was run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from delta_tracker.raw_id_index import SortedOwners
+from delta_tracker.raw_ids import NO_OWNER, RawIdMap, defaults_of
+from delta_tracker.rows import copy_from_host, to_device
+from delta_tracker.sharding.inference_tables import named_modules
+from delta_tracker.sharding.torchrec_api import load_torchrec
+from delta_tracker.types import Bucket, Identity
+
+_EMPTY = -1  # raw id of a row without one in a hash module
+_HOLDERS = ("embeddings", "embedding_bags")
+
+
+def raw_id_maps(model: nn.Module) -> dict[str, tuple[RawIdMap, ...]]:
+    """Return the mappings of a model's managed-collision modules.
+
+    Modules that were scripted, or traced by ``torch.fx``, are not found.
+
+    Returns:
+        Table FQN to its mappings; the FQNs are those of the tables of :func:`~.inference_tables.model_tables`.
+    """
+    hashed = load_torchrec().hashed_collisions
+    found: defaultdict[str, list[RawIdMap]] = defaultdict(list)
+    for fqn, module in named_modules(model):
+        collection = getattr(module, "_managed_collision_collection", None)
+        if collection is None:
+            continue
+        embedding = getattr(module, "_embedding_module", None)
+        path = [fqn] if embedding is None else [fqn, "_embedding_module"]  # quantized collections have no inner one
+        holder = next((each for each in _HOLDERS if hasattr(module if embedding is None else embedding, each)), None)
+        for table, collision, num_shards in _collision_modules(collection):
+            name = ".".join(each for each in (*path, holder, table) if each)
+            if isinstance(collision, MCHManagedCollisionModule):
+                found[name].append(MchMap(collision, num_shards))
+            elif isinstance(collision, hashed):
+                found[name].append(HashMap(collision, num_shards))
+    return {fqn: tuple(maps) for fqn, maps in found.items()}
+
+
+def _collision_modules(collection: Any) -> Iterator[tuple[str, nn.Module, int]]:  # noqa: ANN401  torchrec's
+    """Yield the table, the module and the number of shards in this process of each module of a collection."""
+    ranks = getattr(collection, "_managed_collision_modules_per_rank", None)
+    for modules in [collection._managed_collision_modules] if ranks is None else ranks:  # noqa: SLF001
+        for table, module in modules.items():
+            yield table, module, 1 if ranks is None else len(ranks)
+
+
+class _Routed:
+    """Replacement of ``MCHManagedCollisionModule.remap`` that finds the default row of an unknown id by its bucket.
+
+    Args:
+        module: the module, whose current buffers are read.
+        identity: buckets of the stream.
+    """
+
+    def __init__(self, module: MCHManagedCollisionModule, identity: Identity) -> None:
+        self.module = module
+        self.identity = identity
+
+    def __call__(
+        self,
+        features: dict[str, JaggedTensor],
+        mutate_miss_lengths: bool = True,  # noqa: ARG002, FBT001, FBT002  the signature of TorchRec's method
+        write_weights: Tensor | None = None,  # noqa: ARG002
+    ) -> dict[str, JaggedTensor]:
+        """Return the features with rows in place of raw ids."""
+        owners = _sorted_owners(self.module)
+        remapped = {}
+        for name, feature in features.items():
+            raw_ids = feature.values()
+            slots = owners.slots_of(raw_ids)
+            slots = torch.where(slots < 0, defaults_of(self.identity, raw_ids), slots)
+            remapped[name] = JaggedTensor(
+                values=slots,
+                lengths=feature.lengths(),
+                offsets=feature.offsets(),
+                weights=feature.weights_or_none(),
+            )
+        return remapped
+
+
+def _rows(module: MCHManagedCollisionModule) -> tuple[int, int]:
+    first = module._output_global_offset  # noqa: SLF001
+    return first, first + module.output_size()
+
+
+def _sorted_owners(module: MCHManagedCollisionModule) -> SortedOwners:
+    return SortedOwners(module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping, _rows(module))  # noqa: SLF001
+
+
+class MchMap:
+    """Mapping in a ``MCHManagedCollisionModule``. See :class:`~delta_tracker.raw_ids.RawIdMap` for the methods.
+
+    Args:
+        module: the module, unsharded or one shard.
+        num_shards: number of shards of a quantized table in this process.
+    """
+
+    def __init__(self, module: MCHManagedCollisionModule, num_shards: int) -> None:
+        self._module = module
+        self._num_shards = num_shards
+        self.rows = _rows(module)
+
+    @property
+    def memory(self) -> Tensor:
+        """Rows of the sorted raw ids."""
+        return cast(Tensor, self._module._mch_remapped_ids_mapping)  # noqa: SLF001
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Device of the module's buffers."""
+        return (self.memory.device,)
+
+    def refusal(self, identity: Identity) -> str:
+        """Return the reason why the module cannot serve the buckets of a stream; the empty string if it can."""
+        return next(self._refusals(identity), "")
+
+    def _refusals(self, identity: Identity) -> Iterator[str]:
+        module = self._module
+        kind = type(module).__name__
+        if module.training:
+            yield f"mapped by a {kind} in training mode, which admits raw ids itself: call model.eval()"
+        if type(module).remap is not MCHManagedCollisionModule.remap or not isinstance(
+            module.__dict__.get("remap"), _Routed | None
+        ):
+            yield f"mapped by a {kind} with another remap()"
+        if identity.buckets[0].default is None:
+            yield f"mapped by a {kind}, which has default rows, unlike the trainer's module"
+        if module.input_size() != identity.hash_size:
+            yield f"mapped by a {kind} with input_hash_size={module.input_size()} instead of {identity.hash_size}"
+        if self._num_shards > 1:
+            yield f"quantized in {self._num_shards} shards, to which TorchRec routes raw ids by rows: use one shard"
+        ranges, num_ranks = {bucket.rows for bucket in identity.buckets}, module.buckets()  # TorchRec routes by these
+        if self.rows != (0, identity.num_rows) and (self.rows not in ranges or num_ranks != len(ranges)):
+            yield (
+                f"mapped by the rows {self.rows} on one of {num_ranks} ranks, to which TorchRec does not route raw ids "
+                f"as to the trainer's {len(ranges)}: use the trainer's plan, or one rank"
+            )
+
+    def routes_by(self, identity: Identity) -> bool:
+        """Return True if unknown raw ids are routed by the buckets of a stream."""
+        routed = self._routed()
+        return routed is None if self._is_own_default(identity) else routed is not None and routed.identity == identity
+
+    def adopt(self, identity: Identity) -> None:
+        """Route unknown and unmapped raw ids by the buckets of a stream."""
+        if self.routes_by(identity):
+            return
+        _sorted_owners(self._module).unmap(torch.tensor(self._defaults()), identity)
+        self._module.__dict__.pop("remap", None)
+        if not self._is_own_default(identity):
+            self._module.remap = _Routed(self._module, identity)
+
+    def owners(self) -> Tensor:
+        """Return the raw ids by row, ``[R]`` int64 on the CPU."""
+        return _sorted_owners(self._module).owners(self._defaults())
+
+    def slots_of(self, raw_ids: Tensor) -> Tensor:
+        """Return the row of each raw id, ``[N]`` int64 on the CPU; -1 or a default row if it is unknown."""
+        return _sorted_owners(self._module).slots_of(to_device(raw_ids, self.memory.device)).cpu()
+
+    def unmap(self, slots: Tensor) -> None:
+        """Remove the raw ids of some rows, so that they read default rows."""
+        routed, end = self._routed(), self.rows[1]
+        identity = Identity(0, (Bucket((0, end), end - 1),)) if routed is None else routed.identity
+        _sorted_owners(self._module).unmap(slots, identity)
+
+    def prepare(self, owners: Tensor) -> object:
+        """Return the new content of the module's buffers for :meth:`map`."""
+        return _sorted_owners(self._module).prepare(owners)
+
+    def map(self, ready: object) -> None:
+        """Replace the content of the module's buffers."""
+        _sorted_owners(self._module).replace(*cast(tuple[Tensor, Tensor], ready))
+
+    def _routed(self) -> _Routed | None:
+        return self._module.__dict__.get("remap")
+
+    def _is_own_default(self, identity: Identity) -> bool:
+        """Return True if the module's own default row is that of all raw ids which reach the module."""
+        first, end = self.rows
+        return [bucket.default for bucket in identity.buckets if first < bucket.rows[1] and bucket.rows[0] < end] == [
+            end - 1
+        ]
+
+    def _defaults(self) -> list[int]:
+        """Return the default rows by which the module routes now."""
+        routed = self._routed()
+        if routed is None:
+            return [self.rows[1] - 1]
+        first, end = self.rows
+        found = [bucket.default for bucket in routed.identity.buckets]
+        return [each for each in found if each is not None and first <= each < end]
+
+
+class HashMap:
+    """Mapping in a ``HashZchManagedCollisionModule``. See :class:`~delta_tracker.raw_ids.RawIdMap` for the methods.
+
+    The module must have at least the trainer's ``max_probe``.
+
+    Args:
+        module: the module, unsharded.
+        num_shards: number of shards of a quantized table in this process.
+    """
+
+    def __init__(self, module: Any, num_shards: int) -> None:  # noqa: ANN401  imported only if the model has one
+        self._module = module
+        self._num_shards = num_shards
+        segments = module._output_segments  # noqa: SLF001
+        self.rows = (segments[module._start_bucket], segments[module._end_bucket])  # noqa: SLF001
+
+    @property
+    def memory(self) -> Tensor:
+        """Raw ids by row, -1 if there is none, ``[R, 1]``."""
+        return cast(Tensor, self._module._hash_zch_identities.data)  # noqa: SLF001
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Device of the raw ids."""
+        return (self.memory.device,)
+
+    def refusal(self, identity: Identity) -> str:
+        """Return the reason why the module cannot serve the buckets of a stream; the empty string if it can."""
+        return next(self._refusals(identity), "")
+
+    def _refusals(self, identity: Identity) -> Iterator[str]:
+        module = self._module
+        kind = type(module).__name__
+        if module.training:
+            yield f"mapped by a {kind} in training mode, which admits raw ids itself: call model.eval()"
+        if identity.buckets[0].default is not None:
+            yield f"mapped by a {kind}, which has no default rows, unlike the trainer's module"
+        if not module.disable_fallback or module._no_bag or module._opt_in_prob != -1:  # noqa: SLF001
+            what = "disable_fallback=True, and without no_bag and opt_in_prob"
+            yield f"mapped by a {kind} that gives unknown raw ids the rows of others: build it with {what}"
+        if self._num_shards > 1 or self.rows != (0, identity.num_rows):
+            yield f"mapped by a {kind} in several shards: use one shard"
+        if module._output_segments != [0, *(bucket.rows[1] for bucket in identity.buckets)]:  # noqa: SLF001
+            yield f"mapped by a {kind} with other buckets"
+        if module._input_hash_size != identity.hash_size:  # noqa: SLF001
+            yield f"mapped by a {kind} with input_hash_size={module._input_hash_size} instead of {identity.hash_size}"  # noqa: SLF001
+
+    def routes_by(self, identity: Identity) -> bool:  # noqa: ARG002
+        """Return True: unknown raw ids have no row."""
+        return True
+
+    def adopt(self, identity: Identity) -> None:
+        """Do nothing: :meth:`refusal` has compared the buckets."""
+
+    def owners(self) -> Tensor:
+        """Return the raw ids by row, ``[R]`` int64 on the CPU."""
+        raw_ids = self.memory[:, 0].cpu()
+        return torch.where(raw_ids == _EMPTY, NO_OWNER, raw_ids)
+
+    def slots_of(self, raw_ids: Tensor) -> Tensor:
+        """Return the row of each raw id, ``[N]`` int64 on the CPU; -1 if it is unknown."""
+        owners, order = self.owners().sort()
+        return SortedOwners(owners, order + self.rows[0], self.rows).slots_of(raw_ids)
+
+    def unmap(self, slots: Tensor) -> None:
+        """Remove the raw ids of some rows, so that they have no row."""
+        self.memory[to_device(slots - self.rows[0], self.memory.device)] = _EMPTY
+
+    def prepare(self, owners: Tensor) -> object:
+        """Return the new raw ids for :meth:`map`."""
+        return torch.where(owners == NO_OWNER, _EMPTY, owners)[:, None]
+
+    def map(self, ready: object) -> None:
+        """Replace the raw ids."""
+        copy_from_host(self.memory, cast(Tensor, ready))

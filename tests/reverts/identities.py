@@ -1,0 +1,106 @@
+"""Fixes in how a predictor maps raw ids to rows."""
+
+from __future__ import annotations
+
+from tests.reverts.revert import Revert
+
+_RANDOM = "tests/predictor/test_identities_random.py::test_random_owners_never_read_the_row_of_another"
+_FAILED = "tests/predictor/test_identities.py::test_a_rollback_after_a_failed_attempt_maps_the_raw_ids_again"
+_MERGED = "tests/predictor/test_identities.py::test_a_raw_id_that_an_interrupted_merged_version_has_moved_has_one_row"
+_PREDICTOR = "delta_tracker/predictor/predictor.py"
+_IDENTITIES = "delta_tracker/predictor/identities.py"
+_INDEX = "delta_tracker/raw_id_index.py"
+
+_BLOCKS = """\
+def _blocks(contents):
+    for rows in (*contents.whole, *contents.listed):
+        ids = slice(*rows.block.rows) if rows.ids is None else rows.ids
+        is_overlaid = hasattr(rows.owners.args[0], "owners")
+        owners = rows.owners.args[0].owners if is_overlaid else rows.owners
+        yield rows.block.table, ids, owners(0, rows.block.num_rows)[:, 0]
+
+
+"""
+
+REVERTS = [
+    Revert(
+        defect="rows are written while their former owners are still mapped to them",
+        generator=_RANDOM,
+        edits={
+            _IDENTITIES: [
+                (
+                    "        if len(self.slots):\n            self.raw_ids.unmap",
+                    "        if False:\n            self.raw_ids.unmap",
+                )
+            ]
+        },
+    ),
+    Revert(
+        defect="the owners of whole blocks are mapped although listed rows have newer ones",
+        generator=_RANDOM,
+        edits={
+            _IDENTITIES: [
+                ("for fqn, ids, owners in contents.owners():", "for fqn, ids, owners in _blocks(contents):"),
+                (
+                    "def version_owners(",
+                    _BLOCKS + "def version_owners(",
+                ),
+            ]
+        },
+    ),
+    Revert(
+        defect="a failed attempt leaves raw ids unmapped, because the last applied owners are compared",
+        generator=_FAILED,
+        edits={
+            _IDENTITIES: [
+                ("    live = raw_ids.owners()\n", "    live = _APPLIED.get(id(raw_ids), raw_ids.owners())\n"),
+                (
+                    "        self.raw_ids.map(ready)\n",
+                    "        self.raw_ids.map(ready)\n        _APPLIED[id(self.raw_ids)] = self.final\n",
+                ),
+                ("VersionOwners = ", "_APPLIED = {}\nVersionOwners = "),
+            ]
+        },
+    ),
+    Revert(
+        defect="unknown raw ids read the last row of the table",
+        generator=_RANDOM,
+        edits={
+            _INDEX: [("_NO_ROW, defaults_of(self._identity, raw_ids), found)", "_NO_ROW, self.rows[1] - 1, found)")]
+        },
+    ),
+    Revert(
+        defect="unmapped raw ids keep the default row of former buckets",
+        generator=_RANDOM,
+        edits={
+            _INDEX: [
+                ("            self._owners.unmap(torch.tensor(self._defaults(), dtype=torch.int64), identity)\n", "")
+            ]
+        },
+    ),
+    Revert(
+        defect="unknown raw ids read rows of former owners after the buckets have changed",
+        generator=_RANDOM,
+        edits={_PREDICTOR: [("            for chunk in default_rows:\n                chunk.write()\n", "")]},
+    ),
+    Revert(
+        defect="an interrupted merged version leaves a raw id with two rows",
+        generator=_MERGED,
+        edits={_IDENTITIES: [("    final[left] = NO_OWNER\n", "")]},
+    ),
+    Revert(
+        defect="a predictor goes on from raw ids that are half written",
+        generator="tests/predictor/test_identities.py::test_a_mapping_that_is_half_written_is_repaired_by_a_snapshot",
+        edits={_PREDICTOR: [("is_mixed, self._is_mixed = self._is_mixed, True", "is_mixed = self._is_mixed")]},
+    ),
+    Revert(
+        defect="a rollback writes rows before it finds a raw id with two rows",
+        generator="tests/predictor/test_identities.py::test_a_rollback_to_such_a_version_writes_nothing",
+        edits={_PREDICTOR: [("            receiver.place(contents)\n            version_owners(contents)\n", "")]},
+    ),
+    Revert(
+        defect="a restarted predictor does not route unknown raw ids",
+        generator="tests/sharding/test_raw_id_maps.py::test_kept_tables",
+        edits={_PREDICTOR: [("            self._applier.adopt(identities)\n", "")]},
+    ),
+]

@@ -1,0 +1,284 @@
+"""Predictors of TorchRec's managed-collision modules: every raw id reads what it reads in the trainer's module."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import PlaceholderObserver, QConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.quant.embedding_modules import QuantManagedCollisionEmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from delta_tracker import Predictor
+from delta_tracker.errors import InvalidArgumentError, TableMismatchError
+from delta_tracker.raw_ids import NO_OWNER, bucket_of
+from delta_tracker.sharding.raw_id_maps import HashMap, MchMap, raw_id_maps
+from delta_tracker.types import Bucket, Identity
+from tests.predictor.identity_histories import FQN, History
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it calls a deprecated function of torch
+    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+
+_CPU = torch.device("cpu")
+
+
+class _Model(nn.Module):
+    """Model with one table ``t`` of managed collisions."""
+
+    def __init__(self, module: nn.Module, *, is_bag: bool = False) -> None:
+        super().__init__()
+        config = EmbeddingBagConfig if is_bag else EmbeddingConfig
+        tables = [config(name="t", num_embeddings=module.output_size(), embedding_dim=2, feature_names=["f"])]
+        collisions = ManagedCollisionCollection({"t": module}, tables)
+        if is_bag:
+            collection = EmbeddingBagCollection(tables=tables, device=_CPU)
+            self.mc: Any = ManagedCollisionEmbeddingBagCollection(collection, collisions)
+        else:
+            self.mc = ManagedCollisionEmbeddingCollection(EmbeddingCollection(tables=tables, device=_CPU), collisions)
+        self.eval()
+
+    @torch.no_grad()
+    def forward(self, raw_ids: Tensor) -> Tensor:
+        features = KeyedJaggedTensor(["f"], raw_ids, lengths=torch.ones(len(raw_ids), dtype=torch.int32))
+        found, _ = self.mc(features)
+        return found.values() if isinstance(self.mc, ManagedCollisionEmbeddingBagCollection) else found["f"].values()
+
+
+def _mch(num_rows: int, hash_size: int, **kwargs: Any) -> MCHManagedCollisionModule:
+    return MCHManagedCollisionModule(
+        zch_size=num_rows,
+        device=_CPU,
+        eviction_policy=DistanceLFU_EvictionPolicy(),
+        eviction_interval=2,
+        input_hash_size=hash_size,
+        **kwargs,
+    )
+
+
+def _collision(model: _Model) -> Any:
+    return model.mc._managed_collision_collection._managed_collision_modules["t"]
+
+
+def _history(num_buckets: int) -> History:
+    return next(
+        each for each in map(History, range(200)) if len(each.identity.buckets) == num_buckets and each.has_defaults
+    )
+
+
+def _predictor(model: nn.Module, history: History, path: str = "mc._embedding_module.embeddings.t") -> Predictor:
+    return Predictor(model, history.storage, names={FQN: path}, dense=False)
+
+
+def _assert_answers(model: nn.Module, history: History) -> None:
+    state = history.states[history.version]
+    expected = state.rows[state.slots_of(history.raw_ids)]
+    assert torch.equal(model(history.raw_ids), expected)
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2, 4])
+@pytest.mark.parametrize("is_bag", [False, True])
+def test_every_raw_id_reads_what_it_reads_in_the_trainers_module(num_buckets: int, is_bag: bool) -> None:
+    history = _history(num_buckets)
+    model = _Model(_mch(history.num_rows, history.hash_size), is_bag=is_bag)
+    holder = "embedding_bags" if is_bag else "embeddings"
+    predictor = _predictor(model, history, f"mc._embedding_module.{holder}.t")
+    for step in ("delta", "delta", "snapshot", "delta", "restart", "delta"):
+        predictor.sync()
+        _assert_answers(model, history)
+        getattr(history, step)()
+    predictor.rollback(2)
+    history.states[history.version] = history.states[2]
+    _assert_answers(model, history)
+
+
+def test_copies_of_a_model_route_unknown_raw_ids_themselves() -> None:
+    history = _history(2)
+    model = _Model(_mch(history.num_rows, history.hash_size))
+    _predictor(model, history).sync()
+    held = copy.deepcopy(model)
+    _collision(model)._mch_sorted_raw_ids.fill_(NO_OWNER)
+    _assert_answers(held, history)
+
+
+def test_kept_tables() -> None:
+    """A restarted predictor answers right before its first version."""
+    history = _history(2)
+    model, restarted = (_Model(_mch(history.num_rows, history.hash_size)) for _ in range(2))
+    predictor = _predictor(model, history)
+    predictor.sync()
+    restarted.load_state_dict(model.state_dict())
+    other = _predictor(restarted, history)
+    other.load_state_dict(predictor.state_dict())
+    _assert_answers(restarted, history)
+    history.delta()
+    other.sync()
+    _assert_answers(restarted, history)
+
+
+def test_a_position_of_another_model_is_refused() -> None:
+    history = _history(2)
+    predictor = _predictor(_Model(_mch(history.num_rows, history.hash_size)), history)
+    predictor.sync()
+    model = _Model(_mch(history.num_rows, history.hash_size + 1))
+    with pytest.raises(InvalidArgumentError, match="input_hash_size"):
+        _predictor(model, history).load_state_dict(predictor.state_dict())
+
+
+def test_quantized_tables() -> None:
+    history = _history(2)
+    model = _Model(_mch(history.num_rows, history.hash_size))
+    model.mc.qconfig = QConfig(
+        activation=PlaceholderObserver.with_args(dtype=torch.float),
+        weight=PlaceholderObserver.with_args(dtype=torch.qint8),
+    )
+    model.mc = QuantManagedCollisionEmbeddingCollection.from_float(model.mc)
+    assert list(raw_id_maps(model)) == ["mc.embeddings.t"]
+    predictor = _predictor(model, history, "mc.embeddings.t")
+    for _ in range(3):
+        predictor.sync()
+        state = history.states[history.version]
+        expected = state.rows[state.slots_of(history.raw_ids)]
+        assert float((model(history.raw_ids) - expected).abs().max()) < 0.5  # ids and times are integers
+        history.delta()
+
+
+def test_one_module_of_two_tables_is_refused() -> None:
+    """A quantized copy shares the module of the float model."""
+    history = _history(1)
+    model = _Model(_mch(history.num_rows, history.hash_size))
+    both = nn.ModuleDict({"a": model, "b": model})
+    predictor = Predictor(both, history.storage, names={FQN: "a.mc._embedding_module.embeddings.t"}, dense=False)
+    manifest = predictor._cursor.heads()[0]
+    name = "b.mc._embedding_module.embeddings.t"
+    tables = {FQN: manifest.tables[FQN], name: manifest.tables[FQN]}
+    both_tables = type(manifest)(
+        **{
+            **{
+                each: getattr(manifest, each)
+                for each in ("stream", "generation", "writer", "version", "kind", "created")
+            },
+            "tables": tables,
+            "identities": dict.fromkeys(tables, manifest.identities[FQN]),
+        }
+    )
+    with pytest.raises(TableMismatchError, match="shared with"):
+        predictor._applier.resolve(both_tables)
+
+
+_ONE = Identity(100, (Bucket((0, 8), 7),))
+_TWO = Identity(100, (Bucket((0, 4), 3), Bucket((4, 8), 7)))
+
+
+class _OtherRemap(MCHManagedCollisionModule):
+    def remap(self, features: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().remap(features, *args, **kwargs)
+
+
+def _shard(first: int, end: int, segments: list[int]) -> MCHManagedCollisionModule:
+    return _mch(8, 100).rebuild_with_output_id_range((first, end), segments, _CPU).eval()
+
+
+@pytest.mark.parametrize(
+    ("module", "num_shards", "identity", "reason"),
+    [
+        (_mch(8, 100).eval(), 1, _ONE, ""),
+        (_mch(8, 100).eval(), 1, _TWO, ""),
+        (_shard(4, 8, [0, 4, 8]), 1, _TWO, ""),
+        (_mch(8, 100), 1, _ONE, "training mode"),
+        (_mch(8, 99).eval(), 1, _ONE, "input_hash_size=99 instead of 100"),
+        (_mch(9, 100).eval(), 1, _ONE, "the rows .0, 9. on one of 1 ranks"),
+        (_mch(8, 100).eval(), 2, _ONE, "2 shards"),
+        (_mch(8, 100).eval(), 1, Identity(100, (Bucket((0, 8), None),)), "has default rows"),
+        (_shard(4, 8, [0, 4, 8]), 1, _ONE, "one of 2 ranks"),
+        (_shard(4, 8, [0, 2, 4, 8]), 1, _TWO, "one of 3 ranks"),
+        (_shard(0, 4, [0, 4, 8]), 1, Identity(100, tuple(Bucket((x, x + 2), x + 1) for x in (0, 2, 4, 6))), "ranks"),
+    ],
+)
+def test_refusals_of_sorted_modules(module: Any, num_shards: int, identity: Identity, reason: str) -> None:
+    found = MchMap(module, num_shards).refusal(identity)
+    assert re.search(reason, found)
+    assert bool(found) == bool(reason)
+
+
+def test_other_remaps_are_refused() -> None:
+    module = _mch(8, 100).eval()
+    module.remap = lambda features: features
+    other = _OtherRemap(
+        zch_size=8, device=_CPU, eviction_policy=DistanceLFU_EvictionPolicy(), eviction_interval=2, input_hash_size=100
+    ).eval()
+    for each in (module, other):
+        assert "another remap" in MchMap(each, 1).refusal(_ONE)
+
+
+def _hash(**kwargs: Any) -> HashZchManagedCollisionModule:
+    options = {"input_hash_size": 100, "max_probe": 4, "disable_fallback": True, "is_inference": True, **kwargs}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it copies a tensor with torch.tensor()
+        return HashZchManagedCollisionModule(zch_size=8, device=_CPU, total_num_buckets=2, **options)
+
+
+_HASHED = Identity(100, (Bucket((0, 4), None), Bucket((4, 8), None)))
+
+
+@pytest.mark.parametrize(
+    ("module", "num_shards", "identity", "reason"),
+    [
+        (_hash(), 1, _HASHED, ""),
+        (_hash(disable_fallback=False), 1, _HASHED, "build it with disable_fallback=True"),
+        (_hash(no_bag=True), 1, _HASHED, "no_bag"),
+        (_hash(is_inference=False), 1, _HASHED, "training mode"),
+        (_hash(input_hash_size=50), 1, _HASHED, "input_hash_size=50 instead of 100"),
+        (_hash(), 2, _HASHED, "several shards"),
+        (_hash(), 1, Identity(100, (Bucket((0, 8), None),)), "other buckets"),
+        (_hash(), 1, _TWO, "no default rows"),
+    ],
+)
+def test_refusals_of_hash_modules(module: Any, num_shards: int, identity: Identity, reason: str) -> None:
+    found = HashMap(module, num_shards).refusal(identity)
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_a_hash_module_finds_its_raw_ids() -> None:
+    module = _hash()
+    mapping = HashMap(module, 1)
+    free = _hash(disable_fallback=False)
+    ids = torch.arange(100)
+    home = free.remap({"f": JaggedTensor(ids, lengths=torch.ones(100, dtype=torch.int64))})["f"].values()
+    owners = torch.full((8,), NO_OWNER)
+    for raw_id, slot in zip(ids.tolist(), home.tolist(), strict=True):
+        if owners[slot] == NO_OWNER:
+            owners[slot] = raw_id
+    mapping.map(mapping.prepare(owners))
+    assert torch.equal(mapping.owners(), owners)
+    known = owners[owners != NO_OWNER]
+    assert torch.equal(owners[mapping.slots_of(known)], known)
+    assert mapping.slots_of(torch.tensor([99 if 99 not in known else 98, NO_OWNER])).tolist()[1] == -1
+
+    def rows_of(raw_ids: Tensor) -> Tensor:
+        found = module({"f": JaggedTensor(raw_ids, lengths=torch.ones(len(raw_ids), dtype=torch.int64))})["f"]
+        return torch.full(raw_ids.shape, -1).masked_scatter(found.lengths() > 0, found.values())
+
+    assert torch.equal(owners[rows_of(known)], known)
+    assert bool((rows_of(ids)[~torch.isin(ids, known)] == -1).all())
+    slots = (owners != NO_OWNER).nonzero().flatten()[:2]
+    mapping.unmap(slots)
+    assert rows_of(owners[slots]).tolist() == [-1, -1]
+    assert mapping.routes_by(_HASHED)
+    assert torch.equal(bucket_of(_HASHED, known), home[known] // 4)
