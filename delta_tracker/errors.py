@@ -533,6 +533,21 @@ class UpdateInProgressError(StreamError, RuntimeError):
         self.seconds = seconds
 
 
+class MissingStepError(StreamError, RuntimeError):
+    """A version was not cut, because rows were updated after batch ``num_batches`` was counted; rows stay pending.
+
+    The version would have the rows of the next batch, which a restored job would train again.
+    """
+
+    def __init__(self, num_batches: int) -> None:
+        super().__init__(
+            f"the rows are not those after batch {num_batches}: they were updated since the last tracker.step()",
+            "Call in each batch, in this order: backward(), optimizer.step(), scheduler.step(), tracker.step(), "
+            "publisher.step()",
+        )
+        self.num_batches = num_batches
+
+
 class RestoreMismatchError(StreamError, ValueError):
     """The saved training state does not fit this job, so nothing was restored.
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from delta_tracker.errors import FencedError, PublishError, RankLostError, StorageError, UpdateInProgressError
+from delta_tracker.errors import (
+    FencedError,
+    MissingStepError,
+    PublishError,
+    RankLostError,
+    StorageError,
+    UpdateInProgressError,
+)
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.monitor.series import Cell
 from delta_tracker.stream.format.manifest import Kind, Manifest
 
-_FAILURES = (FencedError, PublishError, RankLostError, StorageError, UpdateInProgressError)
+_FAILURES = (FencedError, MissingStepError, PublishError, RankLostError, StorageError, UpdateInProgressError)
 
 
 class PublisherGauges:

@@ -240,7 +240,8 @@ class Publisher:
         up to 5 seconds for an update in progress. After a wait that was in vain, later waits take up to 0.05 seconds,
         until a version is cut. Such a version is not published: if the loop keeps the output of a model whose backward
         pass has not run, for example of an evaluation, delete it before the call, or compute it under
-        ``torch.no_grad()``.
+        ``torch.no_grad()``. Nor is a version if a backward pass updated rows since the last ``tracker.step()``. Tables
+        without a fused optimizer are not observed.
 
         Training waits while the rows are read, and twice per version for a short message from the other ranks. The
         ranks vote on each state of a version. With ``Cadence.vote_every`` of k, every k-th call counts the votes that
@@ -286,6 +287,8 @@ class Publisher:
                 pending.
             UpdateInProgressError: with ``states``, if an update was still in progress after the wait that :meth:`step`
                 describes; every row stays pending.
+            MissingStepError: with ``states``, if rows were updated since the last ``tracker.step()``, so that the next
+                batch has begun; every row stays pending.
             StorageError: if this rank could not write; every row stays pending. If the store failed during the commit,
                 the version may have been committed; the next version then follows it.
             RankLostError: if a rank died or did not answer in time; every row stays pending.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from delta_tracker.errors import InvalidArgumentError, StaleDeltaError
+from delta_tracker.errors import InvalidArgumentError, MissingStepError, StaleDeltaError
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Exchange, Message, Phase
@@ -125,6 +125,8 @@ class VersionSource:
         self._has_snapshot = self._is_repairing = False
         self._watch = tracker.watch_states() if has_states else None
         self._waited_in_vain = False
+        # Updates before the first step, such as a warm-up, belong to the state from which training begins.
+        self._start = tracker.num_batches, tracker.num_unstepped
         self._num_attached = 0
         self._own: Mapping[str, TableStates] = {}
         # The states in the last snapshot, and in the one that is being copied.
@@ -216,6 +218,7 @@ class VersionSource:
 
         Raises:
             UpdateInProgressError: if the version has states and an update is still in progress after the wait.
+            MissingStepError: if it has states and rows were updated since the last step of the tracker.
             InvalidArgumentError: if an object's state cannot be published, or if the tables were resharded while the
                 version was copied.
         """
@@ -306,6 +309,7 @@ class VersionSource:
 
         Raises:
             UpdateInProgressError: if an update is still in progress after the wait.
+            MissingStepError: if rows were updated since the last step of the tracker.
             InvalidArgumentError: if the data position does not follow training, or if the tables were resharded since
                 the last snapshot or since this one began.
         """
@@ -314,6 +318,9 @@ class VersionSource:
         self._waited_in_vain = True
         self.handle.wait_for_updates(seconds)
         self._waited_in_vain = False
+        num_batches, num_before = self._start
+        if tracker.num_unstepped > (num_before if tracker.num_batches == num_batches else 0):
+            raise MissingStepError(tracker.num_batches)
         if tracker.data_position is not None:
             tracker.data_position.check()
         if self.states != (self._copying if kind == "snapshot" else self._published):

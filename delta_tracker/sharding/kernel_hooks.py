@@ -202,6 +202,7 @@ class PostLookupHook(Watcher):
     Attributes:
         in_flight: lookups whose backward pass may still run, because their autograd graph exists and no backward pass
             of the lookup has begun.
+        num_updates: number of backward passes of lookups that have begun to update rows.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class PostLookupHook(Watcher):
         self._kernel = kernel
         self._lookups = lookups
         self.in_flight: WeakSet[_Update] = WeakSet()
+        self.num_updates = 0
         # Lookups of tables that are compared with a copy are not counted, so these tables get no counter.
         is_counted = kernel.is_fused or lookups
         self._counts = {fqn: recorder.lookups.cell(table=fqn) for fqn in self._tables if is_counted}
@@ -266,6 +268,7 @@ class PostLookupHook(Watcher):
     def _write_begins(self, update: _Update, grad_outputs: object) -> None:
         del grad_outputs
         self.in_flight.discard(update)
+        self.num_updates += 1
         if not self._lookups:
             self._count(update.ids)
         key = next(self._keys)
@@ -286,6 +289,7 @@ class PostLookupHook(Watcher):
 
     def _open_all(self, gradient: object) -> None:
         del gradient
+        self.num_updates += 1
         self._opened(self._unproven, self._all_rows())
 
     def _count(self, ids: Mapping[str, Tensor | None]) -> None:

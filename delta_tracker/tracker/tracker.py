@@ -182,7 +182,7 @@ class ModelDeltaTracker:
         self._recorder = LookupRecorder(self._log, self._model, mode)
         self._checkpoint = TrackerCheckpoint(self._log, self._model, mode, self._capture, self._metrics.monitor)
         self._keys = itertools.count()
-        self._num_past_errors = 0
+        self._num_past_errors = self._num_past_updates = self._num_stepped = 0
         self._data_position: DataPosition[Any] | None = None
         self._num_attached = 0
         self._hooks = self._attach()
@@ -297,8 +297,17 @@ class ModelDeltaTracker:
         Also moves the position of :meth:`attach_data` to the batch.
         """
         self._log.step()
+        self._num_stepped = self._num_updates()
         if self._data_position is not None:
             self._data_position.advance()
+
+    @property
+    def num_unstepped(self) -> int:
+        """Number of backward passes that updated rows of fused tables since the last :meth:`step`.
+
+        A lookup counts once for each kernel. Lookups without a backward pass, as in an evaluation, do not count.
+        """
+        return self._num_updates() - self._num_stepped
 
     @property
     def data_position(self) -> DataPosition[Any] | None:
@@ -935,10 +944,16 @@ class ModelDeltaTracker:
     def _remove_hooks(self) -> None:
         self._deleted.detach()
         _remove(self._hooks)
-        self._num_past_errors, self._hooks = self.num_hook_errors, []
+        self._num_past_errors, self._num_past_updates = self.num_hook_errors, self._num_updates()
+        self._hooks = []
 
     def _lookups_in_flight(self) -> int:
         return sum(len(hook.in_flight) for hook in self._hooks if isinstance(hook, PostLookupHook))
+
+    def _num_updates(self) -> int:
+        return self._num_past_updates + sum(
+            hook.num_updates for hook in self._hooks if isinstance(hook, PostLookupHook)
+        )
 
     def _make_stores(self, fqns: Iterable[str]) -> dict[str, SegmentStore]:
         with one_cut():

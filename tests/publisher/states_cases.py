@@ -18,6 +18,7 @@ from delta_tracker.errors import (
     DeltaTrackerError,
     InterruptedRestoreError,
     InvalidArgumentError,
+    MissingStepError,
     PublishError,
     UpdateInProgressError,
 )
@@ -333,6 +334,46 @@ def in_progress(rank: int, world_size: int, root: str) -> None:
         failed = _raised(trainer.publisher.publish, seconds=1)
     assert isinstance(failed, InvalidArgumentError)
     assert trainer.publisher.publish().kind == "snapshot"
+    trainer.close()
+
+
+def wrong_order(rank: int, world_size: int, root: str) -> None:
+    """A cut after a backward pass that no step of the tracker has counted fails on all ranks, and loses no row."""
+    trainer = Trainer(rank, world_size, f"file://{root}/unused")
+    trainer.publisher.close()
+
+    def update() -> None:
+        trainer.model(batch(trainer.spec, trainer.generator)).backward()
+        trainer.optimizer.step()
+
+    update()  # a warm-up before the publisher is built
+    trainer.url = f"file://{root}/stream"
+    monitor = Monitor()
+    trainer.publisher = trainer.publish_to(trainer.url, monitor=monitor, cadence=Cadence(batches=1))
+    trainer.publisher.publish()
+    trainer.train()
+    update()
+    for action in (trainer.publisher.publish, trainer.publisher.snapshot):
+        with pytest.raises(MissingStepError, match=r"after batch 1: .*order: backward\(\), opt.*step"):
+            action()
+    trainer.publisher.step()
+    trainer.publisher.step()
+    with pytest.raises(MissingStepError):
+        trainer.publisher.flush()
+    failures = Figures(monitor).of("publish_failures", publisher="publisher", reason="MissingStepError")
+    assert failures == 3
+    update()  # two backward passes for one step, as in an accumulation
+    trainer.tracker.step()
+    with torch.no_grad():
+        trainer.model(batch(trainer.spec, trainer.generator))
+    update()
+    trainer.tracker.reattach()
+    with pytest.raises(MissingStepError):
+        trainer.publisher.publish()
+    trainer.tracker.step()
+    trainer.publisher.publish()
+    dist.barrier()
+    assert [each.kind for each in trainer.check()] == ["snapshot", "delta"]
     trainer.close()
 
 

@@ -22,6 +22,6 @@ def test_a_restored_job_continues_the_stream(two_ranks: RankPool, tmp_path: Path
     two_ranks.run(f"{_CASES}:restored", root=str(tmp_path), optimizer=optimizer)
 
 
-@pytest.mark.parametrize("case", ["contents", "in_progress", "refused", "resumed", "merged"])
+@pytest.mark.parametrize("case", ["contents", "in_progress", "wrong_order", "refused", "resumed", "merged"])
 def test_case(two_ranks: RankPool, tmp_path: Path, case: str) -> None:
     two_ranks.run(f"{_CASES}:{case}", root=str(tmp_path))

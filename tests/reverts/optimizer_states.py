@@ -131,6 +131,24 @@ REVERTS = [
         edits={"delta_tracker/publisher/version_source.py": [("        self.handle.wait_for_updates(seconds)\n", "")]},
     ),
     Revert(
+        defect="a version has the rows of the next batch",
+        generator=f"{_VERSIONS}::test_case[wrong_order]",
+        edits={
+            "delta_tracker/publisher/version_source.py": [
+                ("            raise MissingStepError(tracker.num_batches)\n", "            pass\n")
+            ]
+        },
+    ),
+    Revert(
+        defect="a warm-up before the publisher counts as the next batch",
+        generator=f"{_VERSIONS}::test_case[wrong_order]",
+        edits={
+            "delta_tracker/publisher/version_source.py": [
+                ("(num_before if tracker.num_batches == num_batches else 0)", "0")
+            ]
+        },
+    ),
+    Revert(
         defect="each version waits for a graph that the training thread holds",
         generator=f"{_VERSIONS}::test_case[in_progress]",
         edits={

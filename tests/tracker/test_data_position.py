@@ -313,7 +313,9 @@ def test_torchrecs_pipelines(one_rank: RankPool, name: str, ahead: int) -> None:
 
 def test_a_tracker_moves_its_position() -> None:
     counts: list[int] = []
-    tracker: Any = SimpleNamespace(_log=SimpleNamespace(step=lambda: counts.append(1)), _data_position=None)
+    tracker: Any = SimpleNamespace(
+        _log=SimpleNamespace(step=lambda: counts.append(1)), _data_position=None, _num_updates=lambda: 0
+    )
     step, attach = partial(ModelDeltaTracker.step, tracker), partial(ModelDeltaTracker.attach_data, tracker)
     step()
     data = DataPosition(_Loader())
