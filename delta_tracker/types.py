@@ -288,11 +288,10 @@ class DeltaRows:
     def __post_init__(self) -> None:
         if self.ids.dtype != torch.int64 or self.ids.dim() != 1:
             raise InvalidArgumentError("ids", (tuple(self.ids.shape), self.ids.dtype), "Pass a [N] int64 tensor")
-        self._check_length("states", self.states)
-        self._check_length("values", self.values)
-        self._check_length("raw_ids", self.raw_ids)
-        self._check_length("admitted", self.admitted)
-        self._check_length("evicted", self.evicted)
+        for name in ("states", "values", "raw_ids", "admitted", "evicted"):
+            rows = getattr(self, name)
+            if rows is not None and rows.shape[0] != self.ids.shape[0]:
+                raise InvalidArgumentError(name, tuple(rows.shape), f"Pass one row for each of {len(self.ids)} ids")
 
     @property
     def global_ids(self) -> Tensor:
@@ -301,10 +300,6 @@ class DeltaRows:
 
     def __len__(self) -> int:
         return self.ids.shape[0]
-
-    def _check_length(self, name: str, rows: Tensor | None) -> None:
-        if rows is not None and rows.shape[0] != self.ids.shape[0]:
-            raise InvalidArgumentError(name, tuple(rows.shape), f"Pass one row for each of {len(self.ids)} ids")
 
 
 class Delta(Mapping[str, DeltaRows]):

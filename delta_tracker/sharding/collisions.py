@@ -76,6 +76,11 @@ class LocalOwners(ABC):
         """Number of slots on this rank, ``R``."""
         return self.rows[1] - self.rows[0]
 
+    @property
+    def falls_back(self) -> bool:
+        """True if the module maps unknown raw ids to rows that other raw ids own. False in this class."""
+        return False
+
     @abstractmethod
     def token(self) -> object | None:
         """Return an object that is equal to an earlier one if the owners are unchanged since; None if this is unknown.
@@ -117,6 +122,11 @@ class HashedOwners(LocalOwners):
     """Reader of the owners in a ``HashZchManagedCollisionModule``."""
 
     __slots__ = ()
+
+    @property
+    def falls_back(self) -> bool:
+        """True unless the module was built with ``disable_fallback``, which early versions of torchrec do not have."""
+        return not getattr(self.module, "_disable_fallback", False)
 
     def token(self) -> object | None:
         """Return None, because FBGEMM's operator may write the owners without increasing the tensor's version."""

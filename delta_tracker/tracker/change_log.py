@@ -115,6 +115,8 @@ class ChangeLog:
         self.abandoned: deque[tuple[str, bool]] = deque()
         self._stores = dict(stores)
         self._owners = dict(owners)
+        self._every: list[tuple[str, SegmentStore]] = []  # the stores of all tables, then those of all owners
+        self._list_stores()
         self._reads_shards = any(store.reads_shard for store in self._stores.values())
         self._consumers = ConsumerPositions(consumers)
         self._delete_on_read = delete_on_read
@@ -132,7 +134,7 @@ class ChangeLog:
         self._synced: dict[str, int] = {}  # table to the position of the last sync() of its replicas
         self._lag = LagClock()
         self._fence = StreamFence(self._tensors)
-        self._fence.guard(store.device for _, store in self._all_stores())
+        self._fence.guard(store.device for _, store in self._every)
         self._fence.enter()  # the stores were built on this stream
         for name in self._consumers.names:
             self._lag.placed(name, 0)
@@ -149,16 +151,15 @@ class ChangeLog:
         with self.lock:
             return dict(self._owners)
 
-    def owners_of(self, fqn: str, ids: Tensor) -> Tensor | None:
-        """Return the owners of some slots at the last cut, ``[N]`` int64; None for a table without managed collisions.
+    def owners_of(self, fqn: str, ids: Tensor) -> Tensor:
+        """Return the owners of some slots at the last cut, ``[N]`` int64.
 
         Args:
-            fqn: the table.
+            fqn: a table with managed collisions.
             ids: ``[N]`` int64 local ids.
         """
         with self.lock:
-            store = self._owners.get(fqn)
-            return None if store is None else store.owners.index_select(0, ids)
+            return self._owners[fqn].owners.index_select(0, ids)
 
     @property
     def consumers(self) -> tuple[str, ...]:
@@ -189,7 +190,7 @@ class ChangeLog:
     def log_bytes(self) -> int:
         """Bytes of the row sets, old states and open batches of all stores."""
         with self.lock:
-            return sum(store.log_bytes for _, store in self._all_stores())
+            return sum(store.log_bytes for _, store in self._every)
 
     @property
     def carried_bytes(self) -> int:
@@ -200,7 +201,7 @@ class ChangeLog:
     def memory(self) -> Memory:
         """Return the sizes in bytes of the log, of the stores' copies of their shards, and of the carried rows."""
         with self.lock:
-            copies = sum(store.copy_bytes for _, store in self._all_stores())
+            copies = sum(store.copy_bytes for _, store in self._every)
             return Memory(self.log_bytes, copies, self.carried_bytes)
 
     @property
@@ -501,6 +502,7 @@ class ChangeLog:
                 self._count(fqn, None)
                 store.cut(self._position)
                 store.mark(None, is_written=True)
+            self._list_stores()
             self._reads_shards = any(store.reads_shard for store in self._stores.values())
 
     def state(self) -> LogState:
@@ -539,7 +541,7 @@ class ChangeLog:
             self._num_batches = state.num_batches
             self._synced.clear()  # the replicas may have loaded different weights
             self._fence.enter()
-            for _, store in self._all_stores():
+            for _, store in self._every:
                 store.forget()
             self._cut()
             origin = state.history
@@ -637,7 +639,8 @@ class ChangeLog:
             self._is_reading = True
             try:
                 self._cut()
-                self._check_owners()
+                if self._owners:
+                    self._check_owners()
                 carried = self._consumers.carried(consumer)
                 rows = self._changed_since(start, carried, self._position, with_states=with_states)
             except BaseException:
@@ -751,7 +754,7 @@ class ChangeLog:
             self._fence.enter()
             if self._delete_on_read:
                 self._delete_committed()  # before the stores are compacted, so that dropped segments are not merged
-            crowded = [(fqn, store) for fqn, store in self._all_stores() if store.num_segments > 1]
+            crowded = [(fqn, store) for fqn, store in self._every if store.num_segments > 1]
             pinned = self._consumers.pinned if crowded else set()
             for fqn, store in crowded:
                 store.compact({*pinned, self._synced[fqn]} if fqn in self._synced else pinned)
@@ -761,7 +764,7 @@ class ChangeLog:
     def _delete_committed(self) -> None:
         """Drop the rows that every consumer has committed, except those marked since the last :meth:`synced`."""
         oldest = self._consumers.oldest
-        for fqn, store in self._all_stores():
+        for fqn, store in self._every:
             synced = self._synced.get(fqn) if self._synced else None
             if synced is None:
                 store.delete(oldest)
@@ -833,10 +836,8 @@ class ChangeLog:
                 remedy = "Name the table in fqns_to_skip to train it untracked"
                 raise UnsupportedTableError(fqn, owners.refusal, remedy, problem="cannot be read")
 
-    def _all_stores(self) -> Iterator[tuple[str, SegmentStore]]:
-        """Yield the FQN and the store of each table, then those of the owners of each table with managed collisions."""
-        yield from self._stores.items()
-        yield from self._owners.items()
+    def _list_stores(self) -> None:
+        self._every = [*self._stores.items(), *self._owners.items()]
 
     def _count(self, fqn: str, ids: Tensor | None) -> None:
         num_rows = self._stores[fqn].num_rows if ids is None else ids.numel()
@@ -859,7 +860,7 @@ class ChangeLog:
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield all tensors of the log."""
-        for _, store in self._all_stores():
+        for _, store in self._every:
             yield from store.tensors()
         for rows in self._consumers.held():
             yield from rows.tensors
@@ -913,10 +914,11 @@ class ChangeLog:
         self._close_ended()
         self.notice_writes(self._stores)
         with self._reading_shards():
-            self._update_owners()  # first, so that the changes are before the cut
+            if self._owners:
+                self._update_owners()  # first, so that the changes are before the cut
             self._position += 1
             self._is_compact = False
-            for _, store in self._all_stores():
+            for _, store in self._every:
                 store.cut(self._position)
                 if store.has_open:  # the cut marked the open rows again
                     self._lag.recorded(self._position)
@@ -947,6 +949,6 @@ class ChangeLog:
         """
         if self.log_bytes + self.carried_bytes <= max_bytes:
             return False
-        for _, store in self._all_stores():
+        for _, store in self._every:
             store.drop_spare()
         return self.log_bytes + self.carried_bytes > max_bytes

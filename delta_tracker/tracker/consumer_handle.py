@@ -141,7 +141,8 @@ class ConsumerHandle:
     def distrust(self, fqn: str, ids: Tensor) -> None:
         """Make rows pending for the consumer, with unknown old states, and abort its uncommitted read.
 
-        Call this method if the consumer's own copy of these rows differs from what the consumer last read.
+        Call this method if the consumer's own copy of these rows differs from what the consumer last read. The raw ids
+        that own rows with managed collisions must be those that the consumer last read.
 
         Args:
             fqn: the table.

@@ -151,10 +151,9 @@ class DeltaReader:
         self, fqn: str, changed: ChangedRows, *, with_states: bool, with_values: bool, with_optimizer: bool
     ) -> DeltaRows:
         shard = self._model.shards[fqn]
-        owned = self._log.owners_of(fqn, changed.ids)
-        admitted = evicted = None
-        if owned is not None:
-            assert changed.former is not None, "the table has managed collisions"
+        owned = admitted = evicted = None
+        if changed.former is not None:  # the table has managed collisions
+            owned = self._log.owners_of(fqn, changed.ids)
             is_same = changed.former == owned
             admitted, evicted = owned.masked_fill(is_same, NO_OWNER), changed.former.masked_fill(is_same, NO_OWNER)
         return DeltaRows(
@@ -220,9 +219,8 @@ class DeltaReader:
         is_due = torch.zeros_like(changed.ids, dtype=torch.bool)
         if top_k.max_age is not None and changed.ages is not None:
             is_due = changed.ages >= top_k.max_age
-        owned = self._log.owners_of(fqn, changed.ids)
-        if owned is not None:  # without its raw id, the consumer would use the row for another one
-            is_due |= changed.former != owned
+        if changed.former is not None:  # without its new raw id, the consumer would use the row for the former one
+            is_due |= changed.former != self._log.owners_of(fqn, changed.ids)
         return Candidates(scores, is_due, spec.num_columns * spec.table.dtype.itemsize + _ID_BYTES)
 
     def _scores(self, shard: LocalShard, changed: ChangedRows) -> Tensor:

@@ -920,6 +920,9 @@ class ModelDeltaTracker:
         for fqn, table in self._model.found.tables.items():
             features = self._model.found.features.get(fqn, [])
             _logger.info("tracking table: fqn=%s shape=%s mode=%s features=%s", fqn, table, self._mode.value, features)
+        for fqn, store in self._log.owners.items():
+            if store.source.falls_back:
+                _logger.warning("table %r maps unknown raw ids to rows of others; a stream maps them to no row", fqn)
 
     def _attach(self) -> list[Watcher]:
         self._model.is_attached = True

@@ -28,7 +28,10 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from delta_tracker import ModelDeltaTracker, TopK, TrackingMode
 from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.rows import ChangedRows
 from delta_tracker.sharding.collisions import collision_modules
+from delta_tracker.tracker.checkpoint.pack import pack
+from delta_tracker.tracker.log_state import LogState, PendingState
 from delta_tracker.types import Identity
 from tests.models import with_kernel
 from tests.publisher.publishing_cases import attempt
@@ -115,7 +118,7 @@ def owners_by_lookup(model: DistributedModelParallel, table: str) -> list[int]:
     return owners
 
 
-def raw_ids_of_deltas(rank: int, world_size: int) -> dict[str, Any]:
+def raw_ids_of_deltas(rank: int, world_size: int, num_steps: int) -> dict[str, Any]:
     """Compare raw ids and evicted ids of two consumers' deltas with those that each had at its own last read."""
     model = shard_collision(world_size)
     generator = torch.Generator().manual_seed(rank)
@@ -125,7 +128,7 @@ def raw_ids_of_deltas(rank: int, world_size: int) -> dict[str, Any]:
     held = {consumer: dict(start) for consumer in tracker.consumers}
     ever: dict[tuple[str, int], set[int]] = {}
     counts = {"evicted": 0, "readmitted": 0}
-    for number in range(45):
+    for number in range(num_steps):
         model(collision_batch(generator)).backward()
         for consumer in ["often"] + ["rarely"] * (number % 7 == 6):
             delta = tracker.get_delta(consumer)
@@ -208,6 +211,27 @@ def checkpoint_of_owners(rank: int, world_size: int) -> None:
             assert (other.owner_views()[fqn][left_out] == NO_OWNER).all()
 
 
+def resharded_owners(rank: int, world_size: int) -> str:
+    """Load the states of two ranks on one; return the error for a state with too few former owners."""
+    with ModelDeltaTracker(shard_collision(world_size), ["a"]) as tracker:
+        fqn = next(iter(tracker.tables))
+        saved: dict[str, Tensor] = {}
+        for part, former in enumerate((torch.tensor([40, NO_OWNER]), None, torch.tensor([41]))):
+            shards = {
+                name: replace(spec, row_offset=8 * (part % 2), num_rows=8) for name, spec in tracker.shards.items()
+            }
+            rows = {fqn: ChangedRows(torch.tensor([1, 5]), former=former)}
+            state = LogState(3, {"a": PendingState(0, rows)})
+            saved |= pack(part % 2, 2, tracker.mode.value, shards, state, {}, {})
+            if part == 1:
+                tracker.load_state_dict(saved)
+                delta = tracker.get_delta()[fqn]
+                assert delta.ids.tolist() == [1, 5, 9, 13]
+                assert delta.evicted.tolist() == [40, *[NO_OWNER] * 3]
+                saved = {name: tensor for name, tensor in saved.items() if name.startswith("rank1")}
+        return attempt(lambda: tracker.load_state_dict(saved))
+
+
 def reattached_owners(rank: int, world_size: int) -> None:
     """Detach, train, attach again: the rows are pending, with the owners of the last read."""
     model = shard_collision(world_size)
@@ -247,6 +271,7 @@ def hash_zch(rank: int, world_size: int) -> dict[str, Any]:
     owners = module_of(model, "a")._hash_zch_identities.data[:, 0]
     refused: dict[str, str] = {}
     with ModelDeltaTracker(model) as tracker:
+        assert tracker._log.owners[fqn].source.falls_back, "the default of hash-ZCH, which is logged"
         owners[:5] = torch.tensor([3, -1, 5, -1, 16])
         rows = tracker.get_delta()[fqn]
         assert rows.ids.tolist() == [0, 2, 4]
@@ -278,7 +303,6 @@ def _hash_module(**arguments: Any) -> HashZchManagedCollisionModule:
         device=arguments["device"],
         total_num_buckets=4,
         input_hash_size=arguments["input_hash_size"],
-        disable_fallback=True,
     )
 
 

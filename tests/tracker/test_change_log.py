@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ from delta_tracker.errors import (
     StaleDeltaError,
     UnknownConsumerError,
 )
+from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.sharding.collisions import SortedOwners
 from delta_tracker.tracker.change_log import ChangeLog, Reading
 from delta_tracker.tracker.row_sets.torch import TorchRows
+from delta_tracker.tracker.store.owners import OwnerStore
 from delta_tracker.tracker.store.segments import SegmentStore
-from delta_tracker.types import Delta, DeltaRows
+from delta_tracker.types import Bucket, Delta, DeltaRows, Identity
 
 _NUM_ROWS = 512
 
@@ -41,7 +45,13 @@ def frequent_switches() -> Iterator[None]:
 
 def _log(consumers: list[str]) -> ChangeLog:
     stores = {fqn: SegmentStore(_NUM_ROWS, engine="torch") for fqn in ("t", "u")}
-    return ChangeLog(stores, consumers, delete_on_read=True, max_bytes=None)
+    empty = SimpleNamespace(
+        _mch_sorted_raw_ids=torch.full((_NUM_ROWS,), NO_OWNER), _mch_remapped_ids_mapping=torch.arange(_NUM_ROWS)
+    )
+    identity = Identity(1000, (Bucket((0, _NUM_ROWS), _NUM_ROWS - 1),))
+    source = SortedOwners("t", identity, (0, _NUM_ROWS), empty, torch.device("cpu"))
+    owners = {"t": OwnerStore(source, engine="torch")}
+    return ChangeLog(stores, consumers, delete_on_read=True, max_bytes=None, owners=owners)
 
 
 def _delta(reading: Reading, *, leaves_out: bool = False) -> Delta:

@@ -290,11 +290,12 @@ def test_a_comparison_on_a_device_waits_once_if_no_owner_changed() -> None:
         assert held(store.owners).tolist() == module.owners
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4] if SWEEPS_ARE_WHOLE else [1, 2])
 def test_deltas_have_the_raw_ids_that_lookups_map_to_the_rows(
-    world_size: int, one_rank: RankPool, two_ranks: RankPool
+    world_size: int, one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool
 ) -> None:
-    answers = (one_rank if world_size == 1 else two_ranks).run(f"{_CASES}:raw_ids_of_deltas")
+    ranks = {1: one_rank, 2: two_ranks, 4: four_ranks}[world_size]
+    answers = ranks.run(f"{_CASES}:raw_ids_of_deltas", num_steps=400 if SWEEPS_ARE_WHOLE else 45)
     assert len({answer["identities"] for answer in answers}) == 1
     for answer in answers:
         assert answer["evicted"] > 20
@@ -303,6 +304,12 @@ def test_deltas_have_the_raw_ids_that_lookups_map_to_the_rows(
 
 def test_a_checkpoint_keeps_the_former_owners(two_ranks: RankPool) -> None:
     two_ranks.run(f"{_CASES}:checkpoint_of_owners")
+
+
+def test_a_checkpoint_of_other_ranks_has_the_former_owners_that_were_saved(one_rank: RankPool) -> None:
+    (error,) = one_rank.run(f"{_CASES}:resharded_owners")
+    assert error.startswith("MalformedStateError")
+    assert "numbers of former owners and rows differ" in error
 
 
 def test_a_tracker_that_is_attached_again_keeps_the_former_owners(one_rank: RankPool) -> None:
