@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from delta_tracker.publisher.repair import rows_to_repair
@@ -9,7 +11,7 @@ from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.encoding import Encoding
 from delta_tracker.stream.log import StreamLog, entry_name
 from delta_tracker.stream.storage.storage import Storage
-from delta_tracker.types import ShardSpec
+from delta_tracker.types import Bucket, Identity, ShardSpec
 from tests.stream.streams import FQN, Writer
 
 
@@ -81,3 +83,17 @@ def test_a_quantized_stream_is_repaired_by_its_ids() -> None:
     note = _place(writer)
     writer.delta([1, 4])
     assert _repair(writer, note) == {FQN: [1, 4]}
+
+
+def test_every_row_is_sent_if_the_buckets_of_raw_ids_changed() -> None:
+    identity = Identity(100, (Bucket((0, 20), 19),))
+    writer = Writer(Storage("memory://"), identity=identity)
+    writer.snapshot()
+    note = _place(writer)
+    writer.delta([3])
+    spec = ShardSpec(writer.spec, 0, 20, ((0, 4),))
+    claim = StreamLog(writer.storage).claim().head
+    for identities, expected in (({FQN: identity}, [3]), ({FQN: replace(identity, hash_size=99)}, None), ({}, None)):
+        schema = (2, {FQN: writer.spec}, {}, identities)
+        rows = rows_to_repair(StreamLog(writer.storage), note, claim, schema, {FQN: spec})
+        assert (None if rows is None else rows[FQN].tolist()) == expected

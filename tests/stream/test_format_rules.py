@@ -148,9 +148,34 @@ _RULES = {
     "A table with raw ids MUST have one range": ["stream/test_parse.py::test_a_bad_field_of_format_2_is_refused"],
     "Each of its blocks MUST have all columns": ["stream/test_parse.py::test_a_bad_field_of_format_2_is_refused"],
     "A default row MUST NOT have an owner": [f"{_IDENTITIES}::test_owners_that_break_a_rule_are_refused"],
-    "A raw id MUST NOT own two rows": [
+    "A raw id MUST NOT own two rows of a `list`": [
         f"{_IDENTITIES}::test_owners_that_break_a_rule_are_refused",
         f"{_IDENTITIES}::test_a_listed_owner_replaces_that_in_a_whole_block",
+    ],
+    "A row whose owner changed since the version before MUST be in": [
+        "tracker/test_owners.py::test_deltas_have_the_raw_ids_that_lookups_map_to_the_rows",
+        "tracker/test_top_k.py::test_rows_with_another_raw_id_are_never_left_out",
+    ],
+    "A raw id MUST NOT own two rows of a version": [
+        "predictor/test_identities.py::test_a_version_with_a_raw_id_of_two_rows_is_refused_before_any_write",
+        "cli/test_verify.py::test_verify_finds_a_raw_id_with_two_rows_after_a_version",
+    ],
+    "**Applying**: A reader that serves lookups": [
+        "predictor/test_identities_random.py::test_random_owners_never_read_the_row_of_another",
+        "predictor/test_identities.py::test_lookups_in_other_threads_never_read_the_row_of_another_raw_id",
+    ],
+    "It MUST apply a version in these steps": [
+        "predictor/test_identities_random.py::test_random_owners_never_read_the_row_of_another",
+        "predictor/test_identities.py::test_a_rollback_after_a_failed_attempt_maps_the_raw_ids_again",
+    ],
+    "A row of an `all` block that is also listed MUST NOT be written": [
+        "predictor/test_identities_random.py::test_random_owners_never_read_the_row_of_another",
+        f"{_IDENTITIES}::test_a_listed_owner_replaces_that_in_a_whole_block",
+    ],
+    "A reader MUST NOT apply a table with raw ids": [
+        "sharding/test_raw_id_maps.py::test_refusals_of_sorted_modules",
+        "sharding/test_raw_id_maps.py::test_refusals_of_hash_modules",
+        "predictor/test_identities.py::test_a_table_with_raw_ids_needs_a_mapping",
     ],
     "Readers of a whole part MUST check these rules": [
         f"{_IDENTITIES}::test_owners_that_break_a_rule_are_refused",
