@@ -21,10 +21,12 @@ from delta_tracker.raw_id_index import RawIdIndex
 from delta_tracker.raw_ids import RawIdMap
 from delta_tracker.row_target import RowTarget, obstacle_of
 from delta_tracker.rows import copy_from_host
-from delta_tracker.sharding.presence import has_sharded
+from delta_tracker.sharding.presence import has_collisions, has_sharded
 from delta_tracker.stream.format.contents import Contents
 from delta_tracker.stream.format.manifest import DenseSpec, Manifest
 from delta_tracker.types import Identity
+
+_NO_MAPS: Mapping[str, tuple[RawIdMap, ...]] = {}
 
 Model = nn.Module | Mapping[str, Tensor | RowTarget]
 
@@ -76,6 +78,7 @@ class Applier:
             if own not in known:
                 raise InvalidArgumentError("names", own, f"Pass names of the model: {sorted(known)}")
         self._indexes = check_indexes({} if raw_ids is None else raw_ids, self._renamed(tables))
+        self._has_raw_ids = bool(self._indexes) or (isinstance(model, nn.Module) and has_collisions(model))
         with lock.writing():
             fence.cover(Receiver(tables, dense, self.raw_ids()).devices)
 
@@ -91,10 +94,13 @@ class Applier:
                 written, or shares its memory with another dense tensor.
             InvalidArgumentError: for a target whose block lies outside its table, or if the model has no tables.
         """
-        targets = self._renamed(find_targets(self._model))
+        tables = find_targets(self._model)
+        targets = self._renamed(tables) if self._names else tables
         check_targets(manifest, targets)
-        maps = self.raw_ids()
-        check_maps(manifest, maps)
+        maps: Mapping[str, tuple[RawIdMap, ...]] = _NO_MAPS
+        if manifest.identities or self._has_raw_ids:
+            maps = self.raw_ids()
+            check_maps(manifest, maps)
         return Receiver(targets, self._dense(manifest.dense), maps)
 
     def raw_ids(self) -> dict[str, tuple[RawIdMap, ...]]:
@@ -199,8 +205,9 @@ class Receiver:
         Of targets that are not tensors, those in their ``devices``.
         """
         tables = {device for target in self.targets.values() for device in getattr(target, "devices", ())}
-        mappings = {device for maps in self.raw_ids.values() for each in maps for device in each.devices}
-        return tables | mappings | {tensor.device for tensor in self.dense.values()}
+        if self.raw_ids:
+            tables |= {device for maps in self.raw_ids.values() for each in maps for device in each.devices}
+        return tables | {tensor.device for tensor in self.dense.values()}
 
     def place(self, contents: Contents) -> list[Placement]:
         """Return the placements of the version's rows, in the order of writing. Nothing is written.

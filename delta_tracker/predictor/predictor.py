@@ -157,7 +157,7 @@ class Predictor(Forkable):
         self._cursor = StreamCursor(StreamLog(self._storage))
         self._gate = None if gate is None else GateKeeper(gate)
         self._manifest: Manifest | None = None
-        self._identities: Mapping[str, Identity] = {}  # those of the tables
+        self._identities: Mapping[str, Identity] = {}  # those by which unknown raw ids are routed now
         self._begun: Manifest | None = None  # newest version that may be partly written
         self._is_mixed = False  # True if the tables may mix rows of unrelated versions; only a snapshot repairs that
         self._pinned: int | None = None
@@ -582,8 +582,11 @@ class Predictor(Forkable):
         """
         manifest = contents.manifest
         placements = receiver.place(contents)
-        changes = owner_changes(version_owners(contents), manifest.identities, receiver.raw_ids)
-        default_rows = receiver.default_rows(contents, changes)
+        changes: list[OwnerChange] = []
+        default_rows: list[Chunk] = []
+        if manifest.identities:
+            changes = owner_changes(version_owners(contents), manifest.identities, receiver.raw_ids)
+            default_rows = receiver.default_rows(contents, changes)
         self._is_mixed = self._is_mixed or is_elsewhere
         with self._lock.writing():
             self._fence.cover(receiver.devices)
@@ -616,6 +619,7 @@ class Predictor(Forkable):
                 chunk.write()
             for change in changes:
                 change.adopt()
+                self._identities = {**self._identities, change.fqn: change.identity}
 
     def _map(self, change: OwnerChange) -> None:
         """Map the raw ids to their new rows, in one hold of the lock."""

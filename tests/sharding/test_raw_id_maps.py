@@ -131,6 +131,35 @@ def test_kept_tables() -> None:
     _assert_answers(restarted, history)
 
 
+def test_tables_that_are_kept_while_the_buckets_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = next(
+        each
+        for each in map(History, range(200))
+        if len(each.identity.buckets) == 2 and each.has_defaults and each.num_rows == 8
+    )
+    model, restarted = (_Model(_mch(history.num_rows, history.hash_size)) for _ in range(2))
+    predictor = _predictor(model, history)
+    predictor.sync()
+    while len(history.identity.buckets) == 2:
+        history.restart()
+    with monkeypatch.context() as patch:
+        patch.setattr(predictor, "_map", _fail)
+        with pytest.raises(MemoryError):
+            predictor.sync()
+    restarted.load_state_dict(model.state_dict())
+    other = _predictor(restarted, history)
+    other.load_state_dict(predictor.state_dict())
+    for each in (model, restarted):
+        found = each(history.raw_ids)[:, 0]
+        assert bool(((found == -1) | (found == torch.arange(len(found)))).all())
+    other.sync()
+    _assert_answers(restarted, history)
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError("no memory")
+
+
 def test_a_position_of_another_model_is_refused() -> None:
     history = _history(2)
     predictor = _predictor(_Model(_mch(history.num_rows, history.hash_size)), history)
