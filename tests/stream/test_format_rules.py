@@ -160,7 +160,7 @@ _RULES = {
         "predictor/test_identities.py::test_a_version_with_a_raw_id_of_two_rows_is_refused_before_any_write",
         "cli/test_verify.py::test_verify_finds_a_raw_id_with_two_rows_after_a_version",
     ],
-    "**Applying**: A reader that serves lookups": [
+    "A reader that serves lookups": [
         "predictor/test_identities_random.py::test_random_owners_never_read_the_row_of_another",
         "predictor/test_identities.py::test_lookups_in_other_threads_never_read_the_row_of_another_raw_id",
     ],
