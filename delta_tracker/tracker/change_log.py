@@ -578,12 +578,12 @@ class ChangeLog:
         with self.lock:
             if len(ids):
                 self._fence.enter()
-                rows = self._stores[fqn].unknown(ids)
+                rows = unknown = self._with_former({fqn: self._stores[fqn].unknown(ids)})[fqn]
                 if fqn in self._owners and knows_owners:
                     start, _ = self._consumers.start(consumer)
                     rows = replace(rows, former=self._former(fqn, rows.ids, start, self._consumers.carried(consumer)))
-                rows = self._with_former({fqn: rows})[fqn]
-                self._consumers.carry(consumer, fqn, rows, in_origin=not self._delete_on_read)
+                # The owners of this consumer are not those of a consumer that is rewound.
+                self._consumers.carry(consumer, fqn, rows, origin=None if self._delete_on_read else unknown)
                 self._lag.distrusted(consumer)
 
     def step(self) -> None:

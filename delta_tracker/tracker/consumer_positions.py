@@ -138,7 +138,7 @@ class ConsumerPositions:
         """Rows that :meth:`rewind` makes pending in addition to all rows in the log, by table FQN.
 
         They are rows that changed before the log's first position, for example before a restored checkpoint was saved,
-        and rows that :meth:`carry` added with ``in_origin``.
+        and rows that :meth:`carry` added.
         """
         return self._origin
 
@@ -202,7 +202,7 @@ class ConsumerPositions:
             self.place(name, position, state.batch, is_behind=state.is_behind)
             self._consumers[name].carried = {fqn: rows for fqn, rows in state.rows.items() if len(rows)}
 
-    def carry(self, name: str, fqn: str, rows: ChangedRows, *, in_origin: bool) -> None:
+    def carry(self, name: str, fqn: str, rows: ChangedRows, *, origin: ChangedRows | None) -> None:
         """Add rows to a consumer's carried rows. If an id is already carried, the new row replaces the old one.
 
         Discards the consumer's uncommitted read.
@@ -211,13 +211,13 @@ class ConsumerPositions:
             name: the consumer.
             fqn: the table.
             rows: the rows, with local ids.
-            in_origin: True to also add the rows to :attr:`origin`, so that :meth:`rewind` makes them pending.
+            origin: rows to add to :attr:`origin`, so that :meth:`rewind` makes them pending; None to add none.
         """
         consumer = self._consumers[name]
         consumer.carried = _over(rows, fqn, consumer.carried)
         consumer.sealed = None
-        if in_origin:
-            self._origin = _over(rows, fqn, self._origin)
+        if origin is not None:
+            self._origin = _over(origin, fqn, self._origin)
 
     def forget_tables(self, fqns: Collection[str]) -> None:
         """Drop all rows of the tables ``fqns`` from the carried rows and from :attr:`origin`.

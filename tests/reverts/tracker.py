@@ -463,4 +463,13 @@ REVERTS = [
             ],
         },
     ),
+    Revert(
+        defect="a consumer that is rewound gets the former owners of another consumer",
+        generator="tests/tracker/test_owners.py::test_each_consumer_gets_the_owners_of_its_own_last_read",
+        edits={
+            "delta_tracker/tracker/change_log.py": [
+                ("None if self._delete_on_read else unknown)", "None if self._delete_on_read else rows)"),
+            ],
+        },
+    ),
 ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from delta_tracker.errors import UnsupportedTableError
+from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.monitor.device.syncs import SIMULATED, find_syncs, held, on_device
 from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.sharding.collisions import LocalOwners, SortedOwners, Versions
@@ -56,17 +56,21 @@ class _History:
 
     def __post_init__(self) -> None:
         self.module = _Mapping(_NUM_SLOTS)
+        self.module.set([8, 3, NO_OWNER, 5, 0, NO_OWNER])
         self.now = torch.zeros(_NUM_SLOTS, 1)
         self._keeps_states = self.draw.random() < 0.5
+        self._forgets = self.draw.random() < 0.6
         self.log = ChangeLog(
             {"t": self._rows()},
             ["a", "b"],
-            delete_on_read=self.draw.random() < 0.7,
+            delete_on_read=self._forgets,
             max_bytes=None,
             owners={"t": _store(self.module)},
         )
         self.known = {name: list(self.module.owners) for name in "ab"}
+        self.first = list(self.module.owners)  # those of a consumer that is rewound
         self.pending: dict[str, set[int]] = {"a": set(), "b": set()}
+        self.ever: set[int] = set()
         self.num_evicted = 0
 
     def _rows(self) -> SegmentStore:
@@ -75,7 +79,7 @@ class _History:
 
     def run(self, num_actions: int) -> None:
         actions: list[Callable[[], None]] = [self.train] * 6 + [self.read] * 5
-        actions += [self.log.compact, self.save, self.distrust, self.extra_cut, self.swap_back]
+        actions += [self.log.compact, self.save, self.distrust, self.rewind, self.extra_cut, self.swap_back]
         for _ in range(num_actions):
             self.draw.choice(actions)()
         for name in "ab":
@@ -113,7 +117,7 @@ class _History:
         self.module.set(owners)
 
     def _changed(self, slots: list[int]) -> None:
-        for each in self.pending.values():
+        for each in (*self.pending.values(), self.ever):
             each.update(slots)
 
     def read(self, name: str = "") -> None:
@@ -148,9 +152,21 @@ class _History:
         ids = self.draw.sample(range(_NUM_SLOTS), 2)
         self.log.distrust(name, "t", torch.tensor(ids), knows_owners=knows)
         self.pending[name].update(ids)
-        if not knows:
-            for slot in ids:
+        self.ever.update(ids)
+        for slot in ids:
+            self.first[slot] = NO_OWNER
+            if not knows:
                 self.known[name][slot] = NO_OWNER
+
+    def rewind(self) -> None:
+        """Make all rows that changed so far pending again for one consumer, if the log keeps them."""
+        name = self.draw.choice("ab")
+        if self._forgets:
+            with pytest.raises(InvalidArgumentError):
+                self.log.rewind(name)
+        else:
+            self.log.rewind(name)
+            self.known[name], self.pending[name] = list(self.first), set(self.ever)
 
 
 def _delta(reading: Reading, left: Tensor) -> Delta:
