@@ -1,7 +1,7 @@
 """Simulated trainers with managed collisions, and predictors whose answers are checked after every hold of the lock.
 
-A row of the table is ``[number, time]``: the number of its raw id in the list of all raw ids, -1 for a row without
-one, and the time of its last change.
+A row of the table is ``[number, time, 0, 0]``: the number of its raw id in the list of all raw ids, -1 if it has none,
+and the time of its last change. TorchRec's tables have a multiple of four columns.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from delta_tracker.types import Bucket, Identity, TableSpec
 from tests.predictor.serving import Breakable, beside
 
 FQN = "ec.embeddings.t"
+DIM = 4
 _NONE = -1  # number of a row without a raw id
 
 
@@ -47,7 +48,7 @@ class State:
     Args:
         identity: buckets of the table.
         owners: ``[R]`` raw ids.
-        rows: ``[R, 2]`` rows.
+        rows: ``[R, DIM]`` rows.
     """
 
     identity: Identity
@@ -90,7 +91,7 @@ class History:
         self.identity = split(self.num_rows, num_buckets, self.hash_size, has_defaults=self.has_defaults)
         self.buckets = bucket_of(self.identity, self.raw_ids).tolist()
         self.owners = [NO_OWNER] * self.num_rows
-        self.rows = [[_NONE, self._tick()] for _ in range(self.num_rows)]
+        self.rows = [[_NONE, self._tick(), 0, 0] for _ in range(self.num_rows)]
         self.changed: set[int] = set()
         self.snapshot()
 
@@ -99,7 +100,7 @@ class History:
         return self.time
 
     def _write(self, slot: int) -> None:
-        self.rows[slot] = [self.numbers.get(self.owners[slot], _NONE), self._tick()]
+        self.rows[slot] = [self.numbers.get(self.owners[slot], _NONE), self._tick(), 0, 0]
         self.changed.add(slot)
 
     def train(self) -> None:
@@ -153,9 +154,9 @@ class History:
     def _block(
         self, rows: tuple[int, int], ids: list[int] | None, owners: list[int], values: list[list[int]]
     ) -> BlockRows:
-        block = Block(FQN, rows, (0, 2), len(values), "all" if ids is None else "list", Encoding.F32)
+        block = Block(FQN, rows, (0, DIM), len(values), "all" if ids is None else "list", Encoding.F32)
         held = torch.tensor(owners, dtype=torch.int64)[:, None]
-        stored = torch.tensor(values, dtype=torch.float32).view(-1, 2)
+        stored = torch.tensor(values, dtype=torch.float32).view(-1, DIM)
         listed = None if ids is None else torch.tensor(ids, dtype=torch.int64)
         return BlockRows(block, listed, lambda begin, end: stored[begin:end], (), lambda begin, end: held[begin:end])
 
@@ -175,7 +176,7 @@ class History:
         self.claim.commit(
             Manifest(
                 stream="", generation=0, writer="", version=0, kind=kind, created=0.0, format=STATES_FORMAT,
-                tables={FQN: TableSpec(FQN, self.num_rows, 2, torch.float32)}, identities={FQN: self.identity},
+                tables={FQN: TableSpec(FQN, self.num_rows, DIM, torch.float32)}, identities={FQN: self.identity},
                 parts=tuple(parts),
             )
         )  # fmt: skip
@@ -186,7 +187,7 @@ class Follower:
 
     Args:
         history: the trainer.
-        table: ``[R, 2]`` rows.
+        table: ``[R, DIM]`` rows.
         index: index of the raw ids.
 
     Attributes:
@@ -195,7 +196,7 @@ class Follower:
 
     def __init__(self, history: History, table: Tensor | None = None, index: RawIdIndex | None = None) -> None:
         self.history, self.storage = history, beside(history.storage)
-        self.table = torch.full((history.num_rows, 2), float(_NONE)) if table is None else table
+        self.table = torch.full((history.num_rows, DIM), float(_NONE)) if table is None else table
         self.index = RawIdIndex(history.num_rows) if index is None else index
         self.target = Breakable.of(self.table)
         self.predictor = Predictor({FQN: self.target}, self.storage, raw_ids={FQN: self.index}, chunk_rows=1)

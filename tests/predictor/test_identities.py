@@ -17,7 +17,7 @@ from delta_tracker.stream.format.manifest import Kind
 from delta_tracker.stream.log import StreamLog
 from delta_tracker.stream.maintenance.compaction import compact
 from delta_tracker.stream.storage.storage import Storage
-from tests.predictor.identity_histories import FQN, Follower, History
+from tests.predictor.identity_histories import DIM, FQN, Follower, History
 from tests.stream.streams import Writer
 
 
@@ -60,7 +60,7 @@ def _fail(*_: object) -> None:
 
 
 def _predictor(history: History, **kwargs: Any) -> Predictor:
-    return Predictor({FQN: torch.zeros(history.num_rows, 2)}, history.storage, **kwargs)
+    return Predictor({FQN: torch.zeros(history.num_rows, DIM)}, history.storage, **kwargs)
 
 
 def test_every_raw_id_reads_the_row_of_the_trainers_module() -> None:
@@ -119,7 +119,7 @@ def test_an_index_may_not_serve_two_tables() -> None:
         identities=dict.fromkeys([FQN, "b"], manifest.identities[FQN]),
         parts=(),
     )
-    tables = {fqn: torch.zeros(history.num_rows, 2) for fqn in both.tables}
+    tables = {fqn: torch.zeros(history.num_rows, DIM) for fqn in both.tables}
     shared = Predictor(tables, history.storage, raw_ids=dict.fromkeys(tables, index))
     with pytest.raises(TableMismatchError, match=f"shared with '{FQN}'"):
         shared._applier.resolve(both)
@@ -131,7 +131,7 @@ def test_a_version_with_a_raw_id_of_two_rows_is_refused_before_any_write() -> No
     follower.sync()
     table, owners = follower.table.clone(), follower.index.owners()
     whole = history.identity.buckets[0].rows
-    rows = [[3, 0]] * history.num_rows
+    rows = [[3, 0, 0, 0]] * history.num_rows
     first = [int(history.raw_ids[3]), *[NO_OWNER] * (history.num_rows - 1)]
     # Each block is valid: the snapshot's rows are older than the listed one.
     history.owners = [*first[1:], NO_OWNER]
@@ -151,7 +151,7 @@ def test_a_rollback_to_such_a_version_writes_nothing() -> None:
     whole = history.identity.buckets[0].rows
     first = [int(history.raw_ids[3]), *[NO_OWNER] * (history.num_rows - 1)]
     history.owners = [NO_OWNER, *first[:-1]]
-    history._commit("snapshot", [history._block(whole, None, first, [[3, 0]] * history.num_rows)], [1])
+    history._commit("snapshot", [history._block(whole, None, first, [[3, 0, 0, 0]] * history.num_rows)], [1])
     broken = history.version
     history.owners = [NO_OWNER] * history.num_rows
     history.snapshot()
@@ -264,7 +264,7 @@ def test_a_raw_id_that_an_interrupted_merged_version_has_moved_has_one_row(monke
 
 def test_lookups_in_other_threads_never_read_the_row_of_another_raw_id() -> None:
     history = _history(4, 0)
-    table, index = torch.full((history.num_rows, 2), -1.0), RawIdIndex(history.num_rows)
+    table, index = torch.full((history.num_rows, DIM), -1.0), RawIdIndex(history.num_rows)
     predictor = Predictor({FQN: table}, history.storage, raw_ids={FQN: index}, chunk_rows=1)
     predictor.sync()
     numbers, defaults = torch.arange(len(history.raw_ids)), defaults_of(history.identity, history.raw_ids)

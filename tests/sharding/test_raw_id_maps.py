@@ -29,12 +29,14 @@ from delta_tracker.errors import InvalidArgumentError, TableMismatchError
 from delta_tracker.raw_ids import NO_OWNER, bucket_of
 from delta_tracker.sharding.raw_id_maps import HashMap, MchMap, raw_id_maps
 from delta_tracker.types import Bucket, Identity
-from tests.predictor.identity_histories import FQN, History
+from tests.predictor.identity_histories import DIM, FQN, History
+from tests.ranks import RankPool
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it calls a deprecated function of torch
     from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
+_CASES = "tests.sharding.raw_id_maps_cases"
 _CPU = torch.device("cpu")
 
 
@@ -44,7 +46,7 @@ class _Model(nn.Module):
     def __init__(self, module: nn.Module, *, is_bag: bool = False) -> None:
         super().__init__()
         config = EmbeddingBagConfig if is_bag else EmbeddingConfig
-        tables = [config(name="t", num_embeddings=module.output_size(), embedding_dim=2, feature_names=["f"])]
+        tables = [config(name="t", num_embeddings=module.output_size(), embedding_dim=DIM, feature_names=["f"])]
         collisions = ManagedCollisionCollection({"t": module}, tables)
         if is_bag:
             collection = EmbeddingBagCollection(tables=tables, device=_CPU)
@@ -185,6 +187,21 @@ def test_quantized_tables() -> None:
         expected = state.rows[state.slots_of(history.raw_ids)]
         assert float((model(history.raw_ids) - expected).abs().max()) < 0.5  # ids and times are integers
         history.delta()
+
+
+@pytest.mark.parametrize("hash_size", [0, 100, 2**63 - 1])
+def test_a_table_that_is_sharded_as_in_the_trainer(two_ranks: RankPool, hash_size: int) -> None:
+    assert min(two_ranks.run(f"{_CASES}:answers", num_buckets=2, hash_size=hash_size)) > 0
+
+
+def test_a_table_that_is_sharded_to_one_rank(one_rank: RankPool) -> None:
+    assert min(one_rank.run(f"{_CASES}:answers", num_buckets=2, hash_size=100)) > 0
+
+
+@pytest.mark.parametrize("num_buckets", [1, 4])
+def test_a_table_that_is_sharded_to_other_ranks_is_refused(two_ranks: RankPool, num_buckets: int) -> None:
+    for reason in two_ranks.run(f"{_CASES}:refusal", num_buckets=num_buckets):
+        assert "on one of 2 ranks, to which TorchRec does not route raw ids as to" in reason
 
 
 def test_one_module_of_two_tables_is_refused() -> None:
