@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,12 +18,22 @@ from delta_tracker.publisher.exchange import Exchange, Message, Phase, Vote, che
 from delta_tracker.publisher.host_copies import HostCopies
 from delta_tracker.publisher.training import TakenState
 from delta_tracker.stream.format.block_rows import BlockRows
-from delta_tracker.stream.format.manifest import STATES_FORMAT, DenseSpec, Kind, Manifest, Part, Stored
+from delta_tracker.stream.format.manifest import (
+    FORMAT,
+    DenseSpec,
+    Kind,
+    Manifest,
+    Part,
+    Stored,
+    identity_record,
+)
 from delta_tracker.stream.format.parse import parse_manifest, parse_part, parse_stored
 from delta_tracker.stream.format.part_writer import put_part, put_training
 from delta_tracker.stream.log import Claim, StreamLog, part_name
 from delta_tracker.stream.storage.storage import Storage, open_storage
-from delta_tracker.types import TableSpec, TableStates
+from delta_tracker.types import Identity, TableSpec, TableStates
+
+Identities = Mapping[str, Identity]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +50,12 @@ class Draft:
         rows: rows to write.
         dense: dense tensors to write, by name.
         copies: copies to wait for before ``rows``, ``dense`` and ``training_tensors`` are read.
-        states: FQN to the states of this rank's rows; None for a version of format 1.
-        training: training state of this rank; None for a version of format 1.
+        states: FQN to the states of this rank's rows; None for a version without states.
+        training: training state of this rank; None for a version without states.
         training_tensors: copies of the tensors of ``training``, in their order.
+        identities: FQN to the rule of each table with managed collisions, the same on every rank.
+        owner_changes: FQN to a copy of the numbers of raw ids that got and lost rows of this rank, ``[2]`` int64.
+        format: format of the version: 2 with a training state or identities.
     """
 
     kind: Kind
@@ -56,6 +70,9 @@ class Draft:
     states: Mapping[str, TableStates] | None = None
     training: TakenState | None = None
     training_tensors: Sequence[Tensor] = ()
+    identities: Identities = field(default_factory=dict)
+    owner_changes: Mapping[str, Tensor] = field(default_factory=dict)
+    format: int = FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,7 @@ class Share:
         draft: contents that were written, or the error of the read.
         parts: the written parts; empty if the read failed.
         message: message to the other ranks that describes the parts, or the error of the read or write.
-        training: the written training state; None for a version of format 1, or if the read failed.
+        training: the written training state; None for a version without states, or if the read failed.
     """
 
     draft: Draft | Exception
@@ -87,7 +104,7 @@ class Coordinator:
 
     Attributes:
         head: manifest of the last committed version; before the first version, the manifest of the claim.
-        states: FQN to the states of whole tables in the next delta; empty for versions of format 1.
+        states: FQN to the states of whole tables in the next delta; empty for versions without states.
     """
 
     def __init__(self, exchange: Exchange, recorder: Recorder) -> None:
@@ -96,9 +113,8 @@ class Coordinator:
         self._write_timer = recorder.write_seconds.timer()
         self._commit_timer = recorder.commit_seconds.timer()
         self._claim: Claim | None = None
-        self._described: tuple[Mapping[str, TableSpec], str, int] = {}, "no tables", 0
+        self._described: tuple[Mapping[str, TableSpec], Identities, str, int] = {}, {}, "no tables", 0
         self._storage: Storage
-        self._has_states = False
         self.states: Mapping[str, TableStates] = {}
         self.head: Manifest
 
@@ -131,7 +147,7 @@ class Coordinator:
         exchange(Phase.CHECKING, Message.of(self._check_same_store))
 
     def declare(self, messages: Sequence[Mapping[str, Any]], tables: Mapping[str, TableSpec]) -> None:
-        """Write versions of format 2 from now on, with the states that the ranks declare.
+        """Write versions with the states that the ranks declare from now on.
 
         Args:
             messages: for each rank, a message with the result of :func:`states_message` under the key ``states``.
@@ -141,33 +157,36 @@ class Coordinator:
             PublishError: if the ranks declare different states.
         """
         self.states = declared_states([message["states"] for message in messages], tables)
-        self._has_states = True
 
-    def vote(self, phase: Phase, batch: int, tables: Mapping[str, TableSpec]) -> Vote:
-        """Return a vote with this rank's phase, batch and tables. Not a collective."""
-        _, tables_hash = self._describe(tables)
+    def vote(self, phase: Phase, batch: int, tables: Mapping[str, TableSpec], identities: Identities) -> Vote:
+        """Return a vote with this rank's phase, batch, tables and identities. Not a collective."""
+        _, tables_hash = self._describe(tables, identities)
         return Vote(phase, batch, tables_hash)
 
-    def compare_places(self, batch: int, tables: Mapping[str, TableSpec]) -> None:
-        """Check that all ranks are at the same batch and have the same tables. A collective.
+    def compare_places(self, batch: int, tables: Mapping[str, TableSpec], identities: Identities) -> None:
+        """Check that all ranks are at the same batch and have the same tables and identities. A collective.
 
         Args:
             batch: number of batches that this rank has processed.
             tables: FQN to table of this rank.
+            identities: FQN to the rule of each of these tables with managed collisions.
 
         Raises:
             PublishError: if a rank is at another batch than rank 0 or has other tables.
             RankLostError: if a rank dies or does not answer in time.
         """
-        place = Message.of(lambda: self._place(batch, tables))
+        place = Message.of(lambda: self._place(batch, tables, identities))
         check_alike(self._exchange.exchange(Phase.PLACING, place), "cut", "tables")
 
-    def write_part(self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None) -> Part:
+    def write_part(
+        self, rows: Sequence[BlockRows], dense: Mapping[str, Tensor] | None = None, *, form: int = FORMAT
+    ) -> Part:
         """Write a part of the next version.
 
         Args:
             rows: rows of the part.
             dense: name to dense tensor; None for a part without dense tensors.
+            form: format of the version.
 
         Returns:
             Description of the part for the manifest.
@@ -176,7 +195,7 @@ class Coordinator:
             StorageError: if the part cannot be written.
         """
         name = part_name(self.head.version + 1, self.head.generation, f"r{self._rank}")
-        states_name = self._name("s") if self._has_states else None
+        states_name = None if form == FORMAT else self._name("s")
         with self._write_timer():
             return put_part(self._storage, name, rows, dense, states_name=states_name)
 
@@ -196,12 +215,14 @@ class Coordinator:
             parts.extend(draft.parts)
             draft.copies.wait()
             if draft.rows or draft.dense:
-                parts.append(self.write_part(draft.rows, draft.dense))
+                parts.append(self.write_part(draft.rows, draft.dense, form=draft.format))
             content: dict[str, Any] = {
                 "parts": [asdict(part) for part in parts] if self._rank else [],  # rank 0 has its own
                 "pending_rows": draft.pending_rows,
-                **self._place(draft.batches[1], draft.tables),
+                **self._place(draft.batches[1], draft.tables, draft.identities),
             }
+            if draft.owner_changes:
+                content["owner_changes"] = {fqn: counts.tolist() for fqn, counts in draft.owner_changes.items()}
             if draft.training is not None:
                 training = self._write_training(draft.training, draft.training_tensors)
                 content |= {"training": asdict(training), "event_time": draft.training.event_time}
@@ -260,9 +281,12 @@ class Coordinator:
             tables=dict(draft.tables),
             dense={name: DenseSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in draft.dense.items()},
             parts=(*share.parts, *others),
+            format=draft.format,
+            identities=draft.identities,
+            owner_changes=_owner_changes(messages, draft.identities) if draft.identities else {},
         )
         if draft.training is not None:
-            entry = replace(entry, format=STATES_FORMAT, states=states, **_training_fields(messages))
+            entry = replace(entry, states=states, **_training_fields(messages))
         with self._commit_timer():
             committed = self._claim.commit(entry)
         self.states = states
@@ -357,19 +381,37 @@ class Coordinator:
         else:
             self.head = parse_manifest("entry of rank 0", messages[0]["entry"].encode())
 
-    def _describe(self, tables: Mapping[str, TableSpec]) -> tuple[str, int]:
+    def _describe(self, tables: Mapping[str, TableSpec], identities: Identities) -> tuple[str, int]:
         """Return the tables as text, and the hash of this text as an int64. A worker may also call this method."""
-        known, text, digest = self._described
-        if tables != known:
+        known, known_identities, text, digest = self._described
+        if tables != known or identities != known_identities:
             text = f"the tables {sorted(f'{table} {fqn}' for fqn, table in tables.items())}"
+            if identities:
+                text += f" with the raw ids {sorted(map(_shown, identities.items()))}"
             digest = xxhash.xxh64_intdigest(text.encode()) >> 1
-            self._described = dict(tables), text, digest
+            self._described = dict(tables), dict(identities), text, digest
         return text, digest
 
-    def _place(self, batch: int, tables: Mapping[str, TableSpec]) -> dict[str, str]:
+    def _place(self, batch: int, tables: Mapping[str, TableSpec], identities: Identities) -> dict[str, str]:
         """Return this rank's batch and tables as text, under the keys ``cut`` and ``tables``."""
-        text, _ = self._describe(tables)
+        text, _ = self._describe(tables, identities)
         return {"cut": f"batch {batch}", "tables": text}
+
+
+def _shown(named: tuple[str, Identity]) -> str:
+    """Return a table and its identity as a short text with a hash of the identity, which may have 65,536 buckets."""
+    fqn, identity = named
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(identity_record(identity)).encode())
+    return f"{fqn}: {len(identity.buckets)} buckets of {identity.hash_size} ids, {digest}"
+
+
+def _owner_changes(messages: Sequence[Mapping[str, Any]], identities: Identities) -> dict[str, tuple[int, int]]:
+    """Return the numbers of raw ids that got and lost rows of each table on all ranks."""
+    found = dict.fromkeys(identities, (0, 0))
+    for message in messages:
+        for fqn, (admitted, evicted) in message.get("owner_changes", {}).items():
+            found[fqn] = found[fqn][0] + admitted, found[fqn][1] + evicted
+    return found
 
 
 def _training_fields(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

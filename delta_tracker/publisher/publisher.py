@@ -364,7 +364,7 @@ class Publisher:
         source = self._checked_source()
         self._land()
         self._error = None
-        vote = self._writer.vote(Phase.PUBLISHING, self._tracker.num_batches, self._tracker.tables)
+        vote = self._writer.vote(Phase.PUBLISHING, *source.place())
         needs_snapshot = source.needs_snapshot or self._writer.needs_snapshot
         vote = vote._replace(is_due=True, wants_snapshot=needs_snapshot or kind == "snapshot")
         self._votes = self._exchange.start_votes(vote)
@@ -408,7 +408,7 @@ class Publisher:
 
     def _step_vote(self) -> Vote:
         """Return this rank's vote while no version is being published."""
-        vote = self._writer.vote(Phase.STEPPING, self._tracker.num_batches, self._tracker.tables)
+        vote = self._writer.vote(Phase.STEPPING, *self._checked_source().place())
         pace = self._pace
         if pace is None:
             return vote
@@ -469,7 +469,7 @@ class Publisher:
             match flight:
                 case None if count.most.is_due:
                     if not count.is_alike:
-                        self._writer.compare_places(self._tracker.num_batches, self._tracker.tables)
+                        self._writer.compare_places(*self._checked_source().place())
                     self._begin("snapshot" if count.most.wants_snapshot else "delta")
                 case Copying():
                     self._cut(flight.kind, flight.job)
@@ -496,8 +496,9 @@ class Publisher:
         """Start to track changes, and to copy and write all rows of the tables with a fused optimizer in the worker."""
         job: Future[Part | None]
         try:
-            rows = self._checked_source().copy()
-            job = self._worker.submit(lambda: self._writer.write_part(rows) if rows else None)
+            source = self._checked_source()
+            rows, form = source.copy(), source.format
+            job = self._worker.submit(lambda: self._writer.write_part(rows, form=form) if rows else None)
         except Exception as error:  # noqa: BLE001  raised at the cut, which sends it to the other ranks
             job = Future()
             job.set_exception(error)

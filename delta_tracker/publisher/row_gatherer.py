@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from delta_tracker.tracker.tracker import ModelDeltaTracker
 from delta_tracker.types import Delta, ShardSpec
 
 EncodingChoice = Encoding | Mapping[str, Encoding] | None
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def choose_encodings(choice: EncodingChoice, tracker: ModelDeltaTracker) -> dict[str, Encoding]:
@@ -61,6 +64,24 @@ class Gathered:
     extra: Sequence[Tensor] = ()
 
 
+class _Place(NamedTuple):
+    """Block of a version, and the places of its tensors among those that are copied.
+
+    Args:
+        block: record of the block.
+        ids: place of the ids; None for all rows.
+        rows: place of the rows, which their states follow.
+        num_states: number of states.
+        owners: place of the raw ids; None for a table without managed collisions.
+    """
+
+    block: Block
+    ids: int | None
+    rows: int
+    num_states: int
+    owners: int | None
+
+
 class Gatherer:
     """Component that copies a tracker's rows to the host. Only the training thread may call the methods.
 
@@ -99,6 +120,7 @@ class Gatherer:
         whole: frozenset[str] = frozenset(),
         dense: Mapping[str, Tensor],
         extra: Sequence[Source] = (),
+        owners: Mapping[str, Tensor] = _NONE,
     ) -> Gathered:
         """Start to copy rows and dense tensors with their current values. The thread does not wait for the copies.
 
@@ -111,30 +133,20 @@ class Gatherer:
             whole: FQNs of tables of which all rows are copied, instead of the rows in ``delta``.
             dense: name to dense tensor.
             extra: additional tensors to copy at the same time.
+            owners: FQN to the ``[R]`` raw ids of the shard's rows, for each table with managed collisions.
 
         Returns:
             The copies, with one block of rows for each column range of a shard.
         """
         sources: list[Source] = []
-        # A block, the places of its ids and of its rows in sources, and the number of states, which follow the rows.
-        blocks: list[tuple[Block, int | None, int, int]] = []
+        places: list[_Place] = []
         for fqn, shard in self._shards():
             ids = delta[fqn].ids
-            if fqn in whole or len(ids) == 0:
-                continue
-            form: IdForm = "gaps" if self._encodings[fqn].is_quantized else "list"
-            at = len(sources)
-            sources.append(Source(ids, offset=shard.row_offset))
-            for columns, view, held in self._columns(fqn, shard):
-                blocks.append((self._block(fqn, shard, columns, len(ids), form), at, len(sources), len(held)))
-                sources.append(Source(view, ids))
-                if held:
-                    sources += [Source(state, ids) for state in held]
+            if fqn not in whole and len(ids):
+                self._add(sources, places, shard, ids, owners.get(fqn))
         for fqn, shard in self._shards() if whole else ():
             if fqn in whole and shard.num_rows:
-                for columns, view, _ in self._columns(fqn, shard):
-                    blocks.append((self._block(fqn, shard, columns, shard.num_rows, "all"), None, len(sources), 0))
-                    sources.append(Source(view))
+                self._add(sources, places, shard, None, owners.get(fqn))
         num_blocks = len(sources)
         if dense:
             sources += [Source(tensor if tensor.dim() else tensor.view(1)) for tensor in dense.values()]
@@ -143,25 +155,30 @@ class Gatherer:
         copies = self._copier.copy(sources)
         copied = copies.tensors
         rows = []
-        for block, ids_at, at, num_states in blocks:
+        for block, ids_at, at, num_states, owners_at in places:
             listed = None if ids_at is None else copied[ids_at]
             states = tuple(map(held_rows, copied[at + 1 : at + 1 + num_states])) if num_states else ()
-            rows.append(BlockRows(block, listed, partial(_encoded, copied[at], block), states))
+            owned_by = None if owners_at is None else held_rows(copied[owners_at])
+            rows.append(BlockRows(block, listed, partial(_encoded, copied[at], block), states, owned_by))
         pairs = zip(dense.items(), copied[num_blocks:num_own], strict=True)
         named = {name: each.view(tensor.shape) for (name, tensor), each in pairs}
         return Gathered(rows, named, copies, copied[num_own:])
 
-    def whole(self, tables: frozenset[str]) -> list[BlockRows]:
+    def whole(self, tables: frozenset[str], owners: Mapping[str, Tensor] = _NONE) -> list[BlockRows]:
         """Return all rows of some tables, one block for each column range of a shard.
 
         Each chunk is copied when it is read, which another thread may do, with its values at that time. It has all
         updates that were queued on the device when this method was called. The states of a row may be newer than its
         values.
 
+        If the tracker is read meanwhile, the owners of later chunks are those of that read. The rows of both owners are
+        then among its changed rows.
+
         Omits tables that this rank does not write.
 
         Args:
             tables: FQNs of the tables.
+            owners: FQN to the ``[R]`` raw ids of the shard's rows, for each table with managed collisions.
         """
         blocks = []
         readers: dict[torch.device, Callable[[Tensor], Tensor]] = {}
@@ -169,14 +186,47 @@ class Gatherer:
             if fqn not in tables or shard.num_rows == 0:
                 continue
             for columns, view, states in self._columns(fqn, shard):
-                for device in (view.device, *(state.device for state in states)):
+                for device in {each.device for each in (view, *states, owners.get(fqn, view))}:
                     if device not in readers:
                         readers[device] = self._copier.reader(device)
                 block = self._block(fqn, shard, columns, shard.num_rows, "all")
                 read = partial(_copied, readers[view.device], view, block)
                 kept = tuple(partial(_copied_state, readers[state.device], state) for state in states)
-                blocks.append(BlockRows(block, None, read, kept))
+                held = owners.get(fqn)
+                owned_by = None if held is None else partial(_copied_state, readers[held.device], held.unsqueeze(1))
+                blocks.append(BlockRows(block, None, read, kept, owned_by))
         return blocks
+
+    def _add(
+        self, sources: list[Source], places: list[_Place], shard: ShardSpec, ids: Tensor | None, owners: Tensor | None
+    ) -> None:
+        """Append the sources of a table's rows, and the places of these sources.
+
+        Args:
+            sources: sources of the version.
+            places: places of the blocks of the version.
+            shard: this rank's shard of the table.
+            ids: ``[N]`` local ids of the rows; None for all rows, without their states.
+            owners: ``[R]`` raw ids of the shard's rows; None for a table without managed collisions.
+        """
+        fqn = shard.table.fqn
+        form: IdForm = "all" if ids is None else "gaps" if self._encodings[fqn].is_quantized else "list"
+        num_rows = shard.num_rows if ids is None else len(ids)
+        ids_at = owners_at = None
+        if ids is not None:
+            ids_at = len(sources)
+            sources.append(Source(ids, offset=shard.row_offset))
+        if owners is not None:
+            owners_at = len(sources)
+            sources.append(Source(owners.unsqueeze(1), ids))
+        for columns, view, held in self._columns(fqn, shard):
+            num_states = 0 if ids is None else len(held)
+            places.append(
+                _Place(self._block(fqn, shard, columns, num_rows, form), ids_at, len(sources), num_states, owners_at)
+            )
+            sources.append(Source(view, ids))
+            if num_states:
+                sources += [Source(state, ids) for state in held]
 
     def _shards(self) -> Iterator[tuple[str, ShardSpec]]:
         """Yield (table FQN, shard) for the shards whose rows this rank writes."""

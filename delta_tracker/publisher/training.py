@@ -10,6 +10,8 @@ The state is a dict with these keys:
     to buffer.
   - ``publisher``: name of the publisher's consumer. ``consumers``: name of each other consumer to its ``version`` and
     ``left_out``, see :class:`ConsumerState`.
+  - ``collisions``: FQN of each table with managed collisions to the state of its module on this rank, see
+    :func:`~delta_tracker.sharding.collision_states.collision_state`.
   - ``batches``: number of steps of the tracker.
 
 - ``training``, only on rank 0, and ``rank``: states of the user's objects by name.
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 
 from delta_tracker.errors import InvalidArgumentError, UnsupportedTableError
 from delta_tracker.publisher.host_copies import Source
+from delta_tracker.sharding.collision_states import collision_state
 from delta_tracker.sharding.torchrec_api import load_torchrec
 from delta_tracker.state_tree import StateTree, flatten
 from delta_tracker.tracker.tracker import ModelDeltaTracker
@@ -88,6 +91,7 @@ class TrainingSource:
         unfused: FQN of each table whose optimizer is not fused, to the addresses of the storages of its weights on this
             rank, and True if all ranks have the whole table. Updates of such a table's optimizer state cannot be found
             by comparing rows, so its optimizer must be among the objects.
+        collisions: function that returns this rank's managed-collision modules by table FQN.
         is_first: True on rank 0.
         publisher: name of the publisher's consumer.
 
@@ -105,6 +109,7 @@ class TrainingSource:
         *,
         dense: Callable[[], Mapping[str, Tensor]],
         unfused: Mapping[str, tuple[AbstractSet[int], bool]],
+        collisions: Callable[[], Mapping[str, nn.Module]],
         is_first: bool,
         publisher: str,
     ) -> None:
@@ -117,6 +122,7 @@ class TrainingSource:
         self._training = dict(training_state) if is_first else {}
         self._rank = dict(rank_state)
         self._dense = dense
+        self._collisions = collisions
         self._is_first = is_first
         self._publisher = publisher
         self.take({})
@@ -167,6 +173,7 @@ class TrainingSource:
             "consumers": {
                 name: {"version": each.version, "left_out": dict(each.left_out)} for name, each in consumers.items()
             },
+            "collisions": {fqn: collision_state(module) for fqn, module in self._collisions().items()},
             "batches": tracker.num_batches,
         }
 

@@ -16,10 +16,14 @@ from delta_tracker.errors import InvalidArgumentError, MissingStepError, StaleDe
 from delta_tracker.monitor.recorder import Recorder
 from delta_tracker.publisher.coordinator import Coordinator, Draft
 from delta_tracker.publisher.exchange import Exchange, Message, Phase
+from delta_tracker.publisher.host_copies import Source
 from delta_tracker.publisher.repair import rows_to_repair
 from delta_tracker.publisher.row_gatherer import EncodingChoice, Gatherer, choose_encodings
 from delta_tracker.publisher.training import ConsumerState, Stateful, TrainingSource
+from delta_tracker.raw_ids import NO_OWNER
+from delta_tracker.sharding.collisions import local_owners
 from delta_tracker.sharding.dense import dense_tensors
+from delta_tracker.sharding.discover import discover
 from delta_tracker.sharding.kernel_memory import one_cut
 from delta_tracker.stream.cursor import Place
 from delta_tracker.stream.format.block_rows import BlockRows
@@ -39,7 +43,7 @@ from delta_tracker.tracker.checkpoint.tracker_checkpoint import Restored
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.top_k import AllRanks, TopK
 from delta_tracker.tracker.tracker import ModelDeltaTracker
-from delta_tracker.types import Delta, TableStates
+from delta_tracker.types import Delta, Identity, TableSpec, TableStates
 
 _logger = logging.getLogger(__name__)
 
@@ -109,9 +113,12 @@ class VersionSource:
         encodings = choose_encodings(encoding, tracker)
         if training is not None:
             _check_recoverable(tracker, encodings, top_k)
-        has_states = training is not None
+        self._has_states = has_states = training is not None
         self._gatherer = Gatherer(tracker, encodings, writes_replicas=self._is_first, with_states=has_states)
         self._dense()
+        self._num_attached = 0
+        self._schema: tuple[Mapping[str, TableStates], Mapping[str, Identity]] = {}, {}
+        self._collisions: Mapping[str, nn.Module] = {}
         self.handle = tracker.reserve(consumer, holder="Publisher")
         try:
             self.handle.check_top_k(top_k)
@@ -127,29 +134,40 @@ class VersionSource:
         self._waited_in_vain = False
         # Updates before the first step, such as a warm-up, belong to the state from which training begins.
         self._start = tracker.num_batches, tracker.num_unstepped
-        self._num_attached = 0
-        self._own: Mapping[str, TableStates] = {}
-        # The states in the last snapshot, and in the one that is being copied.
-        self._published: Mapping[str, TableStates] = self.states
-        self._copying: Mapping[str, TableStates] = {}
+        # The states and identities in the last snapshot, and in the one that is being copied.
+        self._published = self._copying = self.schema
         if untested := sorted({each.optimizer for each in self.states.values()} - _TESTED):
             _logger.warning("the published states of these optimizers have not been tested: %s", ", ".join(untested))
         self._cuts: list[tuple[int, int]] = []  # log position and version of earlier cuts, ascending
 
     @property
+    def schema(self) -> tuple[Mapping[str, TableStates], Mapping[str, Identity]]:
+        """States of this rank's column ranges, empty if the versions have none, and identities, by FQN.
+
+        A version with other ones than the version before must be a snapshot.
+        """
+        if self._num_attached != self._tracker.num_attached:
+            self._attach()
+        return self._schema
+
+    @property
     def states(self) -> Mapping[str, TableStates]:
         """States of this rank's column ranges, by FQN; empty if the versions have no states."""
-        if self._training is not None and self._num_attached != self._tracker.num_attached:
-            self._own = dict(self._tracker.table_states)
-            self._num_attached = self._tracker.num_attached
-        return self._own
+        return self.schema[0]
 
     @property
     def needs_snapshot(self) -> bool:
         """True if the next version must be a snapshot."""
-        if not self._has_snapshot or self.handle.needs_snapshot:
-            return True
-        return self._training is not None and self.states != self._published
+        return not self._has_snapshot or self.handle.needs_snapshot or self.schema != self._published
+
+    @property
+    def format(self) -> int:
+        """Format of the next version."""
+        return FORMAT if self._training is None and not self.schema[1] else STATES_FORMAT
+
+    def place(self) -> tuple[int, Mapping[str, TableSpec], Mapping[str, Identity]]:
+        """Return the number of batches of this rank, its tables, and their identities."""
+        return self._tracker.num_batches, self._tracker.tables, self.schema[1]
 
     def resume(self, exchange: Exchange, writer: Coordinator) -> None:
         """Make the rows of all versions after the loaded checkpoint pending, so that the next version repairs them.
@@ -176,8 +194,7 @@ class VersionSource:
             note = self.handle.note if self.handle.is_as_restored else None
             if self._training is not None and tracker.restored is not Restored.STREAM:
                 note = None  # a checkpoint may have been loaded without the optimizer's states
-            form = FORMAT if self._training is None else STATES_FORMAT
-            schema: Schema = form, tracker.tables, writer.states, {}
+            schema: Schema = self.format, tracker.tables, writer.states, self.schema[1]
             rows = rows_to_repair(StreamLog(writer.storage), note, writer.head, schema, tracker.shards)
             return {"knows": rows is not None}
 
@@ -202,9 +219,9 @@ class VersionSource:
         if self._meanwhile is not None:  # left by an interrupted call
             self._meanwhile.release()
         self._meanwhile = self.handle.begin_copy()
-        self._copying = self.states
+        self._copying = self.schema
         with one_cut():
-            return self._gatherer.whole(self._tracker.fused_tables)
+            return self._gatherer.whole(self._tracker.fused_tables, self._owners())
 
     def cut(self, kind: Kind, copied: Part | None) -> tuple[Draft, Delta]:
         """Read the rows of a version with their current values. A collective if ``top_k`` is set.
@@ -223,28 +240,37 @@ class VersionSource:
                 version was copied.
         """
         tracker = self._tracker
+        schema = self.schema
+        if schema != (self._copying if kind == "snapshot" else self._published):
+            raise InvalidArgumentError("tracker", "resharded", "Publish again: the next version is a snapshot")
         if self._training is not None:
-            self._prepare(kind)
+            self._prepare()
         with one_cut():
             dense = self._dense()
             # First, because it calls the user's code, which may raise.
             taken = None if self._training is None else self._training.take(self._consumers(), dense)
-            extra = () if taken is None else taken.sources
+            extra = [] if taken is None else [*taken.sources]
+            num_taken = len(extra)
             if kind == "snapshot":
                 # The rows that changed during the copy. Tables without a fused optimizer are copied whole only now:
                 # their changes are found by comparison, which misses a value that changed and then changed back.
                 assert self._meanwhile is not None, "copy() came first"
                 # Not committed, because an interrupted cut is repeated and must find the same rows.
                 changed = self._meanwhile.read(commit=False, with_states=False)
-                compared = frozenset(tracker.tables) - tracker.fused_tables
-                gathered = self._gatherer.gather(changed, whole=compared, dense=dense, extra=extra)
                 read = self.handle.read(commit=False, with_states=False)
+                counts = _owner_changes(read, schema[1])
+                compared = frozenset(tracker.tables) - tracker.fused_tables
+                extra.extend(map(Source, counts.values()))
+                owners = self._owners()
+                gathered = self._gatherer.gather(changed, whole=compared, dense=dense, extra=extra, owners=owners)
             else:
                 top_k = None if self._is_repairing else self._top_k
                 with self._read_timer():
                     read = self.handle.read(commit=False, with_states=False, top_k=top_k, ranks=self._ranks)
                 with self._encode_timer():
-                    gathered = self._gatherer.gather(read, dense=dense, extra=extra)
+                    counts = _owner_changes(read, schema[1])
+                    extra.extend(map(Source, counts.values()))
+                    gathered = self._gatherer.gather(read, dense=dense, extra=extra, owners=self._owners())
         draft = Draft(
             kind=kind,
             batches=read.batches,
@@ -255,9 +281,12 @@ class VersionSource:
             rows=gathered.rows,
             dense=gathered.dense,
             copies=gathered.copies,
-            states=None if taken is None else self.states,
+            states=None if taken is None else schema[0],
             training=taken,
-            training_tensors=gathered.extra,
+            training_tensors=gathered.extra[:num_taken],
+            identities=schema[1],
+            owner_changes=dict(zip(counts, gathered.extra[num_taken:], strict=True)),
+            format=FORMAT if taken is None and not schema[1] else STATES_FORMAT,
         )
         return draft, read
 
@@ -304,14 +333,13 @@ class VersionSource:
         place = Place(head.stream, head.link).to_dict() if self._has_snapshot else None
         self.handle.annotate(place)
 
-    def _prepare(self, kind: Kind) -> None:
+    def _prepare(self) -> None:
         """Wait for updates in progress, and find states that were written in place since the last cut.
 
         Raises:
             UpdateInProgressError: if an update is still in progress after the wait.
             MissingStepError: if rows were updated since the last step of the tracker.
-            InvalidArgumentError: if the data position does not follow training, or if the tables were resharded since
-                the last snapshot or since this one began.
+            InvalidArgumentError: if the data position does not follow training.
         """
         tracker = self._tracker
         seconds = _AGAIN_SECONDS if self._waited_in_vain else _UPDATE_SECONDS
@@ -323,8 +351,6 @@ class VersionSource:
             raise MissingStepError(tracker.num_batches)
         if tracker.data_position is not None:
             tracker.data_position.check()
-        if self.states != (self._copying if kind == "snapshot" else self._published):
-            raise InvalidArgumentError("tracker", "resharded", "Publish again: the next version is a snapshot")
         assert self._watch is not None, "there are states"
         for fqn in self._watch.written():
             shard = tracker.shards[fqn]
@@ -349,6 +375,21 @@ class VersionSource:
         """Return the number of known cuts up to a position of the log."""
         return bisect_right(self._cuts, position, key=lambda cut: cut[0])
 
+    def _owners(self) -> Mapping[str, Tensor]:
+        """Return the raw ids that own the rows of each table with managed collisions at the last cut, by FQN."""
+        return self._tracker.owner_views() if self._schema[1] else {}
+
+    def _attach(self) -> None:
+        """Find what depends on the tracker's shards."""
+        tracker = self._tracker
+        states: Mapping[str, TableStates] = {}
+        if self._has_states:
+            states = dict(tracker.table_states)
+            owners = local_owners(tracker.model, discover(tracker.model))
+            self._collisions = {fqn: each.module for fqn, each in owners.items()}
+        self._schema = states, dict(tracker.identities)
+        self._num_attached = tracker.num_attached
+
     def _training_source(self, training: Training) -> TrainingSource:
         """Return the source of the training state.
 
@@ -357,12 +398,19 @@ class VersionSource:
             UnsupportedTableError: if an unfused table has no optimizer among the objects.
         """
         tracker = self._tracker
+
+        def collisions() -> Mapping[str, nn.Module]:
+            if self._num_attached != tracker.num_attached:
+                self._attach()
+            return self._collisions
+
         return TrainingSource(
             tracker,
             training.shared,
             training.per_rank,
             dense=lambda: dense_tensors(tracker.model, tracker.model),
             unfused=tracker.unfused_storages(),
+            collisions=collisions,
             is_first=self._is_first,
             publisher=self.handle.name,
         )
@@ -382,6 +430,16 @@ class VersionSource:
                 remedy = f"Leave it out: streams do not support {tensor.dim()}-d {tensor.dtype}"
                 raise InvalidArgumentError("dense", name, remedy)
         return found
+
+
+def _owner_changes(read: Delta, identities: Iterable[str]) -> dict[str, Tensor]:
+    """Return the numbers of raw ids that got and lost rows, ``[2]`` int64, by FQN. Does not wait for a device."""
+    found = {}
+    for fqn in identities:
+        rows = read[fqn]
+        if rows.admitted is not None and rows.evicted is not None and len(rows):
+            found[fqn] = torch.stack([(each != NO_OWNER).sum() for each in (rows.admitted, rows.evicted)])
+    return found
 
 
 def _check_recoverable(tracker: ModelDeltaTracker, encodings: Mapping[str, Encoding], top_k: TopK | None) -> None:

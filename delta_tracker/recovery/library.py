@@ -11,6 +11,7 @@ from torch import Tensor
 
 from delta_tracker.errors import CorruptPartError, InvalidArgumentError
 from delta_tracker.recovery.training_states import TrainingStates
+from delta_tracker.sharding.collision_states import collision_fault
 from delta_tracker.stream.format.field_types import Count, Range
 from delta_tracker.types import ShardSpec, TableSpec
 
@@ -106,6 +107,14 @@ class Library:
                 if ids.dtype != torch.int64 or ids.dim() != 1:
                     reason = f"the ids of {name!r} in {fqn!r} are {ids.dtype} {list(ids.shape)}"
                     raise self._error(rank, "consumers", reason)
+        return found
+
+    def collisions(self, rank: int) -> dict[str, dict[str, Any]]:
+        """Return the states of the managed-collision modules that a rank had, by table FQN."""
+        found = self._load(rank, "collisions", dict[str, dict[str, Any]])
+        for fqn, state in found.items():
+            if fault := collision_fault(state):
+                raise self._error(rank, "collisions", f"{fault} of {fqn!r}")
         return found
 
     def _load(self, rank: int, key: str, kind: type[_T]) -> _T:

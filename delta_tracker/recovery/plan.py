@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from delta_tracker.recovery.fit import wanted
 from delta_tracker.recovery.targets import as_tables
 from delta_tracker.row_target import RowTarget
 from delta_tracker.rows import copy_from_host
+from delta_tracker.sharding.collision_states import load_collision_states
 from delta_tracker.sharding.discover import LocalShard
 from delta_tracker.sharding.optimizer_rows import Scalars, write_scalars
 from delta_tracker.stream.format.block_rows import CHUNK_BYTES, BlockRows
@@ -36,6 +38,8 @@ class Plan:
         shards: FQN to shard, for each table that is restored.
         targets: name of a table or state table to its memory.
         scalars: FQN to the numbers of the table's kernel.
+        collisions: FQN to the managed-collision module of the table, and its states on the ranks that published the
+            version.
         held: dense tensors of the model, by name.
         names: names of the dense tensors that are in the parts of the last entry.
         dense: other dense tensors by name, in the order of writing: those of rank 0, then the buffers of this rank.
@@ -46,6 +50,7 @@ class Plan:
     shards: Mapping[str, LocalShard]
     targets: Mapping[str, RowTarget]
     scalars: Mapping[str, Scalars]
+    collisions: Mapping[str, tuple[object, Sequence[Mapping[str, Any]]]]
     held: Mapping[str, Tensor]
     names: Collection[str]
     dense: Mapping[str, Tensor]
@@ -77,7 +82,7 @@ class Plan:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the rows, their states, the numbers of the kernels, and the dense tensors.
+        """Write the rows, their states, the numbers of the kernels, the raw ids, and the dense tensors.
 
         Raises:
             CorruptPartError: if an object does not match its record.
@@ -87,6 +92,8 @@ class Plan:
         for entry in self.path:
             self._write_rows(entry, specs)
         write_scalars(self.shards, self.scalars)
+        for module, states in self.collisions.values():
+            load_collision_states(module, states)
         for part in self.last.parts:
             if not set(part.dense).isdisjoint(self.names):
                 source = Ranged(self.storage, part)

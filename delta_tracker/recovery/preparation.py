@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from delta_tracker.recovery.targets import row_targets, state_targets
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.recovery.warm_up import check_warm
 from delta_tracker.row_target import RowTarget, TensorTarget
+from delta_tracker.sharding.collision_states import check_collision_states
+from delta_tracker.sharding.collisions import LocalOwners, local_owners
 from delta_tracker.sharding.discover import LocalShard, discover
 from delta_tracker.sharding.optimizer_rows import Scalars, check_scalars, refuse_unrecoverable, state_views
 from delta_tracker.stream.format.manifest import Manifest
@@ -34,6 +37,7 @@ class Prepared:
         states: training states of the version.
         rank_names: names of the states that differ by rank in the version.
         publisher: name of the consumer of the publisher of the version.
+        rerouted: FQNs of the tables whose raw ids are divided among the ranks in another way than in the version.
         pending: consumer of the tracker to FQN to the local ids of the rows that are pending afterwards; None for all
             rows.
     """
@@ -42,6 +46,7 @@ class Prepared:
     states: TrainingStates
     rank_names: Sequence[str]
     publisher: str
+    rerouted: Sequence[str]
     pending: Mapping[str, Mapping[str, Tensor | None]]
 
 
@@ -89,12 +94,15 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob) -> Prepared
     shards = {fqn: found.shards[fqn] for fqn in last.tables if fqn not in job.ignore}
     scalars = _kernels(library, shards, job, states.world_size)
     check_scalars(shards, scalars)
+    owners = {fqn: each for fqn, each in local_owners(job.model, found).items() if fqn in shards}
+    collisions = _collisions(library, owners, last, [own] if is_same else range(states.world_size), job.ignore)
     plan = Plan(
         storage=log.storage,
         path=path,
         shards=shards,
         targets=_targets(job, last, shards),
         scalars=scalars,
+        collisions=collisions,
         held=job.dense(),
         names=last.dense.keys() - set(job.ignore),
         dense={name: tensor for name, tensor in {**dense, **buffers}.items() if name not in job.ignore},
@@ -102,7 +110,10 @@ def prepare(log: StreamLog, path: Sequence[Manifest], job: LocalJob) -> Prepared
     publisher = library.publisher()
     pending = _pending(job, library, publisher, log, last, plan.specs)
     plan.check_objects(() if is_same else last.training)
-    return Prepared(plan=plan, states=states, rank_names=rank_names, publisher=publisher, pending=pending)
+    rerouted = sorted(fqn for fqn, each in owners.items() if each.identity != last.identities[fqn])
+    return Prepared(
+        plan=plan, states=states, rank_names=rank_names, publisher=publisher, rerouted=rerouted, pending=pending
+    )
 
 
 def names_of_all_ranks(states: TrainingStates, ignore: Collection[str], url: str, version: int) -> list[str]:
@@ -146,6 +157,35 @@ def _kernels(library: Library, shards: Mapping[str, LocalShard], job: LocalJob, 
                 raise RestoreMismatchError(
                     what, f"{found[fqn]} on one rank and {numbers} on another", "one for all ranks"
                 )
+    return found
+
+
+def _collisions(
+    library: Library, owners: Mapping[str, LocalOwners], last: Manifest, ranks: Iterable[int], ignore: Collection[str]
+) -> dict[str, tuple[object, list[dict[str, Any]]]]:
+    """Return the managed-collision module of each table, and its states on the given ranks of the version, by FQN.
+
+    Args:
+        library: values that the library saved in the version.
+        owners: FQN to the raw ids of this rank's rows, for each restored table with managed collisions.
+        last: entry of the version.
+        ranks: ranks of the version whose states are read.
+        ignore: names of tables that are not restored.
+
+    Raises:
+        RestoreMismatchError: if the version or the job has no managed collisions for a table, or if a module cannot
+            have the states.
+        CorruptPartError, StorageError: if the states cannot be read.
+    """
+    if differing := sorted((last.identities.keys() ^ owners.keys()) - set(ignore)):
+        words = ["with" if differing[0] in each else "without" for each in (last.identities, owners)]
+        raise RestoreMismatchError(f"table {differing[0]!r}", *(f"{word} managed collisions" for word in words))
+    saved = [library.collisions(rank) for rank in ranks] if owners else []
+    found = {}
+    for fqn, each in owners.items():
+        states = [state[fqn] for state in saved if fqn in state]
+        check_collision_states(fqn, each.module, states, each.identity)
+        found[fqn] = each.module, states
     return found
 
 

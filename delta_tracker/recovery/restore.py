@@ -74,7 +74,9 @@ def restore(  # noqa: PLR0913  all but two have a default
     Each rank reads only the rows of its shards. The number of ranks and the sharding plan may differ from those of the
     job that published the version, with these exceptions. Row-wise optimizers have one number for each row and column
     range, so the column ranges of their tables must be those of the version. The optimizer of a table with a DENSE
-    kernel is in ``rank_state``, so the table must have the same shards.
+    kernel is in ``rank_state``, so the table must have the same shards. A table with managed collisions may have fewer
+    shards if each one has the rows of whole former shards, and if its rank looks up their raw ids; unknown raw ids then
+    read other rows than before.
 
     If the number of ranks differs, the states in ``training_state`` are those of rank 0, as always. An object in
     ``rank_state``, or the loader of ``data``, receives the states of all ranks: its method
@@ -169,6 +171,8 @@ class _Restoration:
         exchange.exchange(Phase.RESTORING, Message.of(self._write))
         exchange.exchange(Phase.LOADING, Message.of(self._load))
         unmark(model)
+        if self._made.rerouted and self._job.rank == 0:
+            _logger.warning("unknown raw ids read other rows than before in the tables %s", self._made.rerouted)
         _logger.info("restored version %d of stream %s", version, last.stream)
         return Restored(
             version=version,

@@ -1,6 +1,7 @@
 """Find the dense tensors of a model: all parameters and persistent buffers outside sharded modules.
 
 Tensors of which each rank has only a part are rejected by name, because the stream would have the part of one rank.
+Those of sharded managed collisions are left out: a stream has the raw ids of rows with the rows.
 """
 
 from __future__ import annotations
@@ -73,18 +74,17 @@ def _tensors(model: nn.Module, root: nn.Module) -> dict[str, Tensor | None]:
         top, modules = root, list(walk(root, "", torchrec, set()))
     flattened = _sharded_by_fsdp(top, torchrec)
     found: dict[str, Tensor | None] = {}
-    parts: set[str] = set()
+    collisions = [module for _, module in modules if isinstance(module, torchrec.without_rows)]
+    left_out = {id(part) for module in collisions for part in module.modules()}
     for fqn, module in modules:
-        if isinstance(module, torchrec.without_rows):
-            parts |= {f"{fqn}.{name}" if fqn else name for name in _sharded_in_state(module, torchrec)}
-        if id(module) not in inside:
+        if id(module) not in inside or id(module) in left_out:
             continue
         if isinstance(module, torchrec.towers):
             found[fqn] = None
         elif torchrec.holder(module) is None and not has_unknown_rows(module, torchrec):
             for name, tensor in _own(module):
                 found[f"{fqn}.{name}" if fqn else name] = None if id(tensor) in flattened else tensor
-    return {name: None if name in parts else tensor for name, tensor in found.items()}
+    return found
 
 
 def _sharded_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
@@ -95,19 +95,6 @@ def _sharded_by_fsdp(model: nn.Module, torchrec: Torchrec) -> set[int]:
         if isinstance(module, torchrec.fsdp)
         for parameter in module.parameters()
         if parameter not in module._ignored_params  # type: ignore[operator]  # noqa: SLF001  no public equivalent
-    }
-
-
-def _sharded_in_state(module: nn.Module, torchrec: Torchrec) -> set[str]:
-    """Return the names of the tensors that are larger in the module's ``state_dict`` than on this rank.
-
-    Managed collisions hold the part of a rank as a plain tensor.
-    """
-    local = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {
-        name
-        for name, tensor in module.state_dict().items()
-        if isinstance(tensor, torchrec.sharded_tensors) and name in local and tensor.size() != local[name].size()
     }
 
 

@@ -25,8 +25,10 @@ from delta_tracker.errors import (
     UnsupportedOptimizerError,
     UnsupportedTableError,
 )
+from delta_tracker.sharding.collision_states import collision_obstacle
+from delta_tracker.sharding.collisions import local_owners
 from delta_tracker.sharding.discover import Discovery, Kernel, LocalShard
-from delta_tracker.sharding.torchrec_api import kernel_arguments, load_torchrec, tbe_of
+from delta_tracker.sharding.torchrec_api import kernel_arguments, tbe_of
 from delta_tracker.types import StateSpec, TableStates
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -183,16 +185,13 @@ def refuse_unrecoverable(model: nn.Module, found: Discovery) -> None:
         found: its tracked tables.
 
     Raises:
-        UnsupportedModuleError: if a table is skipped, has managed collisions, whose ids a version does not have, or has
-            replicas in a ``DMPCollection``.
+        UnsupportedModuleError: if a table is skipped, has managed collisions of another class than torchrec's
+            ``MCHManagedCollisionModule`` or with another eviction policy than torchrec's, or has replicas in a
+            ``DMPCollection``.
         UnsupportedOptimizerError: if a fused optimizer has counters per row or a global weight decay.
     """
-    torchrec = load_torchrec()
-    obstacles = {
-        name: f"a {type(module).__name__}, whose ids are not in a stream"
-        for name, module in model.named_modules()
-        if isinstance(module, torchrec.without_rows) or hasattr(module, "_evict")
-    }
+    collisions = local_owners(model, found).items()
+    obstacles = {fqn: reason for fqn, each in collisions if (reason := collision_obstacle(each.module))}
     obstacles |= dict.fromkeys(found.skipped, "in fqns_to_skip, so that its rows are not in a stream")
     obstacles |= {fqn: "a table of a DMPCollection" for fqn, shard in found.shards.items() if shard.num_replicas > 1}
     if obstacles:

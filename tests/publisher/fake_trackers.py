@@ -21,7 +21,7 @@ from delta_tracker.tracker.change_log import ChangeLog
 from delta_tracker.tracker.consumer_handle import ConsumerHandle
 from delta_tracker.tracker.delta_reader import DeltaReader
 from delta_tracker.tracker.store.segments import SegmentStore
-from delta_tracker.types import ShardSpec, TableSpec
+from delta_tracker.types import Identity, ShardSpec, TableSpec
 
 ROW_OFFSET = 3
 
@@ -44,6 +44,8 @@ class FakeTracker:
             for fqn, table in self.tables.items()
         }
         self.fused_tables = frozenset(weights)
+        self.identities: dict[str, Identity] = {}
+        self.num_attached, self.num_unstepped = 1, 0
         stores = {fqn: SegmentStore(len(each), each.device, engine="torch") for fqn, each in weights.items()}
         self.log = ChangeLog(stores, ["default"], delete_on_read=True, max_bytes=None)
         found = {fqn: SimpleNamespace(spec=spec, is_fused=True) for fqn, spec in self.shards.items()}
@@ -60,6 +62,9 @@ class FakeTracker:
 
     def column_views(self, fqn: str) -> list[Tensor]:
         return [self.weights[fqn]]
+
+    def owner_views(self) -> dict[str, Tensor]:
+        return {}
 
     def reserve(self, consumer: str | None, *, holder: str) -> ConsumerHandle:
         return ConsumerHandle(

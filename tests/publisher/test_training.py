@@ -64,6 +64,7 @@ def _source(tracker: Any, *, training: Any = None, rank: Any = None, is_first: b
         rank or {},
         dense=lambda: {name: tensor.detach() for name, tensor in tracker.model.state_dict().items()},
         unfused={},
+        collisions=dict,
         is_first=is_first,
         publisher="pub",
     )

@@ -33,6 +33,7 @@ def _source(tracker: ModelDeltaTracker, rank: int, training: Any, ranks: Any) ->
             fqn: (unfused_storages(shards[fqn]), shards[fqn].spec.is_replicated)
             for fqn in tracker.tables.keys() - tracker.fused_tables
         },
+        collisions=dict,
         is_first=rank == 0,
         publisher="default",
     )
@@ -161,6 +162,7 @@ def buffers(rank: int, world_size: int) -> None:
             {},
             dense=lambda: dense_tensors(outer, outer, skip_sharded=True),
             unfused={},
+            collisions=dict,
             is_first=rank == 0,
             publisher="default",
         )

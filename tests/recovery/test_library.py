@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from delta_tracker.errors import CorruptPartError
+from delta_tracker.raw_ids import NO_OWNER
 from delta_tracker.recovery.library import Library
 from delta_tracker.recovery.training_states import TrainingStates
 from delta_tracker.state_tree import pack
@@ -20,7 +21,26 @@ from tests.stream.streams import Writer
 _STATES = TableStates("EXACT_TEST", ((0, 4),), (StateSpec("sum", torch.float32, "range"),))
 _NUMBERS = {"iter": 3, "iter_cpu": 4, "lr": 0.1, "group_lr": 0.2, "eps": 0, "beta1": 0.9, "beta2": 1, "weight_decay": 0}
 _TABLE = TableSpec("plain", 6, 4, torch.float32)
+_COLLISION = {
+    "class": "Module",
+    "policy": "Policy",
+    "offset": 2,
+    "zch_size": 3,
+    "hash_size": 9,
+    "eviction_interval": 2,
+    "sorted": torch.tensor([5, 7, NO_OWNER]),
+    "mapping": torch.tensor([3, 2, 4]),
+    "metadata": {"counts": torch.ones(3).long()},
+    "iter": torch.tensor([4]),
+    "current_iter": 4,
+    "last_eviction_iter": 3,
+    "evicted": None,
+    "buffer_size": 6,
+    "history": torch.tensor([8, 5]),
+    "history_metadata": {},
+}
 _LIBRARY: dict[str, Any] = {
+    "collisions": {"t": _COLLISION},
     "kernels": {"t": {**_NUMBERS, "iter": torch.tensor(3)}},
     "shards": {"plain": {"rows": [2, 5], "columns": [[0, 4]], "replicated": False}},
     "dense": {"w": torch.ones(2)},
@@ -29,6 +49,7 @@ _LIBRARY: dict[str, Any] = {
 }
 
 _READS: dict[str, Callable[[Library], object]] = {
+    "collisions": lambda library: library.collisions(0),
     "kernels": lambda library: library.kernels(0),
     "shards": lambda library: library.shards(0, {"plain": _TABLE}),
     "dense": lambda library: library.dense(),
@@ -48,6 +69,7 @@ def library_of(value: object) -> Library:
 def test_valid_values_are_read() -> None:
     library = library_of(_LIBRARY)
     assert library.kernels(0) == {"t": _NUMBERS}
+    assert library.collisions(0)["t"]["history"].tolist() == [8, 5]
     assert library.shards(0, {"plain": _TABLE}) == {"plain": ShardSpec(_TABLE, 2, 3, ((0, 4),))}
     assert torch.equal(library.dense()["w"], torch.ones(2))
     assert (library.publisher(), library.buffers(0)) == ("main", {})
@@ -58,6 +80,10 @@ def test_valid_values_are_read() -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        ("collisions", ...),
+        ("collisions.t", []),
+        ("collisions.t.sorted", torch.tensor([7, 5, NO_OWNER])),
+        ("collisions.t.mapping", ...),
         ("kernels", 3),
         ("kernels.t", [1]),
         ("kernels.t.iter", -1),

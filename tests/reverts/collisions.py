@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.reverts.revert import Revert
 
 _STATES = "tests/sharding/test_collision_states.py::"
+_RESTORE = "tests/recovery/test_collisions.py::"
 _FILE = "delta_tracker/sharding/collision_states.py"
 
 REVERTS = [
@@ -34,5 +35,48 @@ REVERTS = [
         defect="ids are restored to ranks that do not look them up",
         generator=_STATES + "test_a_state_that_does_not_fit_is_refused",
         edits={_FILE: [("        if len(other):\n", "        if len(other) > len(known):\n")]},
+    ),
+    Revert(
+        defect="a restored model keeps the raw ids that it had before",
+        generator=_RESTORE + "test_training_with_evictions_continues_bit_for_bit",
+        edits={
+            "delta_tracker/recovery/plan.py": [
+                ("            load_collision_states(module, states)\n", "            assert (module, states)\n"),
+            ],
+        },
+    ),
+    Revert(
+        defect="the raw ids of two ranks are restored to four, which look others up",
+        generator=_RESTORE + "test_more_ranks_are_refused_before_any_write",
+        edits={
+            "delta_tracker/recovery/preparation.py": [
+                ("        check_collision_states(fqn, each.module, states, each.identity)\n", ""),
+            ],
+        },
+    ),
+    Revert(
+        defect="rows are published with the raw ids of the version before",
+        generator="tests/publisher/test_identities.py::test_each_raw_id_gets_the_trainers_answer",
+        edits={
+            "delta_tracker/publisher/version_source.py": [
+                (
+                    "else self._top_k\n",
+                    "else self._top_k; former = {fqn: each.clone() for fqn, each in self._owners().items()}\n",
+                ),
+                ("dense=dense, extra=extra, owners=self._owners())", "dense=dense, extra=extra, owners=former)"),
+            ],
+        },
+    ),
+    Revert(
+        defect="raw ids that change while a snapshot is copied are not sent with it",
+        generator="tests/publisher/test_identities.py::test_a_snapshot_is_copied_while_ids_are_evicted",
+        edits={
+            "delta_tracker/publisher/version_source.py": [
+                (
+                    "                changed = self._meanwhile.read(",
+                    "                self._meanwhile.read(); changed = self._meanwhile.read(",
+                ),
+            ],
+        },
     ),
 ]

@@ -71,8 +71,8 @@ REVERTS = [
         edits={
             "delta_tracker/publisher/row_gatherer.py": [
                 (
-                    "                    sources += [Source(state, ids) for state in held]\n",
-                    "                    sources += [Source(torch.zeros_like(state), ids) for state in held]\n",
+                    "                sources += [Source(state, ids) for state in held]\n",
+                    "                sources += [Source(torch.zeros_like(state), ids) for state in held]\n",
                 )
             ],
         },

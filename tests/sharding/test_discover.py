@@ -57,20 +57,13 @@ def test_parameters_that_fsdp_shards_are_not_taken_as_whole(two_ranks: RankPool)
         assert "'_flat_param'" in answer["False"]["model"]
 
 
-def test_sharded_buffers_are_not_taken_as_whole(one_rank: RankPool, two_ranks: RankPool) -> None:
-    for answer in two_ranks.run(f"{_WRAPPERS}:collision_buffers"):
-        assert len(answer["sharded"]) == 8
-        for name in answer["sharded"]:
-            assert repr(name) in answer["model"]
-        assert answer["model"].startswith("InvalidArgumentError")
-        assert answer["name"].startswith("InvalidArgumentError")
-        assert "each rank has a part" in answer["name"]
-        assert len(answer["whole"]) == 1
-        assert len(answer["kept"]) == 4
-        assert not set(answer["kept"]) & set(answer["sharded"])
-    (alone,) = one_rank.run(f"{_WRAPPERS}:collision_buffers")
-    assert alone["model"] == "nothing was raised"
-    assert set(alone["sharded"]) <= set(alone["kept"])
+def test_raw_ids_of_managed_collisions_are_not_dense(one_rank: RankPool, two_ranks: RankPool) -> None:
+    for answer in (*two_ranks.run(f"{_WRAPPERS}:collision_buffers"), *one_rank.run(f"{_WRAPPERS}:collision_buffers")):
+        assert answer["dense"] == ["mc.scale"]
+        assert len(answer["names"]) == 2
+        for name, message in answer["names"].items():
+            assert message.startswith(f"InvalidArgumentError: dense='mc._managed_collision_collection.{name}")
+            assert "Pass some of ['mc.scale']" in message
 
 
 def test_towers_are_refused_by_name_and_with_them_their_dense_parameters(one_rank: RankPool) -> None:

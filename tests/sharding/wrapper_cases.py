@@ -69,16 +69,16 @@ def fsdp(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def collision_buffers(rank: int, world_size: int) -> dict[str, Any]:
-    """Return the dense tensors of a managed-collision model whose state dict has them whole, and the errors."""
+    """Return the dense tensors of a managed-collision model, and the errors for its raw ids and counters."""
     model = shard_collision(world_size)
-    start = "mc._managed_collision_collection._managed_collision_modules.a."
-    answer = {
-        "model": attempt(lambda: dense_tensors(model, model)),
-        "name": attempt(lambda: dense_tensors(model, [f"{start}_mch_counts"])),
-        "whole": sorted(dense_tensors(model, [f"{start}_current_iter_tensor"])),
-        "kept": sorted(dense_tensors(model, model, skip_sharded=True)),
+    model.module.mc.register_buffer("scale", torch.ones(1))
+    start = "mc._managed_collision_collection."
+    names = [f"_managed_collision_modules.a.{name}" for name in ("_mch_counts", "_current_iter_tensor")]
+    assert {f"{start}{name}" for name in names} <= model.state_dict().keys()
+    return {
+        "dense": [*dense_tensors(model, model)],
+        "names": {name: attempt(lambda name=name: dense_tensors(model, [f"{start}{name}"])) for name in names},
     }
-    return answer | {"sharded": sorted(name for name in model.state_dict() if "_mch_" in name)}
 
 
 class _Tower(ShardedEmbeddingTower):

@@ -15,7 +15,6 @@ from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectio
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
@@ -41,7 +40,7 @@ _NUM_IDS = 60
 _NUM_ROWS = 16
 
 
-class _CollisionModel(nn.Module):
+class CollisionModel(nn.Module):
     def __init__(self, module: Callable[..., nn.Module]) -> None:
         super().__init__()
         device = torch.device("cpu")
@@ -71,7 +70,7 @@ def shard_collision(
     world_size: int, *, module: Callable[..., nn.Module] = MCHManagedCollisionModule
 ) -> DistributedModelParallel:
     torch.manual_seed(0)
-    model = _CollisionModel(module)
+    model = CollisionModel(module)
     apply_optimizer_in_backward(Adagrad, model.mc._embedding_module.parameters(), {"lr": 0.1})
     sharder = ManagedCollisionEmbeddingCollectionSharder(ec_sharder=EmbeddingCollectionSharder(use_index_dedup=False))
     plan = construct_module_sharding_plan(
@@ -297,7 +296,10 @@ def hash_zch(rank: int, world_size: int) -> dict[str, Any]:
         }
 
 
-def _hash_module(**arguments: Any) -> HashZchManagedCollisionModule:
+def _hash_module(**arguments: Any) -> nn.Module:
+    # Its import warns, which would be an error where pytest looks for doctests.
+    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule  # noqa: PLC0415
+
     return HashZchManagedCollisionModule(
         zch_size=arguments["zch_size"],
         device=arguments["device"],

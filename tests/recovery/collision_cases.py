@@ -1,0 +1,188 @@
+"""Cases for restores of models with managed collisions; each runs on every rank."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from delta_tracker import ModelDeltaTracker, Publisher
+from delta_tracker.recovery.random_states import RandomStates
+from delta_tracker.recovery.restore import restore
+from delta_tracker.sharding.collision_states import collision_state
+from delta_tracker.sharding.interrupted import check_complete
+from tests.publisher.publishing_cases import attempt
+from tests.tracker.collision_cases import collision_batch, module_of, shard_collision
+
+IDS = torch.arange(-4, 75)  # the models are trained with the ids from 0 to 59
+_TABLES = ("a", "b")
+
+Answers = dict[str, Tensor]  # table name to the row of each raw id
+
+
+def features() -> KeyedJaggedTensor:
+    """Return a batch with every raw id."""
+    lengths = torch.ones(len(_TABLES) * len(IDS), dtype=torch.int64)
+    return KeyedJaggedTensor(list(_TABLES), IDS.repeat(len(_TABLES)), lengths=lengths)
+
+
+@torch.no_grad()
+def answers(model: torch.nn.Module) -> Answers:
+    """Return the row that a model's evaluation reads for each raw id. A collective for a sharded model."""
+    was_training = model.training
+    model.eval()
+    found, _ = getattr(model, "module", model).mc(features())
+    held = {name: found[name].values().clone() for name in _TABLES}
+    model.train(was_training)
+    return held
+
+
+class Trainer:
+    """Model and tracker of one rank. Each batch depends on the rank and the batch's number only."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.model = shard_collision(world_size)
+        self.tracker = ModelDeltaTracker(self.model)
+        self.random = RandomStates()
+
+    def train(self, first: int, end: int, seed: int = 0) -> list[float]:
+        losses = []
+        for number in range(first, end):
+            generator = torch.Generator().manual_seed(10_000 * seed + 1000 * self.rank + number)
+            loss = self.model(collision_batch(generator))
+            loss.backward()
+            self.tracker.step()
+            losses.append(float(loss))
+        return losses
+
+    def publisher(self, path: str) -> Publisher:
+        return Publisher(self.tracker, f"file://{path}", states="optimizer", rank_state={"random": self.random})
+
+    def restore(self, path: str, version: int | None = None, **kwargs: Any) -> Any:
+        arguments: dict[str, Any] = {"tracker": self.tracker, "rank_state": {"random": self.random}, **kwargs}
+        return restore(self.model, f"file://{path}", version, **arguments)
+
+    def held(self) -> list[Any]:
+        """Return all that this rank holds."""
+        found: list[Any] = [torch.get_rng_state()]
+        for fqn in self.tracker.shards:
+            found += [view.clone() for view in self.tracker.column_views(fqn)]
+            found += [state.clone() for each in self.tracker.state_views(fqn) for state in each]
+        return found + [flat(collision_state(module_of(self.model, name))) for name in _TABLES]
+
+
+def flat(value: Any) -> Any:
+    """Return a state with lists instead of tensors."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return {key: flat(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def continued(rank: int, world_size: int, path: str, cuts: list[int], end: int) -> dict[str, Any]:
+    """Restore versions in other trainers; each trains on like the job that was never interrupted."""
+    trainer = Trainer(rank, world_size)
+    publisher = trainer.publisher(path)
+    losses, versions, seen = [], {}, {}
+    for number in range(end):
+        if number in cuts:
+            versions[number] = publisher.publish().version
+            seen[number] = answers(trainer.model)
+        losses += trainer.train(number, number + 1)
+    publisher.close()
+    expected = trainer.held()
+    history = []
+    for cut in cuts:
+        resumed = Trainer(rank, world_size)
+        resumed.train(0, 3, seed=5)
+        restored = resumed.restore(path, versions[cut])
+        assert restored.num_batches == cut
+        history.append(len(collision_state(module_of(resumed.model, "a"))["history"]))
+        assert same_answers(answers(resumed.model), seen[cut])
+        owners = {fqn: view.clone() for fqn, view in resumed.tracker.owner_views().items()}
+        resumed.tracker.state_dict()  # compares the raw ids
+        assert all(torch.equal(view, owners[fqn]) for fqn, view in resumed.tracker.owner_views().items())
+        assert resumed.train(cut, end) == losses[cut:], cut
+        assert same(resumed.held(), expected), cut
+        resumed.tracker.detach()
+    if rank == 0:
+        torch.save({"answers": seen, "versions": versions}, Path(path) / f"seen-{world_size}.pt")
+    return {"history": history, "iteration": flat(collision_state(module_of(trainer.model, "a")))["current_iter"]}
+
+
+def same_answers(one: Answers, other: Answers) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def resharded(rank: int, world_size: int, path: str, before: int) -> dict[str, Any]:
+    """Restore the versions of more ranks: known raw ids keep their rows, and training and publishing continue."""
+    saved = torch.load(Path(path) / f"seen-{before}.pt")
+    found: dict[str, Any] = {}
+    for cut, version in saved["versions"].items():
+        trainer = Trainer(rank, world_size)
+        trainer.train(0, 2, seed=3)
+        logger = logging.getLogger("delta_tracker.recovery.restore")
+        with mock.patch.object(logger, "warning") as warning:
+            trainer.restore(path, version, ignore=["random"])
+        assert warning.call_count == (rank == 0)
+        rows = answers(trainer.model)
+        expected = saved["answers"][cut]
+        known = {}
+        for fqn, identity in trainer.tracker.identities.items():
+            name = fqn.rpartition(".")[2]
+            assert len(identity.buckets) == world_size
+            is_known = torch.zeros(len(rows[name]), dtype=torch.bool)
+            is_known[4:64] = torch.isin(torch.arange(60), owned(trainer, world_size, fqn))
+            assert torch.equal(rows[name][is_known], expected[name][is_known])
+            known[name] = int(is_known.sum())
+        found[str(cut)] = known
+        trainer.train(cut, cut + 6)
+        assert trainer.tracker.num_hook_errors == 0
+        trainer.tracker.detach()
+    return found
+
+
+def owned(trainer: Trainer, world_size: int, fqn: str) -> Tensor:
+    """Return the raw ids of all ranks. A collective."""
+    own = trainer.tracker.owner_views()[fqn]
+    every = [torch.empty_like(own) for _ in range(world_size)]
+    torch.distributed.all_gather(every, own)
+    return torch.cat(every)
+
+
+def refused(rank: int, world_size: int, path: str) -> list[Any]:
+    """Try to restore at more ranks; nothing is written."""
+    trainer = Trainer(rank, world_size)
+    trainer.train(0, 2, seed=3)
+    before = trainer.held()
+    message = attempt(lambda: trainer.restore(path, ignore=["random"]))
+    check_complete(trainer.model)
+    assert same(trainer.held(), before)
+    trainer.tracker.detach()
+    return [message]
+
+
+def ignored(rank: int, world_size: int, path: str) -> None:
+    """The raw ids of a table in ``ignore`` are not restored."""
+    trainer = Trainer(rank, world_size)
+    trainer.train(0, 3, seed=3)
+    before = [flat(collision_state(module_of(trainer.model, name))) for name in _TABLES]
+    fqn = next(fqn for fqn in trainer.tracker.tables if fqn.endswith(".a"))
+    trainer.restore(path, ignore=[fqn])
+    after = [flat(collision_state(module_of(trainer.model, name))) for name in _TABLES]
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    trainer.tracker.detach()

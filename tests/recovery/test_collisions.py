@@ -1,0 +1,57 @@
+"""Restores of models with managed collisions, at the same and at other numbers of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankPool
+from tests.sweeps import SWEEPS_ARE_WHOLE
+
+_CASES = "tests.recovery.collision_cases"
+_CUTS = [*range(1, 29, 2)] if SWEEPS_ARE_WHOLE else [4, 11]
+_END = 34 if SWEEPS_ARE_WHOLE else 17
+
+
+@pytest.fixture(scope="module")
+def stream(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Publish versions from two ranks, and check that training continues from each."""
+    path = tmp_path_factory.mktemp("collisions")
+    found = two_ranks.run(f"{_CASES}:continued", path=str(path), cuts=_CUTS, end=_END)
+    for rank in found:
+        assert rank["iteration"] == _END
+        assert max(rank["history"]) > 0, "at some cuts, ids wait for the next eviction"
+    return path
+
+
+@pytest.mark.promise("resumed")
+def test_training_with_evictions_continues_bit_for_bit(stream: Path) -> None:
+    assert (stream / "seen-2.pt").exists()
+
+
+def test_one_rank_keeps_the_raw_ids_of_two(one_rank: RankPool, stream: Path) -> None:
+    (found,) = one_rank.run(f"{_CASES}:resharded", path=str(stream), before=2)
+    assert min(found[str(_CUTS[-1])].values()) > 8
+
+
+@pytest.mark.skipif(not SWEEPS_ARE_WHOLE, reason="part of the whole sweeps")
+def test_two_ranks_keep_the_raw_ids_of_four_bit_for_bit(
+    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
+) -> None:
+    four_ranks.run(f"{_CASES}:continued", path=str(tmp_path), cuts=[10, 15], end=18)
+    for found in two_ranks.run(f"{_CASES}:resharded", path=str(tmp_path), before=4):
+        assert all(min(known.values()) > 4 for known in found.values())
+
+
+def test_more_ranks_are_refused_before_any_write(four_ranks: RankPool, stream: Path) -> None:
+    for rank, (message,) in enumerate(four_ranks.run(f"{_CASES}:refused", path=str(stream))):
+        slots = f"{4 * rank} to {4 * rank + 4}"
+        assert "RestoreMismatchError: the collision module of 'mc._embedding_module.embeddings.a' is" in message
+        assert f"in the slots 0 to 8, 8 to 16 in the version but in the slots {slots}, which are not" in message
+
+
+def test_a_table_that_is_ignored_keeps_its_raw_ids(two_ranks: RankPool, stream: Path, tmp_path: Path) -> None:
+    shutil.copytree(stream, tmp_path / "stream")
+    two_ranks.run(f"{_CASES}:ignored", path=str(tmp_path / "stream"))
