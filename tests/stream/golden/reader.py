@@ -14,6 +14,7 @@ import xxhash
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1"}
 _DTYPES |= {"BOOL": "?", "C64": "<c8", "C128": "<c16"}
 _PIECE_BYTES = 1 << 23
+_NO_OWNER = (1 << 63) - 1
 
 State = dict[str, np.ndarray[Any, Any]]
 
@@ -122,8 +123,60 @@ def apply_states(root: Path, entry: dict[str, Any], state: State) -> None:
                     state[f"{block['table']}/{each['name']}"][rows, first:end] = states[f"{index}.states.{number}"]
 
 
+def bucket_of(identity: dict[str, Any], raw_id: int) -> int:
+    """Return the index of the bucket of a raw id."""
+    count = len(identity["buckets"])
+    size = -(-identity["hash_size"] // count)
+    unsigned = raw_id % (1 << 64)
+    return unsigned // size if unsigned < size * count else unsigned % count
+
+
+def row_of(identity: dict[str, Any], owners: np.ndarray[Any, Any], raw_id: int) -> int | None:
+    """Return the row that a lookup of a raw id reads; None if it reads no row."""
+    rows = np.flatnonzero(owners == raw_id)
+    default: int | None = identity["buckets"][bucket_of(identity, raw_id)]["default"]
+    return int(rows[0]) if len(rows) and raw_id != _NO_OWNER else default
+
+
+def faults_of(identity: dict[str, Any], rows: list[int], owners: list[int], *, is_whole: bool) -> list[str]:
+    """Return the rules that the owners of a block break."""
+    found, seen = [], set()
+    for row, owner in zip(rows, owners, strict=True):
+        if owner == _NO_OWNER:
+            continue
+        bucket = identity["buckets"][bucket_of(identity, owner)]
+        if not bucket["rows"][0] <= row < bucket["rows"][1]:
+            found.append(f"{owner} owns row {row}, which is not in its bucket")
+        if row in [each["default"] for each in identity["buckets"]]:
+            found.append(f"{owner} owns the default row {row}")
+        if owner in seen and not is_whole:
+            found.append(f"{owner} owns two rows")
+        seen.add(owner)
+    return found
+
+
+def _apply_owners(entry: dict[str, Any], read: list[tuple[dict[str, Any], State]], state: State) -> None:
+    """Apply the owners of a manifest's rows, under the keys ``table/owners``."""
+    for fqn, table in entry["tables"].items():
+        if table.get("identity") is None:
+            continue
+        new: dict[int, int] = {}
+        for is_whole in (True, False):
+            for part, tensors in read:
+                for index, block in enumerate(part["blocks"]):
+                    if block["table"] == fqn and (block["ids"] == "all") == is_whole:
+                        rows, owners = ids_of(index, block, tensors), tensors[f"{index}.owners"].tolist()
+                        assert not faults_of(table["identity"], rows, owners, is_whole=is_whole)
+                        new.update(zip(rows, owners, strict=True))
+        owned = [owner for owner in new.values() if owner != _NO_OWNER]
+        assert len(owned) == len(set(owned)), "a raw id owns two rows of the version"
+        held = state.setdefault(f"{fqn}/owners", np.full(table["num_rows"], _NO_OWNER, np.int64))
+        held[np.isin(held, owned)] = _NO_OWNER
+        held[list(new)] = list(new.values())
+
+
 def apply(root: Path, entry: dict[str, Any], state: State) -> None:
-    """Apply a manifest to tables and dense tensors."""
+    """Apply a manifest to tables, the owners of their rows, and dense tensors."""
     for fqn, table in entry["tables"].items():
         state.setdefault(fqn, np.zeros((table["num_rows"], table["dim"]), _DTYPES[table["dtype"]]))
     read = [(part, tensors_of((root / part["name"]).read_bytes())) for part in entry["parts"]]
@@ -133,6 +186,7 @@ def apply(root: Path, entry: dict[str, Any], state: State) -> None:
                 if (block["ids"] == "all") == is_whole:
                     first, end = block["columns"]
                     state[block["table"]][ids_of(index, block, tensors), first:end] = _values(index, block, tensors)
+    _apply_owners(entry, read, state)
     for part, tensors in read:
         for index, name in enumerate(part["dense"]):
             state[name] = tensors[f"dense.{index}"]
